@@ -1,0 +1,123 @@
+import asyncio
+
+import pytest
+
+from trinity_lightning.algorithm.add_strategy import (
+    AddStrategy,
+    ComposedAddStrategy,
+    GRPOAddStrategy,
+    create_add_strategy,
+)
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.writer import BufferWriter
+
+
+class ListWriter(BufferWriter):
+    def __init__(self):
+        self.calls = []
+
+    def write(self, experiences):
+        self.calls.append(list(experiences))
+
+
+def experiences(*groups):
+    return [
+        Experience(eid=EID(1, task, run), tokens=[1, 2, 3], reward=reward)
+        for task, rewards in enumerate(groups)
+        for run, reward in enumerate(rewards)
+    ]
+
+
+def advantages(exp):
+    assert exp.advantages is not None
+    return exp.advantages.tolist()
+
+
+class Failing(AddStrategy):
+    async def add(self, experiences, step):
+        await self.writer.write_async(experiences)
+        if step == 1:
+            raise RuntimeError("first step")
+        return len(experiences), {}
+
+    @classmethod
+    def default_args(cls):
+        return {}
+
+
+def run(specs, exps, step=1):
+    writer = ListWriter()
+    return *asyncio.run(create_add_strategy(specs, writer).add(exps, step)), writer.calls
+
+
+def test_one_entry_is_the_plain_strategy():
+    strategy = create_add_strategy([("grpo", {"epsilon": 0.5})], ListWriter())
+    assert type(strategy) is GRPOAddStrategy
+    assert vars(strategy)["epsilon"] == 0.5
+
+
+def test_each_strategy_gets_what_the_one_before_let_through():
+    exps = experiences([0, 1], [1, 1], [0, 4])
+    count, metrics, calls = run([("reward_variance", {}), ("grpo", {"std_level": "batch"})], exps)
+    assert count == 4
+    assert [[exp.eid.task for exp in call] for call in calls] == [[0, 0], [2, 2]]
+    alone = experiences([0, 1], [0, 4])
+    run([("grpo", {"std_level": "batch"})], alone)
+    kept = [exp for call in calls for exp in call]
+    assert [advantages(exp) for exp in kept] == [advantages(exp) for exp in alone]
+    assert metrics["filtered_count"] == 2
+    assert metrics["group_advantages/reward_mean/mean"] == 1.25
+
+
+def test_clashing_metrics_get_the_later_strategy_s_name():
+    specs = [
+        ("reward_variance", {}),
+        ("reward_variance", {"variance_threshold": 1.0}),
+        ("grpo", {"std_threshold": 0.0}),
+    ]
+    _, metrics, _ = run(specs, experiences([0, 1], [1, 1], [0, 4], [None, 1]))
+    assert metrics["filtered_count"] == 4
+    assert metrics["reward_variance_2/filtered_count"] == 2
+    assert metrics["grpo/filtered_count"] == 0
+    assert metrics["group_advantages/invalid_group_count"] == 1
+    assert metrics["grpo/group_advantages/invalid_group_count"] == 0
+
+
+def test_nothing_left_writes_nothing():
+    count, metrics, calls = run([("reward_variance", {}), ("grpo", {})], experiences([1, 1]))
+    assert (count, calls) == (0, [])
+    assert metrics["filtered_count"] == 2
+
+
+def test_empty_input():
+    assert run([("reward_variance", {}), ("grpo", {})], []) == (0, {}, [])
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next():
+    writer = ListWriter()
+    strategy = create_add_strategy([(f"{Failing.__module__}.Failing", {}), ("grpo", {})], writer)
+    with pytest.raises(RuntimeError, match="first step"):
+        asyncio.run(strategy.add(experiences([0, 1]), 1))
+    count, _ = asyncio.run(strategy.add(experiences([0, 1]), 2))
+    assert (count, len(writer.calls)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "message"),
+    [
+        ([], ConfigError, "give at least one of .*grpo"),
+        ([("reward_variance", {}), ("gpro", {})], ValueError, "Did you mean 'grpo'"),
+        ([("grpo", {}), ("grpo", {"epsilom": 1})], TypeError, "Did you mean 'epsilon'"),
+        ([("collections.OrderedDict", {})], TypeError, "'collections.OrderedDict' is no AddStrategy class"),
+    ],
+)
+def test_wrong_specs_are_told(specs, error, message):
+    with pytest.raises(error, match=message):
+        create_add_strategy(specs, ListWriter())
+
+
+def test_composition_is_an_add_strategy():
+    strategy = create_add_strategy([("reward_variance", {}), ("grpo", {})], ListWriter())
+    assert isinstance(strategy, ComposedAddStrategy)
+    assert [type(s).__name__ for s in strategy.strategies] == ["RewardVarianceAddStrategy", "GRPOAddStrategy"]

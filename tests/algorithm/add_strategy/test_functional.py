@@ -1,0 +1,155 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.rewards import is_constant
+
+REWARDS = st.floats(-5, 5).map(lambda x: round(x, 3))
+GROUPED = st.lists(st.tuples(REWARDS, st.integers(-3, 6)), min_size=1, max_size=40)
+
+
+def tensors(pairs):
+    return torch.tensor([r for r, _ in pairs], dtype=torch.float64), torch.tensor([g for _, g in pairs])
+
+
+def oracle(rewards, groups, score):
+    """Float64 numpy, one group after the other; score(rewards of a group of at least two)."""
+    out = np.empty(len(rewards))
+    for g in set(groups.tolist()):
+        rows = groups.numpy() == g
+        r = rewards.numpy()[rows]
+        out[rows] = score(r) if len(r) > 1 else r
+    return out
+
+
+def logavgexp(r, tau):
+    return tau * np.log(np.mean(np.exp(r / tau)))
+
+
+ORACLES = {
+    "grpo": (lambda r, g: functional.grpo_advantages(r, g, 0.1), lambda r: (r - r.mean()) / (r.std(ddof=1) + 0.1)),
+    "dr_grpo": (functional.dr_grpo_advantages, lambda r: r - r.mean()),
+    "rloo": (functional.rloo_advantages, lambda r: np.array([x - np.delete(r, i).mean() for i, x in enumerate(r)])),
+    "opmd": (functional.opmd_advantages, lambda r: r - r.mean()),
+    "logavgexp": (lambda r, g: functional.opmd_advantages(r, g, "logavgexp", 0.7), lambda r: r - logavgexp(r, 0.7)),
+}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@settings(deadline=None)
+@given(GROUPED)
+def test_advantages_equal_numpy_group_by_group(name, pairs):
+    fn, score = ORACLES[name]
+    rewards, groups = tensors(pairs)
+    expected = oracle(rewards, groups, score)
+    if name == "grpo":  # a lone reward has standard deviation 1
+        sizes = torch.tensor([int((groups == g).sum()) for g in groups])
+        expected = np.where(sizes.numpy() == 1, rewards.numpy() / 1.1, expected)
+    np.testing.assert_allclose(fn(rewards, groups).numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fn", [functional.grpo_advantages, functional.dr_grpo_advantages, functional.rloo_advantages])
+@settings(deadline=None)
+@given(GROUPED)
+def test_advantages_of_a_group_sum_to_zero(fn, pairs):
+    rewards, groups = tensors(pairs)
+    advantages = fn(rewards, groups)
+    for g in groups.unique():
+        if (groups == g).sum() > 1:
+            assert abs(advantages[groups == g].sum()) < 1e-6
+
+
+@settings(deadline=None)
+@given(GROUPED, st.floats(-10, 10), st.floats(0.5, 20))
+def test_grpo_ignores_shift_and_scale(pairs, shift, scale):
+    rewards, _ = tensors(pairs)
+    group = torch.zeros(len(rewards), dtype=torch.int64)
+    if len(rewards) == 1 or is_constant(rewards.tolist()):
+        assert torch.equal(
+            functional.grpo_advantages(rewards, group), rewards / (1 + 1e-6) if len(rewards) == 1 else rewards * 0
+        )
+        return
+    moved = functional.grpo_advantages(rewards * scale + shift, group, epsilon=0)
+    torch.testing.assert_close(moved, functional.grpo_advantages(rewards, group, epsilon=0), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("level", ["group", "batch"])
+@settings(deadline=None)
+@given(GROUPED, st.randoms(use_true_random=False))
+def test_order_does_not_matter(level, pairs, random):
+    rewards, groups = tensors(pairs)
+    order = random.sample(range(len(pairs)), len(pairs))
+    direct = functional.grpo_advantages(rewards, groups, std_level=level)[order]
+    torch.testing.assert_close(functional.grpo_advantages(rewards[order], groups[order], std_level=level), direct)
+
+
+def test_equal_rewards_up_to_rounding_are_no_signal():
+    rewards = torch.tensor([0.1 + 0.2, 0.3, 1e6, 1e6 + 1e-4, 0.0, 1.0], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    for epsilon in (1e-6, 0.0):
+        advantages = functional.grpo_advantages(rewards, groups, epsilon)
+        assert advantages[:4].tolist() == [0, 0, 0, 0]
+        assert advantages[4] < -0.7 < 0.7 < advantages[5]
+    assert functional.opmd_advantages(rewards, groups, "logavgexp")[:4].tolist() == [0, 0, 0, 0]
+    assert functional.informative(rewards, groups).tolist() == [False] * 4 + [True] * 2
+
+
+def test_batch_level_std_is_that_of_all_rewards():
+    rewards, groups = torch.tensor([0.0, 1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 1, 1, 2])
+    std = np.std([0, 1, 0, 4, 2], ddof=1)
+    expected = np.array([-0.5, 0.5, -2, 2, 2]) / (std + 1e-6)
+    np.testing.assert_allclose(
+        functional.grpo_advantages(rewards, groups, std_level="batch").numpy(), expected, rtol=1e-6
+    )
+
+
+def test_batch_level_std_of_lone_equal_rewards_is_one():
+    advantages = functional.grpo_advantages(torch.tensor([7.0, 7.0]), torch.tensor([0, 1]), std_level="batch")
+    torch.testing.assert_close(advantages, torch.tensor([7.0, 7.0]), rtol=1e-5, atol=0)
+
+
+@settings(deadline=None)
+@given(GROUPED, st.data())
+def test_reinforce_plus_plus_is_white_over_tokens(pairs, data):
+    rewards, groups = tensors(pairs)
+    tokens = data.draw(st.lists(st.integers(0, 5), min_size=len(pairs), max_size=len(pairs)))
+    advantages = functional.reinforce_plus_plus_advantages(rewards, groups, torch.tensor(tokens))
+    per_token = np.repeat(oracle(rewards, groups, lambda r: r - r.mean()), tokens)
+    if len(per_token) > 1:
+        expected = (per_token - per_token.mean()) / np.sqrt(per_token.var(ddof=1) + 1e-8)
+        np.testing.assert_allclose(np.repeat(advantages.numpy(), tokens), expected, rtol=1e-6, atol=1e-6)
+    assert torch.isfinite(advantages).all()
+
+
+def test_informative_wants_variance_above_the_threshold():
+    rewards, groups = torch.tensor([0.0, 1.0, 0.0, 0.5, 3.0]), torch.tensor([0, 0, 1, 1, 2])
+    assert functional.informative(rewards, groups).tolist() == [True, True, True, True, False]
+    assert functional.informative(rewards, groups, 0.0625).tolist() == [True, True, False, False, False]
+
+
+def test_logavgexp_survives_large_rewards():
+    rewards, groups = torch.tensor([0.0, 2000.0]), torch.tensor([0, 0])
+    assert functional.opmd_baseline(rewards, groups, "logavgexp", 1.0).item() == pytest.approx(2000 - np.log(2))
+
+
+def test_dtype_follows_the_rewards():
+    groups = torch.tensor([0, 0])
+    assert functional.grpo_advantages(torch.tensor([0, 1]), groups).dtype == torch.float32
+    assert functional.rloo_advantages(torch.tensor([0.0, 1.0]).double(), groups).dtype == torch.float64
+    assert functional.grpo_advantages(torch.tensor([]), torch.tensor([], dtype=torch.int64)).shape == (0,)
+
+
+def test_wrong_arguments_are_named():
+    rewards, groups = torch.tensor([0.0, 1.0]), torch.tensor([0, 0])
+    with pytest.raises(ValueError, match=r"rewards \(2,\) and groups \(3,\)"):
+        functional.group_stats(rewards, torch.tensor([0, 0, 1]))
+    with pytest.raises(ConfigError, match="Did you mean 'group'"):
+        functional.grpo_advantages(rewards, groups, std_level="grup")
+    with pytest.raises(ConfigError, match="logavgexp"):
+        functional.opmd_advantages(rewards, groups, "median")
+    with pytest.raises(ConfigError, match="tau must be above 0, not 0"):
+        functional.opmd_advantages(rewards, groups, "logavgexp", 0.0)

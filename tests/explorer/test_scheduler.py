@@ -1,0 +1,684 @@
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+
+from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
+from trinity_lightning.common.errors import ConfigError, PromptTooLongError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
+from trinity_lightning.explorer.scheduler_times import enough_of
+
+
+def running(
+    body: Callable[[Scheduler], Coroutine[Any, Any, Any]], models: int = 1, **config: Any
+) -> Any:
+    """What `body` makes of a started scheduler (2 runners a model, no retries, attempts of at most 5 s)."""
+    settings: dict[str, Any] = {"runner_per_model": 2, "max_retry_times": 0, "max_timeout": 5.0} | config
+
+    async def main() -> Any:
+        scheduler = Scheduler(ExplorerConfig(**settings), [FakeModel() for _ in range(models)])
+        await scheduler.start()
+        try:
+            return await body(scheduler)
+        finally:
+            await scheduler.stop()
+
+    return asyncio.run(main())
+
+
+def slow(seconds: float, log: list[Any] | None = None) -> Callable[[Any], Any]:
+    """A body that takes its time, and logs (batch, task) when it ends."""
+
+    async def body(workflow: Any) -> list[Experience]:
+        await asyncio.sleep(seconds)
+        if log is not None:
+            log.append((workflow.task.batch_id, workflow.task.task_id))
+        return [an_experience()]
+
+    return body
+
+
+def tids(experiences: list[Experience]) -> list[tuple[int | str, int | str]]:
+    return [(experience.eid.batch, experience.eid.task) for experience in experiences]
+
+
+# -- scheduling -------------------------------------------------------------------------------------------------------
+
+
+def test_schedule_returns_at_once_and_results_come_in_the_order_of_tasks() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        began = time.perf_counter()
+        scheduler.schedule([scripted(slow(0.03)), scripted(slow(0.01)), scripted(slow(0.02))], 4)
+        assert time.perf_counter() - began < 0.02
+        assert scheduler.has_step(4)
+        statuses, experiences = await scheduler.get_results(4)
+        assert [status.ok for status in statuses] == [True] * 3
+        assert tids(experiences) == [(4, 0), (4, 1), (4, 2)]
+        assert all(status.metric["task_run_time"] > 0 for status in statuses)
+        assert not scheduler.has_step(4)
+
+    running(body)
+
+
+def test_scheduling_nothing_is_a_no_op() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([], 3)
+        assert not scheduler.has_step(3)
+        assert await scheduler.get_results(3) == ([], [])
+        await scheduler.wait_all(timeout=0.01)
+
+    running(body)
+
+
+@pytest.mark.parametrize("batch_id", ["", "eval/7", "x", 1.0, None, True, (1,), "-1/x"])
+def test_other_batch_ids_are_refused(batch_id: Any) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        for call in (lambda: scheduler.schedule([scripted(succeed)], batch_id), lambda: scheduler.has_step(batch_id)):
+            with pytest.raises(ValueError, match="batch_id must be an int or a string that starts with one"):
+                call()
+        with pytest.raises(ValueError, match="batch_id"):
+            await scheduler.get_results(batch_id)
+
+    running(body)
+
+
+@pytest.mark.parametrize("batch_id", [0, 7, "7", "123/my_task", "5 odd"])
+def test_batch_ids_reach_the_experiences(batch_id: int | str) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed)], batch_id)
+        _, experiences = await scheduler.get_results(batch_id)
+        assert tids(experiences) == [(batch_id, 0)]
+
+    running(body)
+
+
+def test_lower_steps_first_then_train_before_eval_then_first_come() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        log: list[Any] = []
+        await scheduler.stop()
+        for batch_id in ("2/b", "2/a", 2, "1/x", 10, 1):
+            scheduler.schedule([scripted(slow(0.0, log)) for _ in range(2)], batch_id)
+        await scheduler.start()
+        await scheduler.wait_all()
+        expected = [1, "1/x", 2, "2/b", "2/a", 10]
+        assert log == [(batch, task) for batch in expected for task in range(2)] or not log
+        assert [entry[0] for entry in log[::2]] == expected
+
+    running(body, runner_per_model=1)
+
+
+def test_a_more_urgent_batch_overtakes_what_waits() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        log: list[Any] = []
+        scheduler.schedule([scripted(slow(0.005, log)) for _ in range(3)], "1/eval")
+        scheduler.schedule([scripted(slow(0.005, log))], 1)
+        await scheduler.wait_all()
+        assert log == [("1/eval", 0), (1, 0), ("1/eval", 1), ("1/eval", 2)]
+
+    running(body, runner_per_model=1)
+
+
+def test_a_batch_scheduled_again_continues_its_numbers_also_after_it_was_collected() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed)] * 2, 1)
+        scheduler.schedule([scripted(succeed)], 1)
+        _, experiences = await scheduler.get_results(1)
+        assert tids(experiences) == [(1, 0), (1, 1), (1, 2)]
+        scheduler.schedule([scripted(succeed)] * 2, 1)
+        assert tids((await scheduler.get_results(1))[1]) == [(1, 3), (1, 4)]
+
+    running(body)
+
+
+def test_every_runner_runs_one_task_at_a_time() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        busy, peak, per_model = 0, 0, {}
+
+        async def work(workflow: Any) -> list[Experience]:
+            nonlocal busy, peak
+            busy += 1
+            peak = max(peak, busy)
+            key = id(workflow.model._model)
+            per_model[key] = per_model.get(key, 0) + 1
+            await asyncio.sleep(0.005)
+            busy -= 1
+            return [an_experience()]
+
+        scheduler.schedule([scripted(work)] * 18, 1)
+        await scheduler.get_results(1)
+        assert peak == 6
+        assert list(per_model.values()) == [6, 6, 6]
+
+    running(body, models=3)
+
+
+def test_runners_get_one_engine_of_each_auxiliary_model() -> None:
+    a, b = [FakeModel(), FakeModel()], [FakeModel()]
+    scheduler = Scheduler(ExplorerConfig(runner_per_model=4), [FakeModel()], [a, b])
+    assert [runner.runner.auxiliary_models for runner in scheduler.runners] == [
+        [a[0], b[0]], [a[1], b[0]], [a[0], b[0]], [a[1], b[0]]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workflow", [Scripted, ScriptedRepeatable])
+def test_a_task_is_split_into_chunks_and_merged_into_one_status(workflow: type) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        chunks = []
+
+        async def work(flow: Any) -> list[Experience]:
+            chunks.append((flow.run_id_base, flow.repeat_times))
+            runs = range(flow.run_id_base, flow.run_id_base + flow.repeat_times)
+            await asyncio.sleep(0.001 * (5 - flow.run_id_base))
+            return [an_experience(run, metrics={"reward/x": float(run)}) for run in runs]
+
+        scheduler.schedule([scripted(work, workflow, repeat_times=5)] * 2, 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert len(statuses) == 2
+        assert [e.eid.run for e in experiences] == [0, 1, 2, 3, 4] * 2
+        assert tids(experiences) == [(1, 0)] * 5 + [(1, 1)] * 5
+        if workflow is ScriptedRepeatable:
+            assert sorted(chunks) == [(0, 2), (0, 2), (2, 2), (2, 2), (4, 1), (4, 1)]
+            assert statuses[0].metric["reward/x"] == 2.0
+        assert {"task_run_time", "time_per_task"} <= statuses[0].metric.keys()
+        assert statuses[0].ok
+        assert statuses[0].num_runs == 5
+
+    running(body, max_repeat_times_per_runner=2)
+
+
+def test_a_failed_chunk_fails_its_task_and_the_other_chunks_are_kept() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        async def work(flow: Any) -> list[Experience]:
+            if flow.run_id_base == 2:
+                raise ValueError("no luck")
+            return [an_experience(flow.run_id_base + i) for i in range(flow.repeat_times)]
+
+        scheduler.schedule([scripted(work, ScriptedRepeatable, repeat_times=5)], 1)
+        (status,), experiences = await scheduler.get_results(1)
+        assert not status.ok
+        assert status.message == "2 of 5 runs failed: 2 x ValueError: no luck"
+        assert [e.eid.run for e in experiences] == [0, 1, 4]
+
+    running(body, max_repeat_times_per_runner=2)
+
+
+# -- get_results ------------------------------------------------------------------------------------------------------
+
+
+def test_min_num_returns_everything_that_is_ready_and_the_rest_goes_on() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.08)], 1)
+        await asyncio.sleep(0.02)
+        statuses, _ = await scheduler.get_results(1, min_num=2)
+        assert len(statuses) == 3
+        assert scheduler.has_step(1)
+        statuses, experiences = await scheduler.get_results(1, min_num=9)  # never that many: all there are
+        assert tids(experiences) == [(1, 3)]
+        assert statuses[0].ok
+
+    running(body, runner_per_model=4)
+
+
+def test_an_unknown_batch_returns_at_once() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        began = time.perf_counter()
+        assert await scheduler.get_results(9) == ([], [])
+        assert await scheduler.get_results("9/x", min_num=3) == ([], [])
+        assert time.perf_counter() - began < 0.02
+
+    running(body)
+
+
+def test_a_time_out_returns_what_is_there_cancels_the_rest_and_frees_its_runners() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        cancelled = []
+
+        async def work(workflow: Any) -> list[Experience]:
+            try:
+                return await hang(workflow)
+            except asyncio.CancelledError:
+                cancelled.append(workflow.task.task_id)
+                raise
+
+        scheduler.schedule([scripted(succeed), scripted(work), scripted(work), scripted(work)], 1)
+        statuses, experiences = await scheduler.get_results(1, timeout=0.05)
+        assert [status.ok for status in statuses] == [True]
+        assert tids(experiences) == [(1, 0)]
+        assert sorted(cancelled) == [1, 2]  # 3 never began
+        assert not scheduler.has_step(1)
+        scheduler.schedule([scripted(slow(0.01))] * 4, 2)
+        statuses, _ = await scheduler.get_results(2, timeout=1)
+        assert len(statuses) == 4
+
+    running(body)
+
+
+def test_a_time_out_without_clearing_lets_the_rest_be_collected_later() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed), scripted(slow(0.06))], 1)
+        statuses, _ = await scheduler.get_results(1, timeout=0.02, clear_timeout_tasks=False)
+        assert len(statuses) == 1
+        assert scheduler.has_step(1)
+        assert tids((await scheduler.get_results(1))[1]) == [(1, 1)]
+
+    running(body)
+
+
+def test_the_default_time_out_is_that_of_all_attempts() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(hang)] * 3, 1)  # one runner: the third is not reached in time
+        began = time.perf_counter()
+        statuses, _ = await scheduler.get_results(1)
+        assert 0.08 <= time.perf_counter() - began < 0.3
+        assert [status.ok for status in statuses] in ([False], [])
+
+    running(body, runner_per_model=1, max_timeout=0.04, max_retry_times=1)
+
+
+def test_several_may_wait_at_the_same_time() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(0.02))] * 2, 1)
+        scheduler.schedule([scripted(slow(0.02))] * 2, "1/e")
+        results = await asyncio.gather(*(scheduler.get_results(b) for b in (1, "1/e", 1)), scheduler.wait_all())
+        assert sorted(len(result[0]) for result in results[:3] if result) == [0, 2, 2]  # each task is handed out once
+
+    running(body)
+
+
+def test_a_batch_that_grows_while_it_is_waited_for_is_waited_for_whole() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(0.02))], 1)
+        waiting = asyncio.create_task(scheduler.get_results(1))
+        await asyncio.sleep(0.005)
+        scheduler.schedule([scripted(slow(0.04))], 1)
+        assert len((await waiting)[0]) == 2
+
+    running(body)
+
+
+def test_results_of_evaluation_tasks_come_with_their_status_only() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        async def work(workflow: Any) -> list[Experience]:
+            return [an_experience(workflow.run_id_base, reward=1.0, metrics={"reward/x": workflow.run_id_base})]
+
+        task = scripted(work, ScriptedRepeatable, is_eval=True, repeat_times=4)
+        scheduler.schedule([task], "3/sums")
+        (status,), experiences = await scheduler.get_results("3/sums")
+        assert experiences == []
+        assert [e.eid.run for e in status.eval_experiences] == [0, 1, 2, 3]
+        assert status.metric["reward/x"] == 1.5
+
+    running(body, max_repeat_times_per_runner=1)
+
+
+# -- wait_all ---------------------------------------------------------------------------------------------------------
+
+
+def test_wait_all_waits_for_every_batch_and_leaves_results_to_be_collected() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        for batch_id in (1, 2, "2/e"):
+            scheduler.schedule([scripted(slow(0.01))] * 2, batch_id)
+        await scheduler.wait_all()
+        began = time.perf_counter()
+        assert [len((await scheduler.get_results(b))[0]) for b in (1, 2, "2/e")] == [2, 2, 2]
+        assert time.perf_counter() - began < 0.02
+
+    running(body)
+
+
+def test_wait_all_goes_on_as_long_as_anything_finishes() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(0.04), repeat_times=4)], 1)  # four chunks of one task, one after another
+        await scheduler.wait_all(timeout=0.1)
+        assert len((await scheduler.get_results(1))[1]) == 4
+
+    running(body, runner_per_model=1, max_repeat_times_per_runner=1)
+
+
+def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfinished() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed), *[scripted(hang)] * 5], 1)
+        with pytest.raises(TimeoutError, match=r"nothing finished within 0.05 s: 3 pending, 2 running"):
+            await scheduler.wait_all(timeout=0.05)
+        assert tids((await scheduler.get_results(1))[1]) == [(1, 0)]
+        assert not scheduler.has_step(1)
+        scheduler.schedule([scripted(succeed)] * 4, 2)
+        await scheduler.wait_all(timeout=1)
+
+    running(body)
+
+
+def test_wait_all_without_clearing_lets_the_rest_go_on() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(0.08))], 1)
+        with pytest.raises(TimeoutError):
+            await scheduler.wait_all(timeout=0.01, clear_timeout_tasks=False)
+        await scheduler.wait_all()
+        assert len((await scheduler.get_results(1))[0]) == 1
+
+    running(body)
+
+
+# -- start and stop ---------------------------------------------------------------------------------------------------
+
+
+def test_stop_cancels_what_runs_waits_for_its_end_and_can_be_started_again() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        ended = []
+
+        async def work(workflow: Any) -> list[Experience]:
+            try:
+                return await hang(workflow)
+            finally:
+                await asyncio.sleep(0.02)
+                ended.append(workflow.task.task_id)
+
+        scheduler.schedule([scripted(succeed), *[scripted(work)] * 4], 1)
+        waiting = asyncio.create_task(scheduler.get_results(1))
+        await asyncio.sleep(0.02)
+        await scheduler.stop()
+        assert sorted(ended) == [1, 2]
+        assert len((await waiting)[0]) == 1  # those who wait get what is there
+        assert not scheduler.has_step(1)
+        await scheduler.start()
+        scheduler.schedule([scripted(succeed)] * 4, 1)
+        assert len((await scheduler.get_results(1, timeout=1))[0]) == 4
+
+    running(body)
+
+
+def test_what_is_scheduled_before_the_start_runs_then_and_waiting_for_it_before_is_an_error() -> None:
+    async def main() -> None:
+        scheduler = Scheduler(ExplorerConfig(), [FakeModel()])
+        scheduler.schedule([scripted(succeed)], 1)
+        with pytest.raises(RuntimeError, match=r"await start\(\) first"):
+            await scheduler.get_results(1)
+        with pytest.raises(RuntimeError, match=r"await start\(\) first"):
+            await scheduler.wait_all()
+        await scheduler.start()
+        await scheduler.start()
+        assert len((await scheduler.get_results(1))[0]) == 1
+        await scheduler.stop()
+        await scheduler.stop()
+
+    asyncio.run(main())
+
+
+# -- over-rollout and dynamic time-outs -------------------------------------------------------------------------------
+
+
+def test_over_rollout_finishes_a_step_when_enough_tasks_are_in() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        tasks = [scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.04, 100.0)]
+        scheduler.schedule(tasks, 1)
+        began = time.perf_counter()
+        statuses, _ = await scheduler.get_results(1)
+        assert len(statuses) == 4  # three suffice, the fourth comes in the extra wait
+        assert 0.08 <= time.perf_counter() - began < 0.5
+        assert not scheduler.has_step(1)
+        scheduler.schedule([scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.0, 0.15)], "1/eval")
+        assert len((await scheduler.get_results("1/eval"))[0]) == 5  # evaluations are complete
+
+    running(body, runner_per_model=5, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.08))
+
+
+def test_enough_is_the_rounded_up_share() -> None:
+    for size in range(1, 50):
+        for tenths in range(10):
+            assert enough_of(size, tenths / 10) == -(-(10 - tenths) * size // 10)
+
+
+def test_dynamic_time_out_follows_the_average_of_train_tasks_after_a_warm_up() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(0.02)), scripted(slow(0.15))], 1)  # in the warm-up nothing is cut
+        statuses, _ = await scheduler.get_results(1)
+        assert [status.ok for status in statuses] == [True, True]
+        scheduler.schedule([scripted(slow(0.02))] * 14, 2)
+        await scheduler.get_results(2)
+        scheduler.schedule([scripted(slow(0.02)), scripted(hang)], 3)
+        began = time.perf_counter()
+        statuses, _ = await scheduler.get_results(3)
+        assert [status.ok for status in statuses] == [True, False]
+        assert time.perf_counter() - began < 0.5
+        assert "TimeoutError: not done within 0.0" in (statuses[1].message or "")
+        scheduler.schedule([scripted(slow(0.2), is_eval=True)], "3/eval")
+        assert (await scheduler.get_results("3/eval"))[0][0].ok
+
+    running(body, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=2.0, warmup_min_steps=1))
+
+
+# -- runners ----------------------------------------------------------------------------------------------------------
+
+
+async def _raises(workflow: Any) -> list[Experience]:
+    raise KeyError("boom")
+
+
+async def _exits(workflow: Any) -> list[Experience]:
+    raise SystemExit(3)
+
+
+async def _cancels_itself(workflow: Any) -> list[Experience]:
+    raise asyncio.CancelledError
+
+
+async def _ignores_cancellation(workflow: Any) -> list[Experience]:
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(100)
+    await asyncio.sleep(0.1)
+    return [an_experience()]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (_raises, "KeyError: 'boom'"),
+        (_exits, "SystemExit: 3"),
+        (_cancels_itself, "cancelled from within"),
+        (hang, "TimeoutError: not done within 0.03 s"),
+        (_ignores_cancellation, "TimeoutError: not done within 0.03 s"),
+    ],
+)
+def test_a_runner_is_always_freed(bad: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_lightning.explorer.workflow_runner.CANCEL_GRACE_SECONDS", 0.02)
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(bad)] * 3, 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert experiences == []
+        assert all(message in (status.message or "") for status in statuses)
+        assert all("task_run_time" in status.metric for status in statuses)
+        scheduler.schedule([scripted(succeed)] * 3, 2)
+        statuses, _ = await scheduler.get_results(2, timeout=1)
+        assert [status.ok for status in statuses] == [True] * 3
+
+    running(body, max_timeout=0.03, max_retry_times=3 if bad is _raises else 0)
+
+
+def test_a_cancelled_tasks_engine_requests_are_aborted() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        model = scheduler.runners[0].runner.model
+        assert isinstance(model, FakeModel)
+        model.latency = 100
+
+        async def work(workflow: Any) -> list[Experience]:
+            await workflow.model.generate([1, 2])
+            return []
+
+        scheduler.schedule([scripted(work, repeat_times=3)], 1)
+        await scheduler.get_results(1, timeout=0.02)
+        assert len(model.calls) == model.aborted == 3
+
+    running(body, runner_per_model=1)
+
+
+def test_a_runner_that_breaks_is_a_failed_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Any, task: Any, timeout: float) -> None:  # noqa: ASYNC109
+        raise OSError("the actor died")
+
+    monkeypatch.setattr(RunnerWrapper, "run_with_retry", broken)
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed, repeat_times=2)] * 3, 1)
+        statuses, _ = await scheduler.get_results(1, timeout=1)
+        assert [status.message for status in statuses] == ["2 of 2 runs failed: 2 x OSError: the actor died"] * 3
+
+    running(body)
+
+
+def test_progress_is_told_once_a_task() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        told: list[int | str] = []
+        scheduler.on_task_done = told.append
+        scheduler.schedule([scripted(succeed, repeat_times=3)] * 2, "1/e")
+        scheduler.schedule([scripted(_raises)], 1)
+        await scheduler.wait_all()
+        assert sorted(map(str, told)) == ["1", "1/e", "1/e"]
+
+    running(body, max_repeat_times_per_runner=1)
+
+
+class _CountingLoop(asyncio.SelectorEventLoop):
+    turns = 0
+
+    def _run_once(self) -> None:
+        self.turns += 1
+        super()._run_once()  # type: ignore[misc]
+
+
+def test_nothing_polls() -> None:
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _CountingLoop)
+        scheduler = Scheduler(ExplorerConfig(), [FakeModel()])
+        await scheduler.start()
+        scheduler.schedule([scripted(hang)], 1)
+        waiting = [asyncio.create_task(scheduler.get_results(1)), asyncio.create_task(scheduler.wait_all())]
+        await asyncio.sleep(0.01)
+        before = loop.turns
+        await asyncio.sleep(0.2)
+        turns = loop.turns - before
+        await scheduler.stop()
+        await asyncio.gather(*waiting)
+        return turns
+
+    with asyncio.Runner(loop_factory=_CountingLoop) as runner:
+        assert runner.run(main()) <= 4
+
+
+def test_ten_thousand_tasks_take_less_than_a_millisecond_each() -> None:
+    async def body(scheduler: Scheduler) -> float:
+        began = time.perf_counter()
+        scheduler.schedule([scripted(succeed)] * 10_000, 1)
+        statuses, _ = await scheduler.get_results(1, timeout=60)
+        assert len(statuses) == 10_000
+        return (time.perf_counter() - began) / 10_000
+
+    assert running(body, runner_per_model=8) < 1e-3
+
+
+# -- run_with_retry ---------------------------------------------------------------------------------------------------
+
+
+def retried(task: TaskWrapper, model: FakeModel | None = None, **config: Any) -> Any:
+    settings: dict[str, Any] = {"max_timeout": 5.0} | config
+    runner = RunnerWrapper(7, model or FakeModel(), None, ExplorerConfig(**settings))
+    return asyncio.run(runner.run_with_retry(task))
+
+
+class Flaky:
+    """Fails the runs of `until` until their attempt of that number; counts the attempts of every run."""
+
+    def __init__(self, until: dict[int, int]) -> None:
+        self.until = until
+        self.attempts: dict[int, int] = {}
+
+    async def __call__(self, workflow: Any) -> list[Experience]:
+        run = workflow.model._run
+        self.attempts[run] = self.attempts.get(run, 0) + 1
+        await workflow.model.generate([1])
+        if self.attempts[run] <= self.until.get(run, 0):
+            raise ConnectionError(f"run {run}")
+        return [an_experience()]
+
+
+def test_a_retry_repeats_only_the_runs_that_failed_with_the_same_seeds() -> None:
+    body, model = Flaky({5: 1, 6: 2}), FakeModel()
+    status, experiences, runner_id = retried(TaskWrapper(scripted(body), 3, run_id_base=4, repeat_times=4), model)
+    assert body.attempts == {4: 1, 5: 2, 6: 3, 7: 1}
+    assert [(e.eid.batch, e.eid.run) for e in experiences] == [(3, 4), (3, 5), (3, 6), (3, 7)]
+    assert (status.ok, status.message, runner_id) == (True, None, 7)
+    assert status.metric["task_run_time"] >= status.metric["time_per_task"]
+    assert len({call["seed"] for call in model.calls}) == 4
+
+
+def test_what_succeeded_is_kept_when_other_runs_fail_for_good() -> None:
+    body = Flaky({0: 9, 2: 9})
+    status, experiences, _ = retried(TaskWrapper(scripted(body), 0, repeat_times=4))
+    assert body.attempts == {0: 3, 1: 1, 2: 3, 3: 1}
+    assert [e.eid.run for e in experiences] == [1, 3]
+    assert not status.ok
+    assert status.message == "2 of 4 runs failed: ConnectionError: run 0; ConnectionError: run 2"
+    assert "task_run_time" in status.metric
+
+
+def test_one_attempt_is_bounded_and_what_it_finished_is_kept() -> None:
+    attempts: list[int] = []
+
+    async def body(workflow: Any) -> list[Experience]:
+        attempts.append(workflow.model._run)
+        await asyncio.sleep(100 if workflow.model._run == 1 else 0)
+        return [an_experience()]
+
+    began = time.perf_counter()
+    status, experiences, _ = retried(TaskWrapper(scripted(body), 0, repeat_times=3), max_timeout=0.03)
+    assert 0.09 <= time.perf_counter() - began < 0.5
+    assert sorted(attempts) == [0, 1, 1, 1, 2]
+    assert [e.eid.run for e in experiences] == [0, 2]
+    assert status.message == "1 of 3 runs failed: TimeoutError: not done within 0.03 s"
+
+
+def test_a_prompt_that_is_too_long_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    async def body(workflow: Any) -> list[Experience]:
+        attempts.append(1)
+        raise PromptTooLongError("600 tokens, the context has 512")
+
+    with caplog.at_level(logging.WARNING):
+        status, experiences, _ = retried(TaskWrapper(scripted(body, task_id=4), 3))
+    assert attempts == [1]
+    assert experiences == []
+    expected = "1 of 1 runs failed: PromptTooLongError: prompt_truncated: 600 tokens, the context has 512"
+    assert status.message == expected
+    assert f"task 3/4: {expected}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"runner": "ray"}, "use 'local'"),
+        ({"runner": "locl"}, "Did you mean 'local'"),
+        ({"runner_per_model": 0}, "runner_per_model must be at least 1"),
+        ({"max_retry_times": -1}, "max_retry_times must be at least 0"),
+        ({"max_repeat_times_per_runner": 0}, "max_repeat_times_per_runner must be at least 1"),
+        ({"max_timeout": 0.0}, "max_timeout must be above 0"),
+        ({"over_rollout": OverRolloutConfig(ratio=1.0)}, r"over_rollout.ratio must be in \[0, 1\)"),
+    ],
+)
+def test_wrong_settings_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scheduler(ExplorerConfig(**config), [FakeModel()])
+
+
+def test_engines_are_needed() -> None:
+    with pytest.raises(ConfigError, match="at least one engine"):
+        Scheduler(ExplorerConfig(), [])
+    with pytest.raises(ConfigError, match="at least one engine"):
+        Scheduler(ExplorerConfig(), [FakeModel()], [[]])

@@ -1,0 +1,366 @@
+import json
+import random
+
+import datasets
+import pytest
+import reasoning_gym
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_lightning.common.config import TasksetConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.explorer.tasks.formatter import Formatter
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+ROWS = [{"question": f"q{index}", "solution": index, "level": "easy"} for index in range(5)]
+NAMED = Formatter(prompt_field="question", answer_field="solution")
+
+
+def numbered(size: int, **options) -> Taskset:
+    return Taskset([{"prompt": f"p{index}"} for index in range(size)], **options)
+
+
+def indices(batch: list[dict]) -> list[int]:
+    return [task["task_index"]["index"] for task in batch]
+
+
+@pytest.fixture(autouse=True)
+def arrow_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
+
+
+# Order and cursor
+
+
+def test_sequential_batches_follow_the_source_and_run_on_into_the_next_epoch():
+    taskset = numbered(5, order="sequential")
+    assert [indices(taskset.next_batch(3)) for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+    assert indices(taskset.next_batch(12)) == [2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+
+
+@given(size=st.integers(1, 30), n=st.integers(1, 12), seed=st.integers(0, 2**40))
+def test_each_shuffled_epoch_has_every_task_once(size, n, seed):
+    taskset = numbered(size, seed=seed)
+    handed_out = [index for _ in range(3 * size) for index in indices(taskset.next_batch(n))]
+    for epoch in range(len(handed_out) // size):
+        assert sorted(handed_out[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    first, second = (indices(numbered(50, seed=3).next_batch(150)) for _ in range(2))
+    random.seed(1)
+    assert first == second == indices(numbered(50, seed=3).next_batch(150))
+    assert first != indices(numbered(50, seed=4).next_batch(150))
+    assert first[:50] != first[50:100] != first[100:]
+
+
+def test_batch_size_does_not_change_the_order():
+    one, many = numbered(7, seed=2), numbered(7, seed=2)
+    assert indices(many.next_batch(20)) == [index for _ in range(20) for index in indices(one.next_batch(1))]
+
+
+def test_epochs_end_with_a_short_batch_and_then_none():
+    taskset = numbered(5, epochs=2, order="sequential")
+    assert [indices(taskset.next_batch(4)) for _ in range(4)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4], []]
+
+
+@given(size=st.integers(1, 20), before=st.lists(st.integers(1, 9), max_size=5), n=st.integers(1, 30))
+def test_a_restored_cursor_goes_on_where_the_saved_one_stood(size, before, n):
+    saved = numbered(size, seed=1)
+    for count in before:
+        saved.next_batch(count)
+    state = json.loads(json.dumps(saved.state_dict()))
+    restored = numbered(size, seed=1)
+    restored.load_state_dict(state)
+    assert restored.next_batch(n) == saved.next_batch(n)
+    assert restored.state_dict() == saved.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (numbered(6), "size 5 -> 6"),
+        (numbered(5, seed=1), "seed 0 -> 1"),
+        (numbered(5, name="b"), "name 'taskset' -> 'b'"),
+        (numbered(5, order="sequential"), "order 'shuffled' -> 'sequential'"),
+    ],
+)
+def test_the_state_of_another_taskset_is_refused(other, message):
+    taskset = numbered(5)
+    taskset.next_batch(3)
+    with pytest.raises(ConfigError, match=message):
+        other.load_state_dict(taskset.state_dict())
+    assert other.state_dict()["position"] == 0
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ConfigError, match="not the state of a taskset"):
+        numbered(5).load_state_dict({"cursor": 3})
+
+
+def test_a_bad_entry_is_named_and_the_cursor_stays():
+    taskset = Taskset([{"prompt": "a"}, {"prompt": ""}], name="sums", order="sequential")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="taskset 'sums', entry 1: field 'prompt' is empty"):
+            taskset.next_batch(2)
+    assert indices(taskset.next_batch(1)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "message"),
+    [
+        ([], {}, "has no entries"),
+        ([{"prompt": "a"}], {"order": "shufled"}, "Did you mean 'shuffled'"),
+        ([{"prompt": "a"}], {"epochs": 0}, "epochs = 0"),
+        ([{"prompt": "a"}], {"seed": -1}, "seed = -1"),
+    ],
+)
+def test_a_wrong_taskset_says_so_at_once(entries, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Taskset(entries, **options)
+
+
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="a batch of 0 tasks"):
+        numbered(2).next_batch(0)
+
+
+# Formatter
+
+
+def test_a_raw_task_has_the_three_fields_and_keeps_the_others():
+    taskset = Taskset(ROWS, name="maths", formatter=NAMED)
+    expected = {"prompt": "q2", "answer": 2, "question": "q2", "solution": 2, "level": "easy"}
+    assert taskset[2] == expected | {"task_index": {"taskset_id": "maths", "index": 2}}
+    assert taskset[-1]["prompt"] == "q4"
+    assert indices(list(taskset)) == [0, 1, 2, 3, 4]
+    with pytest.raises(IndexError):
+        taskset[5]
+
+
+def test_raw_tasks_are_new_dicts():
+    rows = [{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}]
+    Taskset(rows)[0]["prompt"] = "changed"
+    assert rows == [{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}]
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    ("formatter", "entry", "expected"),
+    [
+        (Formatter(), {"messages": CHAT}, {"messages": CHAT}),
+        (Formatter(), {"prompt": CHAT}, {"messages": CHAT}),
+        (Formatter(), {"prompt": "a", "messages": CHAT}, {"prompt": "a"}),
+        (Formatter(), {"prompt": None, "messages": CHAT}, {"messages": CHAT}),
+        (Formatter(messages_field="chat"), {"prompt": "a", "chat": CHAT}, {"messages": CHAT, "chat": CHAT}),
+        (Formatter(), {"prompt": "a", "answer": None}, {"prompt": "a"}),
+        (Formatter(), {"prompt": "a", "answer": 0}, {"prompt": "a", "answer": 0}),
+        (
+            Formatter(system_prompt="be brief"),
+            {"prompt": "a"},
+            {"prompt": "a", "messages": [SYSTEM, {"role": "user", "content": "a"}]},
+        ),
+        (Formatter(system_prompt="be brief"), {"messages": CHAT}, {"messages": [SYSTEM, *CHAT]}),
+        (
+            Formatter(system_prompt="be brief"),
+            {"messages": [{"role": "system", "content": "old"}, *CHAT]},
+            {"messages": [SYSTEM, *CHAT]},
+        ),
+    ],
+)
+def test_formatter(formatter, entry, expected):
+    assert formatter(entry) == expected
+
+
+@pytest.mark.parametrize(
+    ("formatter", "entry", "message"),
+    [
+        (Formatter(prompt_field="qestion"), {"question": "a"}, "Did you mean 'question'.* Mend prompt_field"),
+        (Formatter(prompt_field="qestion"), {"question": "a", "prompt": "b"}, "Did you mean 'question'"),
+        (Formatter(answer_field="answr"), {"prompt": "a", "answer": "b"}, "Did you mean 'answer'.* Mend answer_field"),
+        (Formatter(messages_field="chats"), {"prompt": "a", "chat": CHAT}, "Did you mean 'chat'.* Mend messages_field"),
+        (Formatter(), {"promt": "a"}, "Did you mean 'promt'.* Set prompt_field or messages_field"),
+        (Formatter(), {"prompt": 3}, "field 'prompt' holds int"),
+        (Formatter(), {"messages": ["hello"]}, "field 'messages' holds list"),
+        (Formatter(), {"messages": []}, "field 'messages' is empty"),
+    ],
+)
+def test_a_wrong_field_is_named_with_the_nearest(formatter, entry, message):
+    with pytest.raises(ConfigError, match=message):
+        Taskset([entry], formatter=formatter)
+
+
+# The built-in sums
+
+
+def test_addition_keeps_its_heldout_sums_apart():
+    train, heldout = Taskset.addition(), Taskset.addition("heldout")
+    assert (len(train), len(heldout)) == (441 - 128, 128)
+    prompts = {task["prompt"] for taskset in (train, heldout) for task in taskset}
+    assert prompts == {f"What is {a} + {b}? Reply with only the number." for a in range(21) for b in range(21)}
+    for task in train:
+        a, b = (int(word.strip("?")) for word in task["prompt"].split() if word.strip("?").isdigit())
+        assert task["answer"] == str(a + b)
+
+
+def test_no_seed_moves_a_sum_into_the_train_split():
+    heldout = {task["prompt"] for task in Taskset.addition("heldout", seed=1)}
+    for seed in range(5):
+        train = Taskset.addition("train", seed=seed)
+        assert heldout.isdisjoint(task["prompt"] for task in train.next_batch(len(train)))
+    assert Taskset.addition(seed=0).next_batch(20) != Taskset.addition(seed=1).next_batch(20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "held_out"}, "Did you mean 'heldout'"),
+        ({"low": 3, "high": 2}, "low = 3 is above high = 2"),
+        ({"high": 2, "heldout": 9}, "there are 9 sums"),
+        ({"heldout": -1}, "heldout = -1"),
+        ({"split": "heldout", "heldout": 0}, "has no entries"),
+    ],
+)
+def test_wrong_sums(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Taskset.addition(**arguments)
+
+
+# reasoning-gym
+
+
+def test_reasoning_gym_entries_are_those_of_the_library_with_what_the_verifier_needs():
+    taskset = Taskset.from_reasoning_gym("chain_sum", size=10, seed=42, max_terms=3, taskset_name="sums")
+    library = reasoning_gym.create_dataset("chain_sum", size=10, seed=42, max_terms=3)
+    assert len(taskset) == 10
+    for task in taskset.next_batch(10):
+        entry = library[task["task_index"]["index"]]
+        assert (task["prompt"], task["answer"], task["metadata"]) == tuple(entry.values())
+        assert task["reasoning_gym"] == {"name": "chain_sum", "config": {"max_terms": 3}, "entry": entry}
+        verifier = reasoning_gym.create_dataset(task["reasoning_gym"]["name"], **task["reasoning_gym"]["config"])
+        assert verifier.score_answer(task["answer"], task["reasoning_gym"]["entry"]) == 1.0
+    assert taskset.name == "sums"
+
+
+def test_reasoning_gym_entries_are_generated_when_asked_for():
+    taskset = Taskset.from_reasoning_gym("basic_arithmetic", size=10**9, seed=1, order="sequential")
+    assert len(taskset) == 10**9
+    assert indices(taskset.next_batch(2)) == [0, 1]
+    assert taskset[10**9 - 1] == taskset[10**9 - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("chain_sums", {}, "unknown reasoning-gym dataset 'chain_sums'. Did you mean 'chain_sum'"),
+        ("chain_sum", {"max_term": 3}, "Did you mean 'max_terms'"),
+        ("chain_sum", {"max_terms": 1}, "refuses its arguments"),
+        ("chain_sum", {"max_terms": "many"}, "refuses its arguments"),
+    ],
+)
+def test_wrong_reasoning_gym_arguments(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Taskset.from_reasoning_gym(name, 3, 0, **arguments)
+
+
+# Files and folders
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_files_of_every_format(tmp_path, suffix):
+    file = tmp_path / f"maths.{suffix}"
+    table = datasets.Dataset.from_list(ROWS)
+    if suffix == "parquet":
+        table.to_parquet(file)
+    elif suffix == "csv":
+        table.to_csv(file)
+    else:
+        file.write_text(json.dumps(ROWS) if suffix == "json" else "\n".join(map(json.dumps, ROWS)))
+    taskset = Taskset.from_dataset(file, formatter=NAMED, order="sequential")
+    assert taskset.name == "maths"
+    assert [(task["prompt"], task["answer"], task["level"]) for task in taskset] == [
+        (row["question"], row["solution"], row["level"]) for row in ROWS
+    ]
+    assert len(Taskset.from_dataset(file, "test[:2]", formatter=NAMED)) == 2
+
+
+def test_folders_of_files_and_saved_datasets(tmp_path):
+    (tmp_path / "files").mkdir()
+    for split, rows in (("train", ROWS), ("test", ROWS[3:])):
+        (tmp_path / "files" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = datasets.Dataset.from_list(ROWS[3:])
+    table.save_to_disk(tmp_path / "table")
+    datasets.DatasetDict(test=table).save_to_disk(tmp_path / "splits")
+    for folder in ("files", "table", "splits"):
+        taskset = Taskset.from_dataset(tmp_path / folder, "test", formatter=NAMED)
+        assert ([task["prompt"] for task in taskset], taskset.name) == (["q3", "q4"], folder)
+    for folder in ("files", "splits"):
+        with pytest.raises(ConfigError, match="nknown split 'dev'|Unknown split \"dev\""):
+            Taskset.from_dataset(tmp_path / folder, "dev", formatter=NAMED)
+
+
+def test_conversations_of_a_file(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [SYSTEM, *CHAT]}))
+    assert Taskset.from_dataset(tmp_path / "chats.jsonl")[0]["messages"] == [SYSTEM, *CHAT]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("trian.jsonl", "Did you mean|did you mean '.*train.jsonl'"),
+        ("notes.txt", "no known format"),
+        ("zero.jsonl", "is empty"),
+        ("broken.jsonl", "cannot load split 'train'.*JSON parse error"),
+        ("folder", "cannot load split 'train'.*data files"),
+        ("foldr", "did you mean '.*folder'"),
+    ],
+)
+def test_a_wrong_file_says_what_to_do(tmp_path, path, message):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "notes.txt").write_text("a")
+    (tmp_path / "zero.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": \n nonsense')
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        Taskset.from_dataset(tmp_path / path)
+
+
+def test_an_unreachable_hub_is_a_readable_error(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'org/data' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ConfigError, match="cannot load split 'train' of dataset 'org/data': Couldn't reach"):
+        Taskset.from_dataset("org/data")
+
+
+# From a configuration
+
+
+def test_every_source_from_a_configuration(tmp_path):
+    (tmp_path / "maths.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    sums = Taskset.from_config(TasksetConfig(name="sums", split="heldout", args={"high": 3, "heldout": 4}, seed=5))
+    assert (sums.name, len(sums), sums.seed) == ("sums", 4, 5)
+    gym = TasksetConfig(name="gym", source="reasoning_gym", path="chain_sum", size=3, system_prompt="be brief")
+    assert Taskset.from_config(gym)[0]["messages"][0] == SYSTEM
+    file = TasksetConfig(name="m", source="dataset", path=str(tmp_path / "maths.jsonl"), prompt_field="question")
+    file.answer_field, file.order = "solution", "sequential"
+    assert [task["answer"] for task in Taskset.from_config(file, epochs=1).next_batch(99)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"source": "adition"}, "Did you mean 'addition'"),
+        ({"source": "adition", "args": {"high": 3}}, "Did you mean 'addition'"),
+        ({"args": {"hihg": 3}}, "Did you mean 'high'"),
+        ({"source": "dataset"}, "needs a path"),
+        ({"source": "reasoning_gym", "path": "chain_sum"}, "needs a size"),
+    ],
+)
+def test_a_wrong_configuration_names_the_key(config, message):
+    with pytest.raises(ConfigError, match=message):
+        Taskset.from_config(TasksetConfig(name="t", **config))

@@ -1,0 +1,61 @@
+"""Add strategies that differ from GRPO in their baseline or normalisation only, and take no arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, TaskAdvantageStrategy
+from trinity_lightning.algorithm.add_strategy.groups import action_mask
+from trinity_lightning.common.experience import Experience
+
+
+class BaselineAddStrategy(TaskAdvantageStrategy):
+    """Base of the strategies of this module; metrics are those of the rewards: reward_mean and reward_std.
+
+    The standard deviation is unbiased, and 0 in a group of one.
+    """
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {}
+
+    def score(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> tuple[Tensor, dict[str, Tensor]]:
+        stats = functional.group_stats(rewards, groups)
+        return self.advantages(rewards, groups, exps), {"reward_mean": stats.mean, "reward_std": stats.std}
+
+    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+        """Scores [B] of rewards [B] in groups [B]: here the rewards themselves."""
+        return rewards
+
+
+@ADD_STRATEGY.register("reinforce")
+class REINFORCEAddStrategy(BaselineAddStrategy):
+    """REINFORCE: the reward itself, without a baseline (Williams 1992)."""
+
+
+@ADD_STRATEGY.register("rloo")
+class RLOOAddStrategy(BaselineAddStrategy):
+    """RLOO: the reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
+
+    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+        return functional.rloo_advantages(rewards, groups)
+
+
+@ADD_STRATEGY.register("dr_grpo")
+class DrGRPOAddStrategy(BaselineAddStrategy):
+    """Dr. GRPO: the reward minus the group's mean (arXiv 2503.20783)."""
+
+    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+        return functional.dr_grpo_advantages(rewards, groups)
+
+
+@ADD_STRATEGY.register("reinforce_plus_plus")
+class REINFORCEPlusPlusAddStrategy(BaselineAddStrategy):
+    """REINFORCE++: r - mean of the group, whitened over all trained tokens of the step (arXiv 2501.03262)."""
+
+    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+        num_tokens = torch.tensor([int(action_mask(exp).count_nonzero()) for exp in exps])
+        return functional.reinforce_plus_plus_advantages(rewards, groups, num_tokens)

@@ -1,0 +1,188 @@
+"""The mathematics of the add strategies, on tensors: rewards [B] and group ids [B] in, advantages [B] out.
+
+All of them compute in float64 and return the rewards' own dtype (float32 for integer rewards); all rewards must be
+finite. Group ids are any integers. Two rules hold everywhere:
+
+- a group of one has baseline 0: without others to compare with, its reward is its score;
+- a group whose rewards are equal up to rounding carries no signal: its centred rewards are exactly 0
+  (`trinity_lightning.common.rewards` has the rule).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.rewards import CONSTANT_TOLERANCE
+from trinity_lightning.common.suggest import unknown_name
+
+STD_LEVELS = ("group", "batch")
+OPMD_BASELINES = ("mean", "logavgexp")
+# Inside the square root of the whitening, as in REINFORCE++.
+WHITEN_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Statistics of the rewards of each of G groups, float64 unless said otherwise.
+
+    Attributes:
+        index: position in 0..G-1 of each reward's group, in ascending order of the group ids, int64 [B].
+        size: rewards in the group, int64 [G].
+        mean: [G].
+        variance: population variance [G].
+        std: unbiased (n-1) standard deviation [G]; 0 for a group of one.
+        constant: whether the rewards are equal up to rounding, as they are in a group of one, bool [G].
+        centred: rewards minus their group's mean, exactly 0 in a constant group, [B].
+    """
+
+    index: Tensor
+    size: Tensor
+    mean: Tensor
+    variance: Tensor
+    std: Tensor
+    constant: Tensor
+    centred: Tensor
+
+
+def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
+    """Statistics of `rewards` [B] within the groups that `groups` [B] names.
+
+    Raises:
+        ValueError: the two differ in shape.
+    """
+    if rewards.ndim != 1 or groups.shape != rewards.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be of shape [B].")
+    rewards = rewards.double()
+    _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)
+    mean = _group_sum(rewards, index, size) / size
+    low, high = _group_extreme(rewards, index, size, "amin"), _group_extreme(rewards, index, size, "amax")
+    constant = high - low <= CONSTANT_TOLERANCE * torch.maximum(low.abs(), high.abs())
+    centred = (rewards - mean[index]).masked_fill(constant[index], 0.0)
+    squares = _group_sum(centred.square(), index, size)
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return GroupStats(index, size, mean, squares / size, std, constant, centred)
+
+
+def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_level: str = "group") -> Tensor:
+    """GRPO: (r - mean) / (std + epsilon), std unbiased (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+
+    Args:
+        rewards: [B].
+        groups: [B].
+        epsilon: keeps the quotient finite.
+        std_level: "group", or "batch": every group is divided by the standard deviation of all rewards
+            (arXiv 2508.08221). The standard deviation of fewer than two rewards, or of a constant
+            batch, is taken as 1.
+
+    Raises:
+        ConfigError: unknown std_level.
+    """
+    stats = group_stats(rewards, groups)
+    if std_level == "group":
+        std = torch.where(stats.size == 1, 1.0, stats.std)[stats.index]
+    elif std_level == "batch":
+        batch = group_stats(rewards, torch.zeros_like(groups))
+        std = torch.where(batch.constant, 1.0, batch.std)[batch.index]
+    else:
+        raise ConfigError(unknown_name("std_level", std_level, STD_LEVELS))
+    score = _minus_baseline(rewards, stats) / (std + epsilon)
+    # With epsilon = 0 a constant group would be 0 / 0.
+    return _as_rewards(_without_signal_zero(score, stats), rewards)
+
+
+def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Dr. GRPO: r - mean, without the division by the standard deviation (arXiv 2503.20783)."""
+    return _as_rewards(_minus_baseline(rewards, group_stats(rewards, groups)), rewards)
+
+
+def opmd_advantages(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
+    """OPMD: r - b, with b the group's `opmd_baseline` (Trinity-RFT, arXiv 2505.17826).
+
+    Raises:
+        ConfigError: unknown baseline, or tau not above 0.
+    """
+    stats = group_stats(rewards, groups)
+    score = rewards.double() - opmd_baseline(rewards, groups, baseline, tau)[stats.index]
+    return _as_rewards(_without_signal_zero(score, stats), rewards)
+
+
+def opmd_baseline(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
+    """Each group's baseline, float64 [G], in ascending order of the group ids; 0 for a group of one.
+
+    "mean": b = mean(r); "logavgexp": b = tau * (logsumexp(r / tau) - log n), the mean's soft maximum.
+
+    Raises:
+        ConfigError: unknown baseline, or tau not above 0.
+    """
+    stats = group_stats(rewards, groups)
+    if baseline not in OPMD_BASELINES:
+        raise ConfigError(unknown_name("opmd_baseline", baseline, OPMD_BASELINES))
+    if not tau > 0:
+        raise ConfigError(f"tau must be above 0, not {tau}.")
+    if baseline == "mean":
+        value = stats.mean
+    else:
+        scaled = rewards.double() / tau
+        peak = _group_extreme(scaled, stats.index, stats.size, "amax")
+        total = _group_sum((scaled - peak[stats.index]).exp(), stats.index, stats.size)
+        value = tau * (peak + total.log() - stats.size.double().log())
+    return value.masked_fill(stats.size == 1, 0.0)
+
+
+def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """RLOO: r minus the mean of the *other* rewards, which is (r - mean) n / (n - 1) (arXiv 2402.14740)."""
+    stats = group_stats(rewards, groups)
+    n = stats.size[stats.index]
+    return _as_rewards(_minus_baseline(rewards, stats) * n / (n - 1).clamp(min=1), rewards)
+
+
+def reinforce_plus_plus_advantages(rewards: Tensor, groups: Tensor, num_tokens: Tensor) -> Tensor:
+    """REINFORCE++ with group baseline: r - mean, whitened over all trained tokens (arXiv 2501.03262).
+
+    (A - mean) / sqrt(variance + 1e-8), where each A counts as often as its experience has trained tokens and the
+    variance is unbiased. Fewer than two trained tokens have variance 0.
+
+    Args:
+        rewards: [B].
+        groups: [B].
+        num_tokens: trained tokens of each experience [B].
+    """
+    centred = _minus_baseline(rewards, group_stats(rewards, groups))
+    weight = num_tokens.double()
+    total = weight.sum()
+    deviation = centred - (weight * centred).sum() / total.clamp(min=1)
+    variance = (weight * deviation.square()).sum() / (total - 1).clamp(min=1)
+    return _as_rewards(deviation / (variance + WHITEN_EPSILON).sqrt(), rewards)
+
+
+def informative(rewards: Tensor, groups: Tensor, variance_threshold: float = 0.0) -> Tensor:
+    """Which rewards belong to a group with a signal, bool [B].
+
+    A group has one when it has at least two rewards that are not constant and whose population variance is above the
+    threshold.
+    """
+    stats = group_stats(rewards, groups)
+    return (~stats.constant & (stats.variance > variance_threshold))[stats.index]
+
+
+def _group_sum(values: Tensor, index: Tensor, size: Tensor) -> Tensor:
+    return values.new_zeros(len(size)).index_add_(0, index, values)
+
+
+def _group_extreme(values: Tensor, index: Tensor, size: Tensor, which: str) -> Tensor:
+    return values.new_zeros(len(size)).scatter_reduce_(0, index, values, which, include_self=False)
+
+
+def _minus_baseline(rewards: Tensor, stats: GroupStats) -> Tensor:
+    """Rewards minus their group's mean; the reward itself in a group of one. Float64 [B]."""
+    return torch.where((stats.size == 1)[stats.index], rewards.double(), stats.centred)
+
+
+def _without_signal_zero(score: Tensor, stats: GroupStats) -> Tensor:
+    return score.masked_fill((stats.constant & (stats.size > 1))[stats.index], 0.0)
+
+
+def _as_rewards(advantages: Tensor, rewards: Tensor) -> Tensor:
+    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)

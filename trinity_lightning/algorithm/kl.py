@@ -1,0 +1,103 @@
+"""Estimates of KL(pi_theta || pi_ref) per token, by name, and the KL loss.
+
+With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
+k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
+"""
+
+from collections.abc import Callable
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
+from trinity_lightning.common.registry import Registry
+
+# (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
+KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+KL_FN: Registry[KLFn] = Registry("KL estimate")
+
+# low_var_kl: bounds of the log-ratio and of the estimate
+MAX_LOG_RATIO, MAX_LOW_VAR_KL = 20.0, 10.0
+# corrected_k3: bound of the importance ratio
+MAX_CORRECTION = 2.0
+
+
+@KL_FN.register("none")
+def none(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """0: no KL term."""
+    return torch.zeros_like(logprobs)
+
+
+@KL_FN.register("k1")
+def k1(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """lp - ref."""
+    return logprobs - ref_logprobs
+
+
+@KL_FN.register("k2")
+def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """d^2 / 2."""
+    return (ref_logprobs - logprobs).square() / 2
+
+
+@KL_FN.register("k3")
+def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """exp(d) - d - 1."""
+    d = ref_logprobs - logprobs
+    return torch.expm1(d) - d
+
+
+@KL_FN.register("low_var_kl")
+def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """k3 with d clamped to +-20 and the result to +-10: finite whatever the models say."""
+    d = torch.clamp(ref_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.clamp(torch.expm1(d) - d, -MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
+
+
+@KL_FN.register("abs")
+def absolute(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """|d|."""
+    return (ref_logprobs - logprobs).abs()
+
+
+@KL_FN.register("corrected_k3")
+def corrected_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """k3 times the importance ratio exp(lp - old), clamped to [0, 2].
+
+    The tokens were sampled from pi_old: the ratio, through which the gradient flows too, makes the estimate and its
+    gradient those of the current policy (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    ratio = (logprobs - old_logprobs).exp().clamp(0.0, MAX_CORRECTION)
+    return ratio * k3(logprobs, ref_logprobs, old_logprobs)
+
+
+def kl_loss(
+    name: str,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    *,
+    coefficient: float,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """coefficient * KL, to be added to the policy loss; and the metric kl_loss, the KL without its coefficient.
+
+    Args:
+        name: estimate, of `KL_FN`.
+        logprobs: [b, r].
+        ref_logprobs: of the reference model [b, r].
+        old_logprobs: at the start of the step, without gradient [b, r].
+        action_mask: which tokens are trained, bool [b, r].
+        coefficient: weight of the KL.
+        loss_agg_mode: see `aggregate`.
+
+    Raises:
+        ValueError: unknown estimate, or unknown mode.
+    """
+    outside = ~action_mask.bool()  # zeroed first: what is not finite there would reach the gradient as 0 * inf
+    per_token = KL_FN.get(name)(*(t.masked_fill(outside, 0.0) for t in (logprobs, ref_logprobs, old_logprobs)))
+    kl = aggregate(per_token, action_mask, loss_agg_mode, **totals)
+    return coefficient * kl, {"kl_loss": kl.detach()}

@@ -1,0 +1,64 @@
+"""Losses linear in the log-probabilities: they look at no ratio of new to old. Tensors are [b, r]."""
+
+from typing import Unpack
+
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
+from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN
+from trinity_lightning.common.errors import ConfigError
+
+
+@POLICY_LOSS_FN.register("reinforce")
+def reinforce(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE: -A lp (Williams 1992). The only metric is pg_loss. ConfigError: unknown mode."""
+    loss = aggregate(-advantages * logprobs, action_mask, loss_agg_mode, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+@POLICY_LOSS_FN.register("opmd")
+def opmd(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    tau: float = 1.0,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """OPMD, its simple form: -A lp / (1 + tau) (Trinity-RFT, arXiv 2505.17826). The only metric is pg_loss.
+
+    Raises:
+        ConfigError: tau is negative, or the mode is unknown.
+    """
+    if not tau >= 0:
+        raise ConfigError(f"tau must be at least 0, not {tau}.")
+    loss = aggregate(-advantages * logprobs / (1 + tau), action_mask, loss_agg_mode, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+@POLICY_LOSS_FN.register("sft")
+def sft(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Supervised fine-tuning: -lp, whatever the advantages. The only metric is pg_loss. ConfigError: unknown mode."""
+    loss = aggregate(-logprobs, action_mask, loss_agg_mode, **totals)
+    return loss, {"pg_loss": loss.detach()}

@@ -1,0 +1,82 @@
+"""The clipped surrogate of PPO, with DAPO's asymmetric range and dual clipping; GRPO's objective is the same."""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, token_share
+from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
+from trinity_lightning.common.errors import ConfigError
+
+
+@POLICY_LOSS_FN.register("grpo")
+@POLICY_LOSS_FN.register("ppo")
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    clip_range_low: float = 0.2,
+    clip_range_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO: -min(r A, clip(r, 1 - low, 1 + high) A) per token (arXiv 1707.06347, equation 7), with r = exp(lp - old).
+
+    Where A < 0 the token's loss is at most -c A (dual clip, arXiv 1912.09729). DAPO raises clip_range_high
+    to 0.28 (arXiv 2503.14476). Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
+
+    Args:
+        clip_range_low: how far below 1 the ratio counts.
+        clip_range_high: how far above 1 the ratio counts.
+        dual_clip: c, above 1; None: no dual clip.
+        loss_agg_mode: see `aggregate`.
+
+    Returns:
+        The loss and metrics, shares being of all trained tokens of the optimizer batch:
+
+        - pg_loss: the loss;
+        - ppo_kl: mean of old - lp, the k1 estimate of KL(old || new);
+        - pg_clipfrac: share of tokens whose loss the range clips, the sum of
+          pg_clipfrac_low (A < 0 and r < 1 - low) and pg_clipfrac_high (A > 0 and r > 1 + high);
+        - pg_clipfrac_dual: share of tokens whose loss the dual clip bounds (A < 0 and r > c).
+
+    Raises:
+        ConfigError: a range is negative, dual_clip is not above 1, or the mode is unknown.
+    """
+    check_clip_range(clip_range_low, clip_range_high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ConfigError(f"dual_clip must be above 1 (or null, for none), not {dual_clip}.")
+    log_r = log_ratio(logprobs, old_logprobs, action_mask)
+    ratio = log_r.exp()
+    clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    loss_token = torch.maximum(-advantages * ratio, -advantages * clipped)
+    negative = advantages < 0
+    bounded = torch.zeros_like(negative)
+    if dual_clip is not None:
+        bounded = negative & (ratio > dual_clip)
+        loss_token = torch.where(bounded, -advantages * dual_clip, loss_token)
+    loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
+
+    n = totals.get("num_tokens")
+    low = token_share(negative & (ratio < 1 - clip_range_low), action_mask, n)
+    high = token_share((advantages > 0) & (ratio > 1 + clip_range_high), action_mask, n)
+    return loss, {
+        "pg_loss": loss.detach(),
+        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
+        "pg_clipfrac": low + high,
+        "pg_clipfrac_low": low,
+        "pg_clipfrac_high": high,
+        "pg_clipfrac_dual": token_share(bounded, action_mask, n),
+    }
+
+
+def check_clip_range(low: float, high: float) -> None:
+    """Refuse negative clip ranges with a ConfigError."""
+    for name, value in (("clip_range_low", low), ("clip_range_high", high)):
+        if not value >= 0:
+            raise ConfigError(f"{name} must be at least 0, not {value}.")

@@ -1,0 +1,92 @@
+"""Engine against trainer: how far their log-probabilities differ, and importance weights that make up for it.
+
+Responses are sampled by the inference engine, whose numerics (and sometimes weights) are not the trainer's. Both
+functions take per-token tensors [b, r] of one micro-batch and return metrics that combine by `combine_metrics`.
+"""
+
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.aggregate import aggregate, token_share
+from trinity_lightning.algorithm.policy_loss.registry import MAX_LOG_RATIO, log_ratio
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.suggest import unknown_name
+
+LEVELS = ("token", "sequence")
+MODES = ("truncate", "mask")
+
+
+def logprob_difference(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor, *, num_tokens: int | None = None
+) -> dict[str, Tensor]:
+    """logprob_diff/mean and logprob_diff/max of |old - rollout| over the trained tokens.
+
+    Args:
+        old_logprobs: the trainer's, of the weights that the engine had [b, r].
+        rollout_logprobs: the engine's [b, r].
+        action_mask: which tokens are trained, bool [b, r].
+        num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
+    """
+    difference = (old_logprobs.detach() - rollout_logprobs).abs().masked_fill(~action_mask.bool(), 0.0)
+    return {
+        "logprob_diff/mean": aggregate(difference, action_mask, num_tokens=num_tokens),
+        "logprob_diff/max": _max(difference),
+    }
+
+
+def rollout_correction(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    action_mask: Tensor,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    min_weight: float = 0.0,
+    max_weight: float = 2.0,
+    num_tokens: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncated or masked importance weights w = exp(old - rollout), for the policy loss to be multiplied by.
+
+    Policy losses are linear in the advantages for weights of at least 0, so multiply the *advantages* by them; a loss
+    that ignores the advantages is not corrected. (Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training", 2025; masking: IcePop, arXiv 2510.18855.)
+
+    Args:
+        old_logprobs: the trainer's [b, r].
+        rollout_logprobs: the engine's [b, r].
+        action_mask: which tokens are trained, bool [b, r].
+        level: "token": each token has its own weight; "sequence": all have the product over the sequence's tokens.
+        mode: "truncate": clamp weights to [min_weight, max_weight]; "mask": set those outside to 0.
+        min_weight: lower bound.
+        max_weight: upper bound.
+        num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
+
+    Returns:
+        Weights without gradient, 0 outside the mask [b, r]; and metrics over trained tokens: is_weight/mean and
+        is_weight/max of the weights after truncation or masking, is_weight/clipfrac, the share outside the bounds.
+
+    Raises:
+        ConfigError: unknown level or mode, or not 0 <= min_weight <= max_weight.
+    """
+    if level not in LEVELS:
+        raise ConfigError(unknown_name("level of rollout correction", level, LEVELS))
+    if mode not in MODES:
+        raise ConfigError(unknown_name("mode of rollout correction", mode, MODES))
+    if not 0 <= min_weight <= max_weight:
+        raise ConfigError(f"bounds of rollout correction must be 0 <= min <= max, not {min_weight} and {max_weight}.")
+    log_w = log_ratio(old_logprobs.detach(), rollout_logprobs, action_mask)
+    if level == "sequence":
+        log_w = log_w.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_w)
+    raw = log_w.exp()
+    outside = (raw < min_weight) | (raw > max_weight)
+    weights = raw.clamp(min_weight, max_weight) if mode == "truncate" else raw.masked_fill(outside, 0.0)
+    weights = weights.masked_fill(~action_mask.bool(), 0.0)
+    return weights, {
+        "is_weight/mean": aggregate(weights, action_mask, num_tokens=num_tokens),
+        "is_weight/max": _max(weights),
+        "is_weight/clipfrac": token_share(outside, action_mask, num_tokens),
+    }
+
+
+def _max(values: Tensor) -> Tensor:
+    """The maximum of values of at least 0; 0 if there are none."""
+    return values.amax() if values.numel() else values.new_zeros(())

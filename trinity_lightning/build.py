@@ -1,0 +1,164 @@
+"""From a validated configuration to the parts of a run: engine, explorer, policy, data, trainer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import lightning as L
+from lightning.pytorch.loggers import WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.compose import last_checkpoint
+from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TrainConfig
+from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.tasks.task_source import TaskSource
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.monitor.step_line import summary_table
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.policy import PolicyModule
+
+ENGINES: dict[EngineKind, type[InProcessEngine]] = {
+    EngineKind.vllm: VLLMEngine,
+    EngineKind.transformers: TransformersEngine,
+}
+
+
+@dataclass
+class Run:
+    """Everything a training run is made of."""
+
+    config: TrainConfig
+    folder: Path
+    trainer: L.Trainer
+    policy: PolicyModule
+    data: ExperienceDataModule
+    monitor: RunMonitor
+    checkpoint: str | None
+
+    def announce(self) -> None:
+        """Print the one table that says what is about to happen."""
+        print(summary_table(_summary(self)), flush=True)
+
+    def finish(self) -> None:
+        """Write the trained policy and close W&B, so that the next job of a sweep gets a run of its own."""
+        if self.config.save_model:
+            self.policy.save_pretrained(self.folder / "model")
+        parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
+        print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
+        for each in self.trainer.loggers:
+            if isinstance(each, WandbLogger):
+                each.experiment.finish()
+
+
+def build(config: DictConfig) -> Run:
+    """The parts of a run, connected.
+
+    Raises:
+        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
+    """
+    typed: TrainConfig = OmegaConf.to_object(_typed_part(config))  # type: ignore[assignment]
+    folder = Path(config.output_dir)
+    L.seed_everything(typed.seed, verbose=False)
+    data = ExperienceDataModule(
+        [(name, arguments) for name, arguments in _strategies(typed)],
+        optimizer_steps=typed.algorithm.optimizer_steps,
+        inner_epochs=typed.algorithm.inner_epochs,
+        seed=typed.seed,
+    )
+    policy = PolicyModule(
+        typed.model.name,
+        typed.algorithm,
+        typed.optimizer,
+        dtype=typed.model.dtype,
+        gradient_checkpointing=typed.model.gradient_checkpointing,
+        attn_implementation=typed.model.attn_implementation,
+    )
+    explorer = Explorer(typed.explorer, [_engine(typed)], _train_source(typed), _eval_sources(typed))
+    monitor = RunMonitor(folder, typed.steps, lambda: callback.metrics)
+    callback = ExplorerCallback(
+        explorer, typed.synchronizer, observer=monitor.keep_completions, progress=monitor.show_tasks
+    )
+    return Run(
+        config=typed,
+        folder=folder,
+        trainer=_trainer(config, [callback, monitor]),
+        policy=policy,
+        data=data,
+        monitor=monitor,
+        checkpoint=str(last_checkpoint(folder)) if typed.ckpt_path == "last" else typed.ckpt_path,
+    )
+
+
+def _typed_part(config: DictConfig) -> DictConfig:
+    """The configuration without Lightning's own objects, which are instantiated apart."""
+    free = ("trainer", "logger", "callbacks")
+    return OmegaConf.merge(config, {name: None for name in free})  # type: ignore[return-value]
+
+
+def _strategies(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
+    entries = [(label, dict(arguments or {})) for label, arguments in config.add_strategy.items()]
+    return [(str(arguments.pop("name", label)), arguments) for label, arguments in entries]
+
+
+def _engine(config: TrainConfig) -> InProcessEngine:
+    engine: EngineConfig = config.engine
+    if engine.dtype is EngineDtype.auto:
+        engine.dtype = EngineDtype(config.model.dtype.value)
+    return ENGINES[engine.kind](config.model.name, engine)
+
+
+def _train_source(config: TrainConfig) -> TaskSource:
+    return TaskSource(
+        Taskset.from_config(config.taskset), config.workflow.name, config.reward, config.sampling, config.workflow.args
+    )
+
+
+def _eval_sources(config: TrainConfig) -> list[TaskSource]:
+    return [
+        TaskSource(
+            Taskset.from_config(taskset),
+            config.workflow.name,
+            config.reward,
+            config.eval_sampling,
+            config.workflow.args,
+            config.eval_repeat_times,
+        )
+        for taskset in config.eval_tasksets.values()
+    ]
+
+
+def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
+    loggers = [hydra.utils.instantiate(node) for node in (config.logger or {}).values()]
+    callbacks += [hydra.utils.instantiate(node) for node in (config.callbacks or {}).values()]
+    for logger in loggers:
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+    return hydra.utils.instantiate(
+        config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()]
+    )
+
+
+def _summary(run: Run) -> list[tuple[str, str]]:
+    config, explorer = run.config, run.config.explorer
+    rollouts = explorer.batch_size * explorer.repeat_times
+    items = config.algorithm.optimizer_steps * config.algorithm.inner_epochs
+    return [
+        ("run", f"{config.name}, seed {config.seed}, in {run.folder}"),
+        ("model", f"{config.model.name} ({config.model.dtype.value})"),
+        ("engine", f"{config.engine.kind.value} ({config.engine.dtype.value}), context {config.engine.max_model_len}"),
+        ("device", str(run.trainer.strategy.root_device)),
+        (
+            "explore step",
+            f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts, at most "
+            f"{rollouts * config.sampling.max_tokens} new tokens",
+        ),
+        ("training", f"{config.steps} explore steps x {items} optimizer steps = {config.steps * items}"),
+        ("objective", f"{config.algorithm.policy_loss}, {' then '.join(name for name, _ in _strategies(config))}"),
+        ("resumed from", run.checkpoint or "nothing"),
+    ]

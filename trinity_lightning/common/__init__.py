@@ -1,0 +1,1 @@
+"""What every room shares: experiences, configuration, and the protocols that cross rooms."""

@@ -1,0 +1,344 @@
+"""The typed schema of our own knobs, and where the configuration files are found.
+
+Light on purpose: no torch here, so that a misspelt key is told within a second. Lightning's own objects (trainer,
+loggers, callbacks) are free `_target_` nodes and have no schema here.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+
+
+class WeightDtype(Enum):
+    """How the policy's weights are held: `bf16` with float32 masters in the optimizer, or `fp32` throughout."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class EngineKind(Enum):
+    """Which engine generates."""
+
+    vllm = "vllm"
+    transformers = "transformers"
+
+
+class EngineDtype(Enum):
+    """The engine's compute dtype; `auto` follows the policy's weights."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass
+class ModelConfig:
+    """The policy.
+
+    Attributes:
+        name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
+        dtype: how the weights are held while training.
+        gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
+        attn_implementation: passed to transformers; `sdpa` works everywhere.
+    """
+
+    name: str = MISSING
+    dtype: WeightDtype = WeightDtype.bf16
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+
+
+@dataclass
+class EngineConfig:
+    """The engine that generates rollouts.
+
+    Attributes:
+        kind: `vllm` in this process, or `transformers`, which generates with the training model itself.
+        dtype: compute dtype of the engine.
+        max_model_len: longest prompt and response together, in tokens.
+        max_num_seqs: requests decoded at once.
+        kv_cache_gb: memory of the key-value cache in GiB (vLLM; on a GPU null leaves it to vLLM).
+        args: further arguments of vLLM's EngineArgs, by their own names.
+    """
+
+    kind: EngineKind = EngineKind.vllm
+    dtype: EngineDtype = EngineDtype.auto
+    max_model_len: int = 1024
+    max_num_seqs: int = 64
+    kv_cache_gb: float | None = 0.5
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are sampled; names as in vLLM's SamplingParams. Null leaves the engine's default.
+
+    Training rollouts are drawn from the whole distribution at a temperature above 0, for log-probabilities to be those
+    of the policy: `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    stop: list[str] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass
+class TasksetConfig:
+    """What to try: one of the three sources, and which fields of an entry mean what.
+
+    Attributes:
+        name: how the taskset is called in metrics (`eval/<name>/...`).
+        source: `addition` (the built-in sums), `reasoning_gym`, or `dataset` (a file, a folder, or a hub name).
+        path: name of the reasoning-gym dataset; or JSONL, parquet or CSV file, folder or hub name of the dataset.
+        split: split of a dataset, or `train` and `heldout` of the sums.
+        size: number of reasoning-gym entries.
+        seed: seed of generated entries and of the order.
+        order: `sequential` or `shuffled` (a permutation from seed and epoch).
+        prompt_field, answer_field, messages_field: names of an entry's fields.
+        system_prompt: first message of every conversation; null for the chat template's own.
+        args: further arguments of the source.
+    """
+
+    name: str = MISSING
+    source: str = "addition"
+    path: str | None = None
+    split: str = "train"
+    size: int | None = None
+    seed: int = 0
+    order: str = "shuffled"
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    messages_field: str = "messages"
+    system_prompt: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class OverRolloutConfig:
+    """Finish a step when `1 - ratio` of its tasks are in, after waiting `wait_after_min` seconds for the rest."""
+
+    ratio: float = 0.0
+    wait_after_min: float = 30.0
+
+
+@dataclass
+class DynamicTimeoutConfig:
+    """Time-out of train tasks = min(max_timeout, ratio * average), once `warmup_min_steps` steps are done."""
+
+    enable: bool = False
+    ratio: float = 3.0
+    warmup_min_steps: int = 1
+
+
+@dataclass
+class ExplorerConfig:
+    """How an explore step is run.
+
+    Attributes:
+        batch_size: tasks (prompts) an explore step.
+        repeat_times: rollouts a task, the group size.
+        runner_per_model: runners a model, each running one task at a time.
+        max_timeout: seconds one attempt at a task may take.
+        max_retry_times: further attempts after a failed one.
+        max_repeat_times_per_runner: a task with more rollouts is cut into chunks of this many; null: never.
+        runner: `local` (asyncio tasks in this process) or `ray`.
+        sync_interval: explore steps between weight syncs.
+        sync_offset: steps the trainer lags behind the explorer; 0 is on-policy.
+        eval_interval: explore steps between evaluations; 0 means never.
+        eval_on_startup: evaluate before the first step too.
+        seed: seed of all rollouts.
+    """
+
+    batch_size: int = 8
+    repeat_times: int = 8
+    runner_per_model: int = 8
+    max_timeout: float = 1800.0
+    max_retry_times: int = 2
+    max_repeat_times_per_runner: int | None = None
+    runner: str = "local"
+    over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
+    dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
+    sync_interval: int = 1
+    sync_offset: int = 0
+    eval_interval: int = 0
+    eval_on_startup: bool = True
+    seed: int = 0
+
+
+@dataclass
+class KLConfig:
+    """KL penalty against the frozen initial policy, as a loss term; coefficient 0 means none, and no reference model."""
+
+    name: str = "k3"
+    coef: float = 0.0
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Importance weights exp(trainer - engine log-probability) for the mismatch between engine and trainer.
+
+    Attributes:
+        level: `token`, `sequence`, or `none`.
+        mode: `truncate` (weights above `high` become `high`) or `mask` (they become 0).
+        low, high: the range of weights.
+    """
+
+    level: str = "token"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+
+@dataclass
+class AlgorithmConfig:
+    """The objective, and how a step's experiences become optimizer steps.
+
+    Attributes:
+        policy_loss: a registered name (`ppo`, alias `grpo`, ...) or a dotted path of your own function.
+        policy_loss_args: its keyword arguments (clip_range_low, clip_range_high, dual_clip, ...).
+        loss_agg_mode: how token terms become one number; null takes the loss's own default.
+        kl: KL penalty.
+        entropy_coef: weight of the entropy bonus.
+        rollout_correction: importance weights for the engine's mismatch.
+        optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
+        inner_epochs: passes over them.
+        max_tokens_per_micro_batch: padded tokens of one forward and backward pass: what bounds memory.
+        max_grad_norm: gradients are clipped to this norm; null: never.
+    """
+
+    policy_loss: str = "ppo"
+    policy_loss_args: dict[str, Any] = field(default_factory=dict)
+    loss_agg_mode: str | None = None
+    kl: KLConfig = field(default_factory=KLConfig)
+    entropy_coef: float = 0.0
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    optimizer_steps: int = 1
+    inner_epochs: int = 1
+    max_tokens_per_micro_batch: int = 4096
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning rate.
+
+    Attributes:
+        lr: peak learning rate.
+        betas, eps, weight_decay: as in AdamW.
+        lr_scheduler: a name that `transformers.get_scheduler` knows: constant, linear, cosine, ...
+        warmup_steps: optimizer steps of linear warm-up.
+        total_steps: horizon of the schedule in optimizer steps; null: constant schedules only.
+    """
+
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+
+
+@dataclass
+class SynchronizerConfig:
+    """How the trainer's weights reach the engine, and how that is checked.
+
+    Attributes:
+        method: `memory`, for an engine in the same process.
+        check_interval: syncs between probes; the first sync is always probed.
+        drill: before the first step, send perturbed weights and require the engine to follow.
+    """
+
+    method: str = "memory"
+    check_interval: int = 10
+    drill: bool = True
+
+
+@dataclass
+class BufferConfig:
+    """Where the experiences of an explore step wait for the trainer."""
+
+    storage: str = "memory"
+
+
+@dataclass
+class WorkflowConfig:
+    """How a task is tried: a registered name or a dotted path of your own class, and its arguments."""
+
+    name: str = MISSING
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrainConfig:
+    """A whole training run.
+
+    Attributes:
+        name: the experiment's name: its folder under `outputs/` and its group in W&B.
+        steps: explore steps of the run; one is one Lightning epoch.
+        seed: seed of everything random.
+        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name.
+        output_root: where run folders are made.
+        output_dir: this run's folder.
+        taskset: what to train on.
+        eval_tasksets: what to evaluate on, by name.
+        workflow: how a task is tried.
+        reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
+        sampling: how training rollouts are drawn.
+        eval_sampling: how evaluation rollouts are drawn.
+        eval_repeat_times: rollouts an evaluation task (the k of mean@k).
+        add_strategy: how rewards become advantages, in order: {name: arguments}; a key `name` overrides the name.
+        trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
+        save_model: whether the trained policy is written to `<output_dir>/model` at the end.
+    """
+
+    name: str = "run"
+    steps: int = 30
+    seed: int = 42
+    ckpt_path: str | None = None
+    output_root: str = "outputs"
+    output_dir: str = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    taskset: TasksetConfig = field(default_factory=TasksetConfig)
+    eval_tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
+    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
+    reward: Any = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_repeat_times: int = 1
+    explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
+    add_strategy: dict[str, Any] = field(default_factory=dict)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
+    trainer: Any = None
+    logger: Any = None
+    callbacks: Any = None
+    save_model: bool = True
+
+
+def config_dir(name: str) -> Path:
+    """The folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
+    for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
+        if (parent / name).is_dir():
+            return parent / name
+    raise FileNotFoundError(f"the folder '{name}' is neither inside {PACKAGE_DIR} nor beside it: reinstall the package.")
+
+
+def options(group: str) -> list[str]:
+    """Names of the choices of a config group, or of the recipes."""
+    folder = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
+    return sorted(path.stem for path in folder.glob("*.yaml"))

@@ -1,0 +1,25 @@
+"""Error types that name the thing and the fix."""
+
+
+class TrinityError(Exception):
+    """Base of the errors this library raises on purpose: the message alone should be enough to act on."""
+
+
+class ConfigError(TrinityError, ValueError):
+    """A key, type or value of the configuration is wrong. Raised before a model is loaded."""
+
+
+class ModelLoadError(TrinityError):
+    """A model, its tokenizer or an engine could not be loaded."""
+
+
+class RolloutError(TrinityError):
+    """No experience could be made of a whole explore step, or an engine failed for good."""
+
+
+class WeightSyncError(TrinityError):
+    """The engine's weights are not the trainer's: names or shapes differ, or the probe disagrees."""
+
+
+class PromptTooLongError(TrinityError, ValueError):
+    """The prompt leaves no room for a response in the engine's context."""

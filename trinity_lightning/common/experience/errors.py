@@ -1,0 +1,11 @@
+"""Error types of experiences; the message alone should be enough to act on."""
+
+from trinity_lightning.common.errors import TrinityError
+
+
+class ExperienceError(TrinityError, ValueError):
+    """An experience, or a list of them, does not fit what is asked of it."""
+
+
+class ExperienceFormatError(TrinityError, ValueError):
+    """A payload is not one that this library wrote, or is damaged."""

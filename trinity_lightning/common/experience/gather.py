@@ -1,0 +1,229 @@
+"""Collation: unpadded experiences to padded tensors. P is the prompt width, R the response width, B the batch size.
+
+A padded tensor is one flat concatenation of rows and slices of padding, so it is allocated and written once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.experience.errors import ExperienceError
+from trinity_lightning.common.experience.experience import Experience
+
+Device = torch.device | str | int | None
+
+
+def first(experiences: Sequence[Experience]) -> Experience:
+    """The first experience of a list that must not be empty."""
+    if not experiences:
+        raise ExperienceError("expected at least one experience to gather, got an empty list.")
+    return experiences[0]
+
+
+def _column(experiences: Sequence[Experience], name: str) -> list[Tensor]:
+    """One field of every experience; all must have it, and in the dtype of the first."""
+    head = getattr(first(experiences), name, None)
+    rows: list[Tensor] = []
+    for experience in experiences:
+        row = getattr(experience, name, None)
+        if not isinstance(row, Tensor):
+            raise ExperienceError(
+                f"experience {experience.eid.uid}: {name}: expected a tensor, got {type(row).__name__}."
+            )
+        if head is None or row.dtype != head.dtype:
+            raise ExperienceError(
+                f"experience {experience.eid.uid}: {name}: expected {head.dtype if head is not None else 'a tensor'} "
+                f"as in the first of the batch, got {row.dtype}."
+            )
+        rows.append(row)
+    return rows
+
+
+def _check_widths(experiences: Sequence[Experience], lengths: Sequence[int], width: int, what: str) -> None:
+    """Every length must fit the width; the error names the first experience that does not."""
+    if max(lengths) <= width and min(lengths) >= 0:
+        return
+    at = next(i for i, length in enumerate(lengths) if not 0 <= length <= width)
+    raise ExperienceError(
+        f"experience {experiences[at].eid.uid}: expected {what} of at most {width}, got {lengths[at]}."
+    )
+
+
+def _staging(size: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+    """Host memory for a flat batch; page-locked, for asynchronous copies, where asked for and a GPU is there."""
+    return torch.empty(size, dtype=dtype, pin_memory=pin_memory and torch.cuda.is_available())
+
+
+def _to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:
+    return batch if device is None else batch.to(device, non_blocking=pin_memory)
+
+
+def _pad(
+    rows: Sequence[Tensor],
+    left: Sequence[int],
+    right: Sequence[int],
+    pad_value: float,
+    device: Device,
+    pin_memory: bool,
+) -> Tensor:
+    """Rows with `left[i]` and `right[i]` cells of padding, all of one width: [B, left + row + right]."""
+    width = left[0] + len(rows[0]) + right[0]
+    dtype = rows[0].dtype
+    # The right padding of a row and the left padding of the next are neighbours: one slice serves both.
+    gaps = [left[0], *(r + following for r, following in zip(right, left[1:], strict=False)), right[-1]]
+    padding = torch.full((max(gaps),), pad_value, dtype=dtype)
+    slices = {gap: padding[:gap] for gap in set(gaps)}
+    pieces = [slices[gaps[0]]]
+    for row, gap in zip(rows, gaps[1:], strict=True):
+        pieces.append(row)
+        if gap:
+            pieces.append(slices[gap])
+    with torch.no_grad():
+        flat = torch.cat(pieces, out=_staging(len(rows) * width, dtype, pin_memory))
+    return _to_device(flat.view(len(rows), width), device, pin_memory)
+
+
+def _token_spans(experiences: Sequence[Experience], max_prompt: int, max_response: int) -> tuple[list[int], list[int]]:
+    """Prompt and response lengths in tokens, checked against the widths."""
+    prompts = [e.prompt_length for e in experiences]
+    responses = [len(e.tokens) - p for e, p in zip(experiences, prompts, strict=True)]
+    _check_widths(experiences, prompts, max_prompt, "a prompt length")
+    _check_widths(experiences, responses, max_response, "a response length")
+    return prompts, responses
+
+
+def gather_token_ids(
+    experiences: Sequence[Experience],
+    max_prompt_length: int,
+    max_response_length: int,
+    pad_token_id: int,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+) -> Tensor:
+    """Token ids [B, P + R] in the dtype of the first: prompts padded on the left to P, responses on the right to R.
+
+    Args:
+        experiences: at least one.
+        max_prompt_length: P, in tokens.
+        max_response_length: R, in tokens.
+        pad_token_id: what padding is filled with.
+        device: where the result shall be; None leaves it in host memory.
+        pin_memory: build it in page-locked memory (ignored without a GPU).
+
+    Raises:
+        ExperienceError: empty list, mixed dtypes, or a prompt or response that is too long.
+    """
+    rows = _column(experiences, "tokens")
+    prompts, responses = _token_spans(experiences, max_prompt_length, max_response_length)
+    left = [max_prompt_length - p for p in prompts]
+    right = [max_response_length - r for r in responses]
+    return _pad(rows, left, right, pad_token_id, device, pin_memory)
+
+
+def gather_attention_masks(
+    experiences: Sequence[Experience],
+    max_prompt_length: int,
+    max_response_length: int,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+) -> Tensor:
+    """Which cells of `gather_token_ids` hold tokens, bool [B, P + R]; arguments and errors as there."""
+    first(experiences)
+    prompts, responses = _token_spans(experiences, max_prompt_length, max_response_length)
+    starts = torch.tensor([max_prompt_length - p for p in prompts], dtype=torch.int32)[:, None]
+    ends = torch.tensor([max_prompt_length + r for r in responses], dtype=torch.int32)[:, None]
+    width = max_prompt_length + max_response_length
+    positions = torch.arange(width, dtype=torch.int32)
+    masks = _staging(len(prompts) * width, torch.bool, pin_memory).view(len(prompts), width)
+    torch.ge(positions, starts, out=masks)
+    masks &= positions < ends
+    return _to_device(masks, device, pin_memory)
+
+
+def gather_action_masks(
+    experiences: Sequence[Experience],
+    max_response_length: int,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+) -> Tensor:
+    """Which response cells are trained on, bool [B, R]; arguments and errors as `gather_token_ids`."""
+    rows = [mask if mask.dtype == torch.bool else mask.bool() for mask in _column(experiences, "action_mask")]
+    return _pad_response(experiences, rows, "action_mask", max_response_length, False, device, pin_memory)
+
+
+def gather_response_attrs(
+    experiences: Sequence[Experience],
+    attr_name: str,
+    max_response_length: int,
+    pad_value: float = 0,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+) -> Tensor:
+    """A per-token field of the response, padded on the right: [B, R] in the dtype of the first.
+
+    Args:
+        experiences: at least one; all must have the field.
+        attr_name: logprobs, advantages, returns, token_level_reward, teacher_logprobs or action_mask.
+        max_response_length: R, in tokens.
+        pad_value: what padding is filled with.
+        device: where the result shall be; None leaves it in host memory.
+        pin_memory: build it in page-locked memory (ignored without a GPU).
+
+    Raises:
+        ExperienceError: empty list, a missing field, mixed dtypes, or a response that is too long.
+    """
+    rows = _column(experiences, attr_name)
+    return _pad_response(experiences, rows, attr_name, max_response_length, pad_value, device, pin_memory)
+
+
+def _pad_response(
+    experiences: Sequence[Experience],
+    rows: Sequence[Tensor],
+    name: str,
+    width: int,
+    pad_value: float,
+    device: Device,
+    pin_memory: bool,
+) -> Tensor:
+    lengths = [len(row) for row in rows]
+    _check_widths(experiences, lengths, width, f"a length of {name}")
+    return _pad(rows, [0] * len(rows), [width - length for length in lengths], pad_value, device, pin_memory)
+
+
+def gather_multi_modal_inputs(
+    experiences: Sequence[Experience], *, device: Device = None, pin_memory: bool = False
+) -> dict[str, Tensor]:
+    """Multi-modal tensors of all experiences by name, concatenated along dimension 0 as processors do.
+
+    Raises:
+        ExperienceError: empty list, an experience without them, names that differ, or tensors that do not fit together.
+    """
+    keys = (first(experiences).multi_modal_inputs or {}).keys()
+    inputs: list[dict[str, Tensor]] = []
+    for experience in experiences:
+        if experience.multi_modal_inputs is None or experience.multi_modal_inputs.keys() != keys:
+            found = None if experience.multi_modal_inputs is None else sorted(experience.multi_modal_inputs)
+            raise ExperienceError(
+                f"experience {experience.eid.uid}: multi_modal_inputs: expected the keys {sorted(keys)} "
+                f"as in the first of the batch, got {found}."
+            )
+        inputs.append(experience.multi_modal_inputs)
+    return {key: _concatenate(key, [row[key] for row in inputs], device, pin_memory) for key in keys}
+
+
+def _concatenate(key: str, tensors: Sequence[Tensor], device: Device, pin_memory: bool) -> Tensor:
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ExperienceError(f"multi_modal_inputs[{key!r}]: expected one dtype, got {[t.dtype for t in tensors]}.")
+    try:
+        batch = torch.cat(list(tensors))
+    except RuntimeError as error:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ExperienceError(f"multi_modal_inputs[{key!r}]: shapes do not fit together: {shapes}.") from error
+    if pin_memory and torch.cuda.is_available():
+        batch = batch.pin_memory()
+    return _to_device(batch, device, pin_memory)

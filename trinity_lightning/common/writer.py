@@ -1,0 +1,17 @@
+"""The one thing an add strategy knows of the buffer."""
+
+from abc import ABC, abstractmethod
+
+from trinity_lightning.common.experience import Experience
+
+
+class BufferWriter(ABC):
+    """Takes finished experiences; what holds them is its own affair."""
+
+    @abstractmethod
+    def write(self, experiences: list[Experience]) -> None:
+        """Store the experiences, in order, all or none."""
+
+    async def write_async(self, experiences: list[Experience]) -> None:
+        """Awaitable `write`, for storages that wait for a disk or a network."""
+        self.write(experiences)

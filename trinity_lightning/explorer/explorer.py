@@ -1,0 +1,243 @@
+"""TRY IT: explore steps, evaluations and weight syncs. Asynchronous, and knows nothing of Lightning."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered
+from trinity_lightning.explorer.scheduler import Scheduler
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.task_source import TaskSource, check_training_sampling
+from trinity_lightning.explorer.workflow_runner import Status
+
+logger = logging.getLogger(__name__)
+
+# Takes a step's experiences into the buffer and returns the metrics of doing so.
+Sink = Callable[[list[Experience], int], Awaitable[dict[str, float]]]
+# Is shown the experiences of a step, or of an evaluation on the named taskset.
+Observer = Callable[[list[Experience], int, str | None], None]
+# Is told how many tasks of a batch have ended: (batch, done, all).
+Progress = Callable[[int | str, int, int], None]
+
+
+class Explorer:
+    """Runs the policy on tasks and hands what came of it to a sink.
+
+    Args:
+        config: how many tasks, runners, retries; when to sync and to evaluate.
+        models: engines that hold the policy; tasks are spread over them.
+        train: what to train on. Its `repeat_times` is set from the config.
+        evals: what to evaluate on.
+        auxiliary_models: other models for workflows (judges, teachers).
+
+    Attributes:
+        step: explore steps done.
+        metrics: of the last explore step, evaluation or sync.
+
+    Raises:
+        ConfigError: training rollouts would not be drawn from the policy's own distribution, or two tasksets share a
+            name.
+    """
+
+    def __init__(
+        self,
+        config: ExplorerConfig,
+        models: Sequence[InferenceModel],
+        train: TaskSource,
+        evals: Sequence[TaskSource] = (),
+        auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
+    ) -> None:
+        check_training_sampling(train.sampling)
+        names = [source.name for source in evals]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
+        if config.sync_interval != 1 or config.sync_offset != 0:
+            raise ConfigError(
+                "explorer.sync_interval must be 1 and explorer.sync_offset 0: an engine in this process cannot "
+                "generate while the trainer trains."
+            )
+        self.config = config
+        self.models = list(models)
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self._train = train
+        self._train.repeat_times = config.repeat_times
+        self._evals = list(evals)
+        self._scheduler = Scheduler(config, self.models, [list(m) for m in auxiliary_models] if auxiliary_models else None)
+        self._sink: Sink | None = None
+        self._observer: Observer | None = None
+        self._progress: Progress | None = None
+        self._weights: Callable[[], WeightStream] | None = None
+        self._cursor = train.taskset.state_dict()
+
+    def connect(
+        self,
+        sink: Sink,
+        weights: Callable[[], WeightStream],
+        observer: Observer | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Where experiences go, where weights come from, and who watches."""
+        self._sink, self._weights, self._observer, self._progress = sink, weights, observer, progress
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Load the engines and start the runners."""
+        for model in self.models:
+            await model.load()
+        await self._scheduler.start()
+
+    async def shutdown(self) -> None:
+        """Stop the runners and free the engines."""
+        await self._scheduler.stop()
+        for model in self.models:
+            await model.shutdown()
+
+    # -- explore ------------------------------------------------------------------------------------------------------
+
+    async def explore(self) -> str:
+        """Explore steps until the taskset is exhausted, with evaluations and syncs where due; says why it ended."""
+        while await self.explore_step():
+            if self.need_sync():
+                await self.sync_weight()
+            if self.need_eval():
+                await self.eval()
+        return f"the taskset '{self._train.name}' is exhausted after {self.step} explore steps"
+
+    async def explore_step(self) -> bool:
+        """Roll out the next tasks and hand their experiences to the sink; False when the taskset is exhausted.
+
+        The step counts, and the taskset's cursor is kept, only once the sink has taken the experiences.
+
+        Raises:
+            RolloutError: not one task succeeded.
+        """
+        start = time.perf_counter()
+        tasks = self._train.next_tasks(self.config.batch_size)
+        if not tasks:
+            return False
+        step = self.step + 1
+        statuses, experiences = await self._run(tasks, step)
+        seconds = time.perf_counter() - start
+        self._report_failures(step, statuses, len(tasks), len(experiences))
+        self.metrics = self._rollout_metrics(statuses, experiences, len(tasks), seconds)
+        if self._sink is None:
+            raise RuntimeError("connect() the explorer to a sink before it explores.")
+        self.metrics |= await self._sink(experiences, step)
+        if self._observer is not None:
+            self._observer(experiences, step, None)
+        self.step = step
+        self._cursor = self._train.taskset.state_dict()
+        return True
+
+    async def _run(self, tasks: list[Task], batch: int | str) -> tuple[list[Status], list[Experience]]:
+        """Schedule a batch of tasks and wait for it, while progress is shown."""
+        done = 0
+
+        def show(finished: int | str | None) -> None:
+            nonlocal done
+            done += finished == batch
+            if self._progress is not None:
+                self._progress(batch, done, len(tasks))
+
+        show(None)
+        self._scheduler.on_task_done = show
+        self._scheduler.schedule(tasks, batch)
+        return await self._scheduler.get_results(batch)
+
+    def _report_failures(self, batch: int | str, statuses: list[Status], tasks: int, experiences: int) -> None:
+        failed = [status.message for status in statuses if not status.ok]
+        for message in dict.fromkeys(failed):
+            logger.warning("explore step %s: %d of %d tasks failed: %s", batch, failed.count(message), tasks, message)
+        if experiences == 0:
+            reasons = "; ".join(str(message) for message in dict.fromkeys(failed)) or "no task finished in time"
+            raise RolloutError(f"explore step {batch}: none of its {tasks} tasks gave an experience. {reasons}")
+
+    def _rollout_metrics(
+        self, statuses: list[Status], experiences: list[Experience], tasks: int, seconds: float
+    ) -> dict[str, float]:
+        tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
+        return {
+            **gathered((status.metric for status in statuses), "rollout"),
+            **experience_metrics(experiences),
+            "rollout/tasks": float(tasks),
+            "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
+            "rollout/experiences": float(len(experiences)),
+            "rollout/tokens_per_second": tokens / seconds,
+            "time/rollout": seconds,
+        }
+
+    # -- evaluate -----------------------------------------------------------------------------------------------------
+
+    def need_eval(self) -> bool:
+        """Whether an evaluation is due after the present number of steps."""
+        interval = self.config.eval_interval
+        return bool(self._evals) and interval > 0 and self.step > 0 and self.step % interval == 0
+
+    async def eval(self) -> dict[str, float]:
+        """Run every evaluation taskset once; metrics are `eval/<taskset>/...`."""
+        self.metrics = {}
+        for source in self._evals:
+            start = time.perf_counter()
+            tasks = source.all_tasks()
+            batch = f"{self.step}/{source.name}"
+            statuses, _ = await self._run(tasks, batch)
+            experiences = [experience for status in statuses for experience in status.eval_experiences]
+            self._report_failures(batch, statuses, len(tasks), len(experiences))
+            groups = [[float(e.reward or 0.0) for e in group] for group in group_by(experiences, "task").values()]
+            self.metrics |= evaluation_metrics(source.name, groups)
+            self.metrics |= {
+                f"eval/{source.name}/failed_tasks": float(sum(not status.ok for status in statuses)),
+                f"eval/{source.name}/seconds": time.perf_counter() - start,
+            }
+            if self._observer is not None:
+                self._observer(experiences, self.step, source.name)
+        return self.metrics
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def need_sync(self) -> bool:
+        """Whether a sync is due: step > offset and (step - offset) % interval == 0."""
+        done = self.step - self.config.sync_offset
+        return done > 0 and done % self.config.sync_interval == 0
+
+    async def sync_weight(self) -> None:
+        """Give every engine the trainer's present weights; they are version `step` from then on."""
+        if self._weights is None:
+            raise RuntimeError("connect() the explorer to the trainer's weights before it syncs.")
+        start = time.perf_counter()
+        for model in self.models:
+            await model.sync_weights(self._weights(), self.step)
+        self.metrics = {"time/sync_weight": time.perf_counter() - start}
+
+    async def get_weight(self, name: str) -> Tensor:
+        """The weight of that name that the engines were last given.
+
+        Raises:
+            KeyError: unknown name; the message has the nearest match.
+        """
+        stream = self._weights() if self._weights is not None else WeightStream.of([])
+        if name not in stream.shapes:
+            raise KeyError(unknown_name("weight", name, stream.shapes))
+        return next(tensor for other, tensor in stream if other == name)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps done and the taskset's cursor after the last of them; a step under way is done again on resume."""
+        return {"step": self.step, "taskset": self._cursor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._train.taskset.load_state_dict(state["taskset"])
+        self.step, self._cursor = state["step"], state["taskset"]

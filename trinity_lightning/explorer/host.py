@@ -1,0 +1,104 @@
+"""Who drives the engines: coroutines live on a loop in a helper thread, in-process engines compute on the main one.
+
+Engine and trainer share one thread on purpose: with two pools of OpenMP threads generation on a CPU loses a third of
+its speed. While the main thread pumps the engines, the loop stays free for workflows, rewards and HTTP clients.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
+
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+
+T = TypeVar("T")
+
+SIGNAL_CHECK_SECONDS = 0.5
+CANCEL_SECONDS = 30.0
+
+
+class Host:
+    """Runs coroutines to their end while it pumps the in-process engines that they wait for.
+
+    Args:
+        engines: the in-process engines to drive; others need no driving.
+        interrupted: asked between steps; an exception that it returns stops what runs (SIGTERM, say).
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InProcessEngine] = (),
+        interrupted: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._engines = list(engines)
+        self._interrupted = interrupted
+        self._wake = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+        for engine in self._engines:
+            engine.attach(self._wake.set)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
+        """The coroutine's result. An exception of its own is raised here.
+
+        Ctrl-C and `interrupted` cancel the coroutine, let it clean up (cancelled requests are aborted in their
+        engines), and are raised then.
+        """
+        job = _Job(self._loop, coroutine, self._wake.set)
+        try:
+            while not job.done:
+                self._pump()
+                if interruptible and (reason := self._interrupted()) is not None:
+                    raise reason
+        except BaseException:
+            self._cancel(job)
+            raise
+        return job.result()
+
+    def close(self) -> None:
+        """Stop the loop and let the engines step themselves again."""
+        for engine in self._engines:
+            engine.detach()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _pump(self) -> None:
+        self._wake.clear()  # before pumping: what arrives meanwhile sets it again
+        if not any([engine.pump() for engine in self._engines]):
+            self._wake.wait(SIGNAL_CHECK_SECONDS)
+
+    def _cancel(self, job: "_Job[Any]") -> None:
+        job.cancel()
+        deadline = self._loop.time() + CANCEL_SECONDS
+        while not job.done and self._loop.time() < deadline:
+            self._pump()
+
+
+class _Job(Generic[T]):
+    """A coroutine running on a loop in another thread; unlike a concurrent future it is done only once cleaned up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], wake: Callable[[], None]):
+        self.done = False
+        self._loop = loop
+        self._wake = wake
+        self._task: asyncio.Task[T] | None = None
+        loop.call_soon_threadsafe(self._start, coroutine)
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, _: asyncio.Task[T]) -> None:
+        self.done = True
+        self._wake()
+
+    def cancel(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
+
+    def result(self) -> T:
+        if self._task is None:
+            raise RuntimeError("the coroutine has not been started")
+        return self._task.result()

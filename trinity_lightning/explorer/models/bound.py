@@ -1,0 +1,182 @@
+"""A model as one run of a task sees it: every call has the run's seed and the task's sampling settings."""
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from trinity_lightning.common.errors import RolloutError
+from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.seeds import rollout_seed
+
+T = TypeVar("T")
+
+
+class BoundModel:
+    """An InferenceModel that fills in what a run's calls have in common. Made anew for every run and every retry, so
+    that a retry draws the same samples.
+
+    Args:
+        model: the model that generates.
+        run_seed: seed of all rollouts.
+        batch, task, run: which run this is; seeds follow from them and from the number of calls before.
+        sampling: settings that a call does not give itself; None values leave the engine's default.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        *,
+        run_seed: int,
+        batch: int | str,
+        task: int | str,
+        run: int,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._identity = (run_seed, batch, task)
+        self._run = run
+        self._sampling = dict(sampling or {})
+        self._turn = 0
+        self._oldest_version: int | None = None
+
+    @property
+    def model_version(self) -> int:
+        """The version of the present weights."""
+        return self._model.model_version
+
+    @property
+    def used_version(self) -> int:
+        """The oldest version that a call was begun with, so that a lag is never understated; the present one before."""
+        return self.model_version if self._oldest_version is None else self._oldest_version
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._model.max_model_len
+
+    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
+        """n completions of one prompt; see `InferenceModel.generate`."""
+        return await self._model.generate(prompt, n=n, **self._next_call(sampling))
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """n completions of a conversation; see `InferenceModel.chat`."""
+        return await self._model.chat(messages, tools=tools, n=n, **self._next_call(sampling))
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
+        return await self._model.logprobs(token_ids)
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Refused: RuntimeError. A run must not change the model that others generate with."""
+        raise RuntimeError("a workflow must not change the model's weights: the explorer syncs them between steps")
+
+    async def shutdown(self) -> None:
+        """Refused: RuntimeError. The model belongs to the explorer."""
+        raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
+
+    def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        settings = {name: value for name, value in {**self._sampling, **sampling}.items() if value is not None}
+        settings.setdefault("seed", rollout_seed(*self._identity, turn=self._turn, run=self._run))
+        self._turn += 1
+        self._oldest_version = min(self.used_version, self.model_version)
+        return settings
+
+
+class BlockingModel:
+    """The same model for code that runs in a thread: methods block until the event loop has the result.
+
+    Made on the event loop. `close()` cancels the calls in flight, which aborts their requests, and refuses new ones.
+    """
+
+    def __init__(self, model: InferenceModel) -> None:
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._closed = False
+
+    @property
+    def model_version(self) -> int:
+        """The version of the present weights."""
+        return self._model.model_version
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._model.max_model_len
+
+    def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
+        """n completions of one prompt; see `InferenceModel.generate`."""
+        return self._wait(lambda: self._model.generate(prompt, n, **sampling))
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """n completions of a conversation; see `InferenceModel.chat`."""
+        return self._wait(lambda: self._model.chat(messages, tools, n, **sampling))
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
+        return self._wait(lambda: self._model.logprobs(token_ids))
+
+    def close(self) -> None:
+        """The run is over: cancel the calls in flight and refuse new ones."""
+        with self._lock:
+            self._closed = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if threading.get_ident() == self._loop_thread:
+            raise RuntimeError("the event loop would wait for itself: call the model in run(), not in the constructor")
+        with self._lock:
+            if self._closed:
+                raise RolloutError("the run is over (cancelled, or timed out): the model takes no more calls from it")
+            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+            self._calls.add(future)
+        try:
+            return future.result()
+        finally:
+            with self._lock:
+                self._calls.discard(future)
+
+
+async def run_in_thread(function: Callable[[], T]) -> T:
+    """The function's result, from a daemon thread of its own.
+
+    Unlike `asyncio.to_thread`: that pool has few threads, so that workflows waiting for a model would wait for each
+    other, and is joined at exit, where one that hangs would hang the program.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def work() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except StopIteration as error:  # a future refuses to carry it
+            outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
+    return await asyncio.wrap_future(outcome)

@@ -1,0 +1,256 @@
+"""Engines that compute in this process, on whichever thread drives them.
+
+Coroutines post commands and await futures; the driver calls `pump()`. Where no driver is attached (a notebook, a
+plain `asyncio.run`), a waiting coroutine pumps the engine itself.
+"""
+
+import asyncio
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.errors import PromptTooLongError, RolloutError
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
+
+T = TypeVar("T")
+
+
+class InProcessEngine(ABC):
+    """Base of the in-process engines: tokenizing, queueing, waiting, cancelling, and failing without a hang.
+
+    An engine implements `_load`, `_add`, `_add_scoring`, `_abort`, `_abort_all`, `_has_work`, `_step`,
+    `_take_weights`, `_free`: all are called on the driving thread, never at the same time.
+    """
+
+    # Whether the engine generates with the trainer's own weights, so that there is nothing to send.
+    shares_weights = False
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._model_version = 0
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: dict[str, _Reply[Any]] = {}
+        self._requests = 0
+        self._loaded = False
+        self._wake: Callable[[], None] | None = None
+
+    # -- what workflows see -----------------------------------------------------------------------------------------
+
+    @property
+    def model_version(self) -> int:
+        """The number of the weight sync that made the present weights; 0 before the first."""
+        return self._model_version
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._max_model_len
+
+    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
+        """n completions of one prompt; see `InferenceModel.generate`."""
+        await self.load()
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_length(token_ids)
+        return await self._request(lambda request_id: self._add(request_id, token_ids, n, sampling))
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """n completions of a conversation; see `InferenceModel.chat`."""
+        await self.load()
+        token_ids = self.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return await self.generate(token_ids, n, **sampling)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""
+        await self.load()
+        self._check_length(token_ids)
+        return await self._request(lambda request_id: self._add_scoring(request_id, list(token_ids)))
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over the trainer's weights; see `InferenceModel.sync_weights`."""
+        await self.load()
+        stream = WeightStream.of(named_tensors)
+        if not self.shares_weights:
+            check_shapes(stream.shapes, self.weight_shapes)
+        await self._on_driver(lambda: self._take_weights(stream))
+        self._model_version = version
+
+    async def load(self) -> None:
+        """Load model and tokenizer, once; the first request does it otherwise."""
+        if not self._loaded:
+            await self._on_driver(self._load_once)
+
+    async def shutdown(self) -> None:
+        """Free what the engine holds; calling it twice is allowed."""
+        if self._loaded:
+            self._loaded = False
+            await self._on_driver(self._free)
+
+    # -- what the driver calls ----------------------------------------------------------------------------------------
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """From now on somebody else pumps; `wake` is called (from any thread) whenever there is something to do."""
+        self._wake = wake
+
+    def detach(self) -> None:
+        """From now on waiting coroutines pump."""
+        self._wake = None
+
+    def pump(self) -> bool:
+        """Run the commands that wait, then one step if any request is unfinished; whether anything was done."""
+        worked = False
+        while not self._commands.empty():
+            self._commands.get_nowait()()
+            worked = True
+        if not (self._loaded and self._has_work()):
+            return worked
+        try:
+            for request_id, result in self._step():
+                if reply := self._waiting.pop(request_id, None):
+                    reply.resolve(result)
+        except BaseException as error:
+            self._fail_all(error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C is the driver's to handle
+        return True
+
+    # -- what an engine implements ------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+
+    @property
+    @abstractmethod
+    def weight_shapes(self) -> dict[str, Shape]:
+        """Names and shapes of the weights it wants to be sent."""
+
+    @abstractmethod
+    def _load(self) -> None: ...
+
+    @abstractmethod
+    def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _add_scoring(self, request_id: str, token_ids: list[int]) -> None: ...
+
+    @abstractmethod
+    def _abort(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    def _abort_all(self) -> None: ...
+
+    @abstractmethod
+    def _has_work(self) -> bool: ...
+
+    @abstractmethod
+    def _step(self) -> Iterable[tuple[str, Any]]: ...
+
+    @abstractmethod
+    def _take_weights(self, stream: WeightStream) -> None: ...
+
+    @abstractmethod
+    def _free(self) -> None: ...
+
+    # -- in between ---------------------------------------------------------------------------------------------------
+
+    def _check_length(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) >= self._max_model_len:
+            raise PromptTooLongError(
+                f"prompt_truncated: the prompt has {len(token_ids)} tokens, and the model's context of "
+                f"{self._max_model_len} leaves no room for a response. Raise engine.max_model_len, or drop such tasks."
+            )
+
+    def _load_once(self) -> None:
+        if not self._loaded:
+            self._load()
+            self._loaded = True
+
+    async def _request(self, add: Callable[[str], None]) -> Any:
+        self._requests += 1
+        request_id = str(self._requests)
+        reply: _Reply[Any] = _Reply()
+        self._post(lambda: self._start(request_id, add, reply))
+        try:
+            return await self._wait(reply)
+        except asyncio.CancelledError:
+            self._post(lambda: self._cancel(request_id))
+            raise
+
+    def _start(self, request_id: str, add: Callable[[str], None], reply: "_Reply[Any]") -> None:
+        if reply.abandoned:
+            return
+        try:
+            add(request_id)
+        except Exception as error:  # a refused request is its caller's, the engine goes on
+            reply.fail(error)
+        else:
+            self._waiting[request_id] = reply
+
+    def _cancel(self, request_id: str) -> None:
+        if self._waiting.pop(request_id, None):
+            self._abort(request_id)
+
+    def _fail_all(self, error: BaseException) -> None:
+        failed, self._waiting = self._waiting, {}
+        self._abort_all()
+        for reply in failed.values():
+            reply.fail(RolloutError(f"the engine failed while generating: {type(error).__name__}: {error}"))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        if self._wake is not None:
+            self._wake()
+
+    async def _on_driver(self, function: Callable[[], T]) -> T:
+        reply: _Reply[T] = _Reply()
+        self._post(lambda: reply.run(function))
+        return await self._wait(reply)
+
+    async def _wait(self, reply: "_Reply[T]") -> T:
+        while self._wake is None and not reply.future.done():
+            self.pump()
+            await asyncio.sleep(0)
+        return await reply.future
+
+
+class _Reply(Generic[T]):
+    """A future of the awaiting loop that the driving thread fills."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    @property
+    def abandoned(self) -> bool:
+        return self.future.cancelled()
+
+    def run(self, function: Callable[[], T]) -> None:
+        try:
+            self.resolve(function())
+        except Exception as error:
+            self.fail(error)
+
+    def resolve(self, value: T) -> None:
+        self._loop.call_soon_threadsafe(lambda: self.future.done() or self.future.set_result(value))
+
+    def fail(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(lambda: self.future.done() or self.future.set_exception(error))

@@ -1,0 +1,34 @@
+"""reasoning-gym's own verifiers as a reward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from trinity_lightning.explorer.rewards.scoring import REWARDS
+from trinity_lightning.explorer.tasks.task import Task
+
+
+@REWARDS.register("reasoning_gym")
+def reasoning_gym(response: str, task: Task) -> float:
+    """What the verifier of the entry's reasoning-gym dataset gives, from 0 to 1.
+
+    Judged is what stands in the last `<answer>...</answer>` of the response, or else the whole of it.
+
+    Raises:
+        ValueError: the task does not come from a reasoning-gym taskset.
+    """
+    from reasoning_gym.utils import extract_answer  # imports for a second: only where it is needed
+
+    source = task.raw_task.get("reasoning_gym")
+    if not source:
+        raise ValueError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
+    answer = extract_answer(response) or response.strip()
+    return float(_verifier(source["name"])(answer, source["entry"]))
+
+
+@functools.cache
+def _verifier(name: str) -> Callable[[str, dict[str, Any]], float]:
+    import reasoning_gym
+
+    verifier: Callable[..., float] = reasoning_gym.get_score_answer_fn(name)
+    return verifier

@@ -1,0 +1,50 @@
+"""Rewards that read the response as plain text."""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from trinity_lightning.explorer.rewards.scoring import REWARDS
+from trinity_lightning.explorer.tasks.task import Task
+
+# A minus that follows a digit, a letter or a closing bracket is a subtraction ("7-3"), any other is a sign.
+_NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def answer_of(task: Task) -> Any:
+    """The entry's answer; ValueError where it has none."""
+    answer = task.raw_task.get("answer")
+    if answer is None:
+        raise ValueError("the task has no 'answer': set the taskset's answer_field")
+    return answer
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """The last number in a text: signed, decimal, with thousands separators; None where there is none."""
+    numbers: list[str] = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
+
+
+@REWARDS.register("last_number")
+def last_number(response: str, task: Task) -> float:
+    """1 when the last number in the response equals the task's answer (the last number in it), else 0.
+
+    Raises:
+        ValueError: the task's answer holds no number.
+    """
+    expected = find_last_number(str(answer_of(task)))
+    if expected is None:
+        raise ValueError(f"the task's answer {answer_of(task)!r} holds no number")
+    return float(find_last_number(response) == expected)
+
+
+@REWARDS.register("exact_match")
+def exact_match(response: str, task: Task) -> float:
+    """1 when the response is the task's answer, space around either aside, else 0."""
+    return float(response.strip() == str(answer_of(task)).strip())
+
+
+@REWARDS.register("contains_digits")
+def contains_digits(response: str, task: Task) -> float:
+    """The share of the response's characters that are digits: a reward that varies even for an untrained model."""
+    return sum(character.isdigit() for character in response) / len(response) if response else 0.0

@@ -1,0 +1,64 @@
+"""Numbers that describe an explore step or an evaluation."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.rewards import is_constant, is_valid_reward
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`<name>/mean`, `/max` and `/min`; nothing for no values."""
+    if not values:
+        return {}
+    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def gathered(metrics: Iterable[dict[str, float]], prefix: str) -> dict[str, float]:
+    """Several tasks' metrics as `<prefix>/<key>/{mean,max,min}`, each key over the tasks that have it."""
+    columns: dict[str, list[float]] = {}
+    for metric in metrics:
+        for key, value in metric.items():
+            columns.setdefault(key, []).append(float(value))
+    return {name: value for key, values in columns.items() for name, value in spread(f"{prefix}/{key}", values).items()}
+
+
+def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Rewards, lengths and group signal of an explore step."""
+    rewards = [e.reward for e in experiences if is_valid_reward(e.reward)]
+    responses = [float(len(e.tokens) - e.prompt_length) for e in experiences]
+    groups = [[e.reward for e in group if is_valid_reward(e.reward)] for group in group_by(experiences, "task").values()]
+    clipped = [e.truncate_status == "response_truncated" for e in experiences]
+    metrics = {
+        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "frac_reward_zero_std": statistics.fmean(is_constant(group) for group in groups),
+        "response_length/clip_ratio": statistics.fmean(clipped),
+        "sample/model_version/mean": statistics.fmean(float(e.info.get("model_version", 0)) for e in experiences),
+    }
+    if rewards:
+        metrics["reward/mean"] = statistics.fmean(rewards)
+    for name in {name for e in experiences for name in e.metrics if name.startswith("reward/")}:
+        metrics[f"{name}/mean"] = statistics.fmean(float(e.metrics[name]) for e in experiences if name in e.metrics)
+    metrics |= spread("response_length", responses)
+    metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
+    return metrics
+
+
+def evaluation_metrics(taskset: str, groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """mean@k, best@k and worst@k of rewards, and pass@k: the share of tasks with a reward of 1 in k tries.
+
+    Args:
+        taskset: its name.
+        groups: rewards of the k rollouts of each task.
+    """
+    groups = [group for group in groups if group]
+    if not groups:
+        return {}
+    k = max(len(group) for group in groups)
+    values = {
+        f"mean@{k}": statistics.fmean(statistics.fmean(group) for group in groups),
+        f"best@{k}": statistics.fmean(max(group) for group in groups),
+        f"worst@{k}": statistics.fmean(min(group) for group in groups),
+        f"pass@{k}": statistics.fmean(max(group) >= 1.0 for group in groups),
+    }
+    return {f"eval/{taskset}/{name}": value for name, value in values.items()}

@@ -1,0 +1,58 @@
+"""What to try: one entry of a taskset, and how it is to be tried and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trinity_lightning.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.workflows.workflow import Workflow
+
+# Names that belong to the group and to the run, not to how tokens are sampled.
+_RESERVED_SAMPLING = {"n": "set repeat_times instead", "seed": "the seed of a rollout follows from explorer.seed"}
+
+
+@dataclass
+class Task:
+    """One thing to try, `repeat_times` times.
+
+    Attributes:
+        workflow: registered name, dotted path, or Workflow class.
+        raw_task: the taskset's entry: "prompt" or "messages", "answer" where there is one, and whatever else.
+        repeat_times: runs, the size of the group.
+        is_eval: whether it is evaluated on: its experiences are measured, never trained on.
+        rollout_args: sampling settings of the rollout model, by vLLM's names (temperature, max_tokens, ...); None
+            values leave the engine's default.
+        workflow_args: settings of the workflow.
+        reward_fn: None (the workflow's own reward), a registered name, a dotted path, a function, a list of these, or a
+            mapping from them to weights.
+        batch_id: the explore step ("<step>/<taskset>" in an evaluation); set by the scheduler.
+        task_id: position in the batch; set by the scheduler.
+
+    Raises:
+        ConfigError: repeat_times below 1, arguments that are no mappings, or a sampling setting that is not the task's.
+    """
+
+    workflow: str | type[Workflow]
+    raw_task: dict[str, Any] = field(default_factory=dict)
+    repeat_times: int = 1
+    is_eval: bool = False
+    rollout_args: Mapping[str, Any] = field(default_factory=dict)
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    reward_fn: str | Callable[..., Any] | Sequence[Any] | Mapping[Any, float] | None = None
+    batch_id: int | str = ""
+    task_id: int | str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.repeat_times, int) or self.repeat_times < 1:
+            raise ConfigError(f"Task.repeat_times must be an integer of at least 1, not {self.repeat_times!r}.")
+        for name in ("raw_task", "rollout_args", "workflow_args"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"Task.{name} must be a mapping, not {type(value).__name__}.")
+        for name, fix in _RESERVED_SAMPLING.items():
+            if name in self.rollout_args:
+                raise ConfigError(f"Task.rollout_args must not hold '{name}': {fix}.")

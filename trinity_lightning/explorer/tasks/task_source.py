@@ -1,0 +1,77 @@
+"""From raw tasks to tasks: a taskset together with how its tasks are tried and judged."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trinity_lightning.common.config import SamplingConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.workflows.workflow import Workflow
+
+# Each of these makes the sampled distribution another than the policy's, whose gradient is taken.
+EVALUATION_ONLY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass
+class TaskSource:
+    """What to try and how.
+
+    Attributes:
+        taskset: the raw tasks.
+        workflow: registered name, dotted path, or class.
+        reward_fn: as `Task.reward_fn`.
+        sampling: how its rollouts are drawn.
+        workflow_args: the workflow's settings.
+        repeat_times: rollouts a task.
+    """
+
+    taskset: Taskset
+    workflow: "str | type[Workflow]" = "math"
+    reward_fn: str | Callable[..., Any] | Sequence[Any] | Mapping[Any, float] | None = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    repeat_times: int = 1
+
+    @property
+    def name(self) -> str:
+        """The taskset's name."""
+        return self.taskset.name
+
+    def next_tasks(self, n: int) -> list[Task]:
+        """The next n tasks to train on; fewer when the taskset is exhausted."""
+        return [self._task(raw, is_eval=False) for raw in self.taskset.next_batch(n)]
+
+    def all_tasks(self) -> list[Task]:
+        """Every task once, to evaluate on."""
+        return [self._task(raw, is_eval=True) for raw in self.taskset]
+
+    def _task(self, raw_task: dict[str, Any], is_eval: bool) -> Task:
+        return Task(
+            workflow=self.workflow,
+            raw_task=raw_task,
+            repeat_times=self.repeat_times,
+            is_eval=is_eval,
+            rollout_args={name: value for name, value in asdict(self.sampling).items() if value is not None},
+            workflow_args=self.workflow_args,
+            reward_fn=self.reward_fn,
+        )
+
+
+def check_training_sampling(sampling: SamplingConfig) -> None:
+    """Refuse what would draw training rollouts from another distribution than the policy's.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name in EVALUATION_ONLY:
+        if getattr(sampling, name) is not None:
+            raise ConfigError(
+                f"sampling.{name} is for evaluation only: training rollouts are drawn from the policy's whole "
+                f"distribution. Set it to null, or set eval_sampling.{name}."
+            )
+    if not sampling.temperature > 0:
+        raise ConfigError(f"sampling.temperature is {sampling.temperature}; training needs one above 0, such as 1.0.")

@@ -1,0 +1,252 @@
+"""What to try: entries of a dataset as raw tasks, in a fixed order, with a cursor that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trinity_lightning.common.config import TasksetConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.explorer.tasks.formatter import Formatter
+from trinity_lightning.explorer.tasks.sources import (
+    FILE_FORMATS,
+    Entries,
+    ReasoningGymEntries,
+    addition_entries,
+    dataset_entries,
+)
+
+ORDERS = ("sequential", "shuffled")
+SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
+
+
+class Taskset:
+    """A source of raw tasks.
+
+    A raw task is the entry's fields with `prompt` or `messages`, `answer` where there is one (see `Formatter`), and
+    `task_index` {"taskset_id": name of the taskset, "index": position in the source}.
+
+    `taskset[i]` is the raw task of entry i, whatever the order; `next_batch` follows the order and moves the cursor.
+
+    Args:
+        entries: a sequence of dicts.
+        name: how the taskset is called in metrics and in `task_index`.
+        formatter: which fields are prompt, answer and messages.
+        order: `sequential`, or `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone.
+        seed: of the order.
+        epochs: how often the entries are handed out; None for without end.
+
+    Raises:
+        ConfigError: no entries, an unknown order, or a first entry that the formatter refuses.
+    """
+
+    def __init__(
+        self,
+        entries: Entries,
+        *,
+        name: str = "taskset",
+        formatter: Formatter | None = None,
+        order: str = "shuffled",
+        seed: int = 0,
+        epochs: int | None = None,
+    ) -> None:
+        if order not in ORDERS:
+            raise ConfigError(unknown_name("order of a taskset", order, ORDERS))
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"taskset '{name}': epochs = {epochs}, give 1 or more, or None for without end.")
+        if len(entries) == 0:
+            raise ConfigError(f"taskset '{name}' has no entries.")
+        if seed < 0:
+            raise ConfigError(f"taskset '{name}': seed = {seed}, give 0 or more.")
+        self.name = name
+        self.order = order
+        self.seed = seed
+        self.epochs = epochs
+        self._entries = entries
+        self._formatter = formatter or Formatter()
+        self._position = 0  # raw tasks handed out since the first epoch began
+        self[0]  # a wrong field name shows now, not in the middle of a run
+
+    @classmethod
+    def addition(
+        cls,
+        split: str = "train",
+        low: int = 0,
+        high: int = 20,
+        heldout: int = 128,
+        seed: int = 0,
+        *,
+        name: str = "addition",
+        formatter: Formatter | None = None,
+        order: str = "shuffled",
+        epochs: int | None = None,
+    ) -> Taskset:
+        """The sums a + b of all low <= a, b <= high, as questions; `heldout` of them are never in the train split.
+
+        Which sums are held out depends on low, high and heldout alone; `seed` is that of the order.
+
+        Raises:
+            ConfigError: an unknown split, low > high, or no sum left in the split.
+        """
+        entries = addition_entries(split, low, high, heldout)
+        return cls(entries, name=name, formatter=formatter, order=order, seed=seed, epochs=epochs)
+
+    @classmethod
+    def from_reasoning_gym(
+        cls,
+        name: str,
+        size: int,
+        seed: int = 0,
+        *,
+        taskset_name: str | None = None,
+        formatter: Formatter | None = None,
+        order: str = "shuffled",
+        epochs: int | None = None,
+        **kwargs: Any,
+    ) -> Taskset:
+        """`size` entries of a reasoning-gym dataset, each generated when it is handed out.
+
+        Entry i is drawn from `seed + i`: for two tasksets without a common entry, keep their seeds `size` apart.
+        `raw_task["reasoning_gym"]` holds what its verifier needs: {"name", "config", "entry"}.
+
+        Args:
+            name: of the dataset, e.g. "chain_sum".
+            size: number of entries.
+            seed: of the entries and of the order.
+            taskset_name: how the taskset is called; None for `name`.
+            kwargs: the dataset's own arguments.
+
+        Raises:
+            ConfigError: an unknown dataset, or an argument that it does not know or refuses.
+        """
+        entries = ReasoningGymEntries(name, size, seed, kwargs)
+        return cls(entries, name=taskset_name or name, formatter=formatter, order=order, seed=seed, epochs=epochs)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        path: str | Path,
+        split: str = "train",
+        *,
+        subset: str | None = None,
+        name: str | None = None,
+        formatter: Formatter | None = None,
+        order: str = "shuffled",
+        seed: int = 0,
+        epochs: int | None = None,
+    ) -> Taskset:
+        """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
+
+        Args:
+            path: file, folder (of such files, or made by `save_to_disk`), or hub name.
+            split: name of a split, or a slice of one ("train[:100]"); a single file has the split that is asked for.
+            subset: name of the dataset's configuration on the hub ("main" of gsm8k).
+            name: how the taskset is called; None for the last part of `path`.
+
+        Raises:
+            ConfigError: nothing there, an unknown format, split or field, or no entries.
+        """
+        entries = dataset_entries(str(path), split, subset)
+        last = Path(path)
+        name = name or (last.stem if last.suffix in FILE_FORMATS else last.name)
+        return cls(entries, name=name, formatter=formatter, order=order, seed=seed, epochs=epochs)
+
+    @classmethod
+    def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
+        """The taskset that a configuration describes.
+
+        Raises:
+            ConfigError: an unknown source or argument, a path or size that is missing, or as the source says.
+        """
+        for key in config.args:
+            if key not in SOURCE_ARGS.get(config.source, config.args):
+                raise ConfigError(
+                    unknown_name(f"argument of source '{config.source}'", key, SOURCE_ARGS[config.source])
+                )
+        formatter = Formatter(config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
+        common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed, "epochs": epochs}
+        if config.source == "addition":
+            return cls.addition(config.split, name=config.name, **common, **config.args)
+        if config.source not in ("reasoning_gym", "dataset"):
+            raise ConfigError(unknown_name("source of tasks", config.source, ("reasoning_gym", *SOURCE_ARGS)))
+        if config.path is None:
+            raise ConfigError(f"taskset '{config.name}': source '{config.source}' needs a path.")
+        if config.source == "dataset":
+            return cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
+        if config.size is None:
+            raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size, the number of entries.")
+        return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The raw task of entry `index`; a new dict each time, whose values are the entry's own."""
+        index = range(len(self))[index]
+        try:
+            task = self._formatter(self._entries[index])
+        except ConfigError as error:
+            raise ConfigError(f"taskset '{self.name}', entry {index}: {error}") from error
+        return task | {"task_index": {"taskset_id": self.name, "index": index}}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every raw task once, in the source's order; the cursor stays where it is."""
+        return (self[index] for index in range(len(self)))
+
+    def next_batch(self, n: int) -> list[dict[str, Any]]:
+        """The next n raw tasks; a batch runs on into the next epoch.
+
+        Fewer than n, at last none, only when `epochs` are over.
+        """
+        if n < 1:
+            raise ConfigError(f"taskset '{self.name}': a batch of {n} tasks, give 1 or more.")
+        end = self._position + n
+        if self.epochs is not None:
+            end = min(end, self.epochs * len(self))
+        batch = [self[self._index_at(position)] for position in range(self._position, end)]
+        self._position = end
+        return batch
+
+    def _index_at(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self))
+        return offset if self.order == "sequential" else int(_permutation(len(self), self.seed, epoch)[offset])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and what it is a cursor of."""
+        return {
+            "name": self.name,
+            "size": len(self),
+            "seed": self.seed,
+            "order": self.order,
+            "position": self._position,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved taskset stood.
+
+        Raises:
+            ConfigError: the state is that of another taskset; the message says what differs.
+        """
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
+        different = [
+            f"{key} {state[key]!r} -> {own[key]!r}" for key in own if key != "position" and state[key] != own[key]
+        ]
+        if different:
+            raise ConfigError(
+                f"taskset '{self.name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
+                "at other tasks. Resume with the saved taskset, or start a new run."
+            )
+        self._position = state["position"]
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of one epoch, as positions in the source, [size]."""
+    return np.random.default_rng([seed, epoch]).permutation(size)

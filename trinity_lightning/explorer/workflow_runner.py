@@ -1,0 +1,270 @@
+"""Runs the workflows of a task and says what came of it."""
+
+import asyncio
+import inspect
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, cast
+
+from torch import Tensor
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import PromptTooLongError, RolloutError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel, run_in_thread
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
+
+logger = logging.getLogger(__name__)
+
+# How long a cancelled run may clean up before it is left to itself, for its runner to be free.
+CANCEL_GRACE_SECONDS = 1.0
+
+
+@dataclass
+class Status:
+    """What came of a task.
+
+    Attributes:
+        ok: whether every run succeeded.
+        metric: means of the experiences' metrics, and times in seconds.
+        message: how many of how many runs failed, and why; None where ok.
+        errors: one text a failed run.
+        num_runs: runs tried.
+        eval_experiences: an evaluation task's experiences, for its metrics and the completions table: they are never
+            among those to train on.
+    """
+
+    ok: bool
+    metric: dict[str, float]
+    message: str | None = None
+    errors: list[str] = field(default_factory=list, kw_only=True)
+    num_runs: int = field(default=0, kw_only=True)
+    eval_experiences: list[Experience] = field(default_factory=list, kw_only=True, repr=False)
+
+
+@dataclass
+class Attempt:
+    """What one attempt at some runs of a task gave: experiences, errors by run, and the seconds it took."""
+
+    experiences: list[Experience]
+    errors: dict[int, BaseException]
+    seconds: float
+
+
+class WorkflowRunner:
+    """Runs workflows with one model.
+
+    Args:
+        config: the explorer's configuration (its seed is used here).
+        model: the rollout model.
+        auxiliary_models: one model of each auxiliary kind.
+        runner_id: for messages.
+    """
+
+    def __init__(
+        self,
+        config: ExplorerConfig,
+        model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
+        runner_id: int | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.auxiliary_models = list(auxiliary_models or [])
+        self.runner_id = runner_id
+
+    async def run_task(
+        self, task: Task, repeat_times: int = 1, run_id_base: int = 0
+    ) -> tuple[Status, list[Experience]]:
+        """Run a task `repeat_times` times, once each; what a workflow raises ends up in the status.
+
+        A workflow that repeats itself gets all runs at once; of any other, the runs go on concurrently. Experiences get
+        `eid.batch`, `eid.task`, `info["model_version"]`, and `eid.run = run_id_base + i` unless the workflow repeats
+        itself. Those of evaluation tasks are in the status only.
+        """
+        attempt = await self.attempt(task, range(run_id_base, run_id_base + repeat_times))
+        metric = {"time_per_task": attempt.seconds}
+        return summarize(task, attempt.experiences, describe(attempt.errors), repeat_times, metric)
+
+    async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
+        """Try these runs of a task once; those not done after `limit` seconds are cancelled, the others kept."""
+        start = time.perf_counter()
+        jobs = self._start(task, runs)
+        if isinstance(jobs, BaseException):
+            return Attempt([], dict.fromkeys(runs, jobs), time.perf_counter() - start)
+        try:
+            done, _ = await asyncio.wait(jobs, timeout=limit)
+        finally:
+            await _end([job for job in jobs if not job.done()])
+        experiences: list[Experience] = []
+        errors: dict[int, BaseException] = {}
+        for job, its_runs in jobs.items():
+            if job not in done:
+                errors |= dict.fromkeys(its_runs, TimeoutError(f"not done within {limit:g} s"))
+            elif job.cancelled():
+                errors |= dict.fromkeys(its_runs, RolloutError("cancelled from within the workflow"))
+            else:
+                its_experiences, its_errors = job.result()
+                experiences += its_experiences
+                errors |= its_errors
+        return Attempt(experiences, errors, time.perf_counter() - start)
+
+    def _start(self, task: Task, runs: Sequence[int]) -> "dict[asyncio.Task[_Outcome], list[int]] | BaseException":
+        """One asyncio task a request: a run, or all consecutive runs where the workflow repeats itself."""
+        try:
+            first = _Run(self, task, runs[0])
+        except (Exception, SystemExit) as error:
+            return error
+        requests = _consecutive(runs) if first.workflow.repeatable else [[run] for run in runs]
+        made = {runs[0]: first}
+        return {asyncio.create_task(self._request(task, its, made.get(its[0]))): its for its in requests}
+
+    async def _request(self, task: Task, runs: list[int], run: "_Run | None") -> "_Outcome":
+        try:
+            run = run or _Run(self, task, runs[0])
+            return await run.results(runs), {}
+        except PartialFailure as failure:
+            return run.tagged(failure.experiences) if run else [], dict(failure.errors)
+        except (Exception, SystemExit) as error:
+            logger.debug("run %s of task %s/%s failed", runs, task.batch_id, task.task_id, exc_info=True)
+            return [], dict.fromkeys(runs, error)
+
+
+_Outcome = tuple[list[Experience], dict[int, BaseException]]
+
+
+class _Run:
+    """One instance of a task's workflow, with its own view of each model."""
+
+    def __init__(self, runner: WorkflowRunner, task: Task, run: int) -> None:
+        self.task = task
+        self.run = run
+        workflow_class = resolve_workflow(task.workflow)
+        self.view = self._bind(runner, runner.model, task.rollout_args)
+        views: list[Any] = [self.view, *(self._bind(runner, model, {}) for model in runner.auxiliary_models)]
+        self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
+        if self.is_blocking:
+            views = [BlockingModel(view) for view in views]
+        self.views = views
+        self.workflow: Workflow = workflow_class(task=task, model=views[0], auxiliary_models=views[1:])
+
+    def _bind(self, runner: WorkflowRunner, model: InferenceModel, sampling: Mapping[str, Any]) -> BoundModel:
+        identity = {"batch": self.task.batch_id, "task": self.task.task_id, "run": self.run}
+        return BoundModel(model, run_seed=runner.config.seed, **identity, sampling=sampling)
+
+    async def results(self, runs: list[int]) -> list[Experience]:
+        """Run the workflow, for all of `runs` at once where it repeats itself."""
+        if self.workflow.repeatable:
+            self.workflow.set_repeat_times(len(runs), runs[0])
+        experiences = await (self._run_blocking() if self.is_blocking else self.workflow.run())
+        name = type(self.workflow).__name__
+        if not isinstance(experiences, list) or not all(isinstance(item, Experience) for item in experiences):
+            raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
+        if not experiences:
+            raise RolloutError(f"{name}.run returned no experience")
+        return self.tagged(experiences)
+
+    async def _run_blocking(self) -> list[Experience]:
+        try:
+            return await run_in_thread(cast(Any, self.workflow.run))
+        finally:
+            for view in self.views:
+                view.close()
+
+    def tagged(self, experiences: list[Experience]) -> list[Experience]:
+        """The experiences, marked with where they come from."""
+        for experience in experiences:
+            experience.eid.batch, experience.eid.task = self.task.batch_id, self.task.task_id
+            if not self.workflow.repeatable:
+                experience.eid.run = self.run
+            experience.info["model_version"] = self.view.used_version
+            # The trainer divides its logits by it, for both log-probabilities to be of the same distribution.
+            experience.info.setdefault("temperature", float(self.task.rollout_args.get("temperature", 1.0)))
+        return experiences
+
+
+def summarize(
+    task: Task, experiences: list[Experience], errors: list[str], num_runs: int, times: Mapping[str, float]
+) -> tuple[Status, list[Experience]]:
+    """The status of a task's runs, and the experiences to train on: none where it is evaluated on."""
+    status = Status(
+        ok=not errors,
+        metric=mean_metrics(experiences) | dict(times),
+        message=failure_message(errors, num_runs),
+        errors=errors,
+        num_runs=num_runs,
+        eval_experiences=experiences if task.is_eval else [],
+    )
+    return status, [] if task.is_eval else experiences
+
+
+def mean_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """The mean of each metric over the experiences that have it; values that are not numbers are left out."""
+    values: dict[str, list[float]] = {}
+    for experience in experiences:
+        for name, value in experience.metrics.items():
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(number, Real):
+                values.setdefault(name, []).append(float(number))
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def describe(errors: Mapping[int, BaseException]) -> list[str]:
+    """Type and text of each run's error, by run."""
+    return [f"{type(error).__name__}: {_text(error)}" for _, error in sorted(errors.items(), key=lambda item: item[0])]
+
+
+def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
+    """How many of how many runs failed, and why; None where none did."""
+    if not errors:
+        return None
+    causes = [text if count == 1 else f"{count} x {text}" for text, count in Counter(errors).items()]
+    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(causes)}"
+
+
+def _text(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, PromptTooLongError) and "prompt_truncated" not in text:
+        return f"prompt_truncated: {text}"
+    return text
+
+
+def _kind(result: object) -> str:
+    if isinstance(result, list):
+        return f"a list with {', '.join(sorted({type(item).__name__ for item in result}))}"
+    return type(result).__name__
+
+
+def _consecutive(runs: Sequence[int]) -> list[list[int]]:
+    """The runs, ascending, cut into stretches without a gap: [0, 1, 4] -> [[0, 1], [4]]."""
+    stretches: list[list[int]] = []
+    for run in runs:
+        if stretches and run == stretches[-1][-1] + 1:
+            stretches[-1].append(run)
+        else:
+            stretches.append([run])
+    return stretches
+
+
+async def _end(jobs: list[asyncio.Task[Any]]) -> None:
+    """Cancel the jobs and wait for their end, but not for ever on one that ignores it."""
+    for job in jobs:
+        job.cancel()
+    if not jobs:
+        return
+    _, stuck = await asyncio.wait(jobs, timeout=CANCEL_GRACE_SECONDS)
+    if stuck:
+        logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))
+    _LEFT.update(stuck)
+    for job in stuck:
+        job.add_done_callback(_LEFT.discard)
+
+
+# Keeps the runs that ignore their cancellation from being collected while they go on.
+_LEFT: set[asyncio.Task[Any]] = set()

@@ -1,0 +1,91 @@
+"""How to try a task: the base class of workflows, and their names."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.registry import Registry
+from trinity_lightning.explorer.tasks.task import Task
+
+
+class Workflow(ABC):
+    """Tries one task with a model and says what came of it.
+
+    An instance lives for one run of a task, or for all of them where it is `repeatable`. Its constructor runs on the
+    event loop: it must be quick, and the model is called in `run` only.
+
+    Args:
+        task: what to try.
+        model: the rollout model; each call gets the run's seed and the task's sampling settings.
+        auxiliary_models: one model of each auxiliary kind (judges, teachers), in the order of the configuration.
+    """
+
+    # Whether one instance makes all the runs of a task at once: one request with n samples, say.
+    repeatable: bool = False
+
+    def __init__(
+        self,
+        task: Task,
+        model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
+    ) -> None:
+        self.task = task
+        self.model = model
+        self.auxiliary_models = list(auxiliary_models or [])
+        self.repeat_times = 1
+        self.run_id_base = 0
+
+    @abstractmethod
+    async def run(self) -> list[Experience]:
+        """The experiences of the run (of all runs, where repeatable); each step of several has its own `eid.step`.
+
+        A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
+        Where repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...
+
+        Raises:
+            PartialFailure: some runs of a repeatable workflow failed, the others' experiences are inside.
+            Exception: whatever else is raised fails the run, and all runs of a repeatable workflow.
+        """
+
+    def reset(self, task: Task) -> None:
+        """Take another task. A subclass that keeps anything made from its task makes it anew here."""
+        self.task = task
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Make this many runs at once, numbered from `run_id_base`; called before `run` where repeatable."""
+        self.repeat_times = repeat_times
+        self.run_id_base = run_id_base
+
+
+class PartialFailure(RolloutError):  # noqa: N818 - an outcome to be kept, not only an error
+    """Some runs of a repeatable workflow failed.
+
+    Args:
+        experiences: those of the runs that succeeded; they are kept.
+        errors: what went wrong, by run id; only these runs are tried again.
+    """
+
+    def __init__(self, experiences: list[Experience], errors: Mapping[int, Exception]) -> None:
+        super().__init__(f"{len(errors)} runs failed: {sorted(errors)}")
+        self.experiences = experiences
+        self.errors = dict(errors)
+
+
+WORKFLOWS: Registry[type[Workflow]] = Registry("workflow")
+
+
+def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
+    """The class that `Task.workflow` means: a registered name, a dotted path, or the class itself.
+
+    Raises:
+        ConfigError: an unknown name, or something that is no Workflow.
+    """
+    try:
+        found = WORKFLOWS.resolve(workflow) if isinstance(workflow, str) else workflow
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not (isinstance(found, type) and issubclass(found, Workflow)):
+        raise ConfigError(f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.")
+    return found

@@ -1,0 +1,164 @@
+"""A Lightning logger that writes `metrics.csv`: readable with pandas while the run goes on, whole after a kill.
+
+Lightning's own CSVLogger deletes the file of the run that is resumed, hence this one.
+"""
+
+import csv
+import io
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+Row = dict[str, str]
+
+# Columns that say where a row belongs; every other column is a measurement.
+KEYS = ("step", "explore_step", "epoch")
+
+
+class MetricsCSVLogger(Logger):
+    """Writes `<dir>/metrics.csv`, one row for what belongs together, on disk as soon as it is logged.
+
+    What makes a row: metrics of the same `explore_step` are merged, and where either side carries none, metrics of the
+    same trainer step. An explore step with several optimizer steps has a row for each: a later trainer step begins the
+    next row rather than overwrite a measurement. A row's `step` is the trainer step of what was logged first.
+
+    The last row is rewritten in place by one write, and a new column rewrites the file through a temporary one: a killed
+    process leaves every metric logged so far, and at worst one torn last line, which is dropped at the next start.
+    Rows of an earlier run in the same folder are kept and continued; see `resume_at`.
+
+    Args:
+        dir: folder of the run, created when something is logged.
+    """
+
+    def __init__(self, dir: str | Path) -> None:
+        super().__init__()
+        self._dir = Path(dir)
+        self._columns: list[str] | None = None  # None: the file has not been looked at yet
+        self._row: Row = {}
+        self._row_start = 0  # size in bytes of the file before its last row
+
+    @property
+    def path(self) -> Path:
+        """The file written."""
+        return self._dir / "metrics.csv"
+
+    @property
+    def save_dir(self) -> str:
+        """Folder of the run."""
+        return str(self._dir)
+
+    @property
+    def name(self) -> str:
+        """Empty, like the version: Lightning then puts checkpoints directly into the folder of the run."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty."""
+        return ""
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: hyperparameters are no metrics, and the run's resolved configuration has a file of its own."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add metrics to the row they belong to, or begin the next row."""
+        columns = self._load()
+        cells = _cells(metrics, step)
+        if self._belongs(cells):
+            first = {"step": self._row["step"]} if "step" in self._row else {}
+            self._row = self._row | cells | first
+        else:
+            self._row_start = self.path.stat().st_size if columns else 0
+            self._row = cells
+        new = [name for name in cells if name not in columns]
+        if new:
+            self._write_all([*self._rows_before_last(), self._row], [*columns, *new])
+        else:
+            self._write_last_row()
+
+    @rank_zero_only
+    def resume_at(self, explore_step: int, step: int | None = None) -> None:
+        """Drop what an earlier run logged beyond the checkpoint that is resumed, to be logged again.
+
+        Args:
+            explore_step: the last explore step that the checkpoint knows of; the first row of a later one is dropped,
+                with all that follows it.
+            step: the trainer step that comes next, for a checkpoint within an explore step (or of a run without
+                explore steps): the first row of that trainer step or a later one is dropped too, and what follows.
+        """
+        columns = self._load()
+        rows = _read(self.path)[1] if columns else []
+
+        def beyond(row: Row) -> bool:
+            late = "explore_step" in row and int(row["explore_step"]) > explore_step
+            return late or (step is not None and "step" in row and int(row["step"]) >= step)
+
+        kept = next((index for index, row in enumerate(rows) if beyond(row)), len(rows))
+        if kept < len(rows):
+            self._write_all(rows[:kept], columns)
+
+    def _belongs(self, cells: Row) -> bool:
+        """Whether these metrics are part of the last row."""
+        row = self._row
+        same_step = cells.get("step") == row.get("step")
+        if "explore_step" not in cells or "explore_step" not in row:
+            return bool(row) and same_step
+        overwrites = any(name in row for name in cells if name not in KEYS)
+        return cells["explore_step"] == row["explore_step"] and (same_step or not overwrites)
+
+    def _load(self) -> list[str]:
+        """The columns so far; the first call reads what an earlier run left."""
+        if self._columns is None:
+            columns, rows = _read(self.path) if self.path.exists() else ([], [])
+            if columns:
+                self._write_all(rows, columns)
+            self._columns = columns
+        return self._columns
+
+    def _rows_before_last(self) -> list[Row]:
+        return _read(self.path, self._row_start)[1] if self._row_start else []
+
+    def _write_last_row(self) -> None:
+        line = _line(self._row, self._load())
+        with self.path.open("r+b") as file:
+            file.seek(self._row_start)
+            file.write(line)
+            file.truncate()
+
+    def _write_all(self, rows: list[Row], columns: list[str]) -> None:
+        """Write the whole file, atomically; its last row stays open for more metrics."""
+        lines = [_line({name: name for name in columns}, columns), *(_line(row, columns) for row in rows)]
+        self._dir.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".csv.tmp")
+        temporary.write_bytes(b"".join(lines))
+        os.replace(temporary, self.path)
+        self._columns = columns
+        self._row = rows[-1] if rows else {}
+        self._row_start = sum(map(len, lines[:-1] if rows else lines))
+
+
+def _cells(metrics: Mapping[str, float], step: int | None) -> Row:
+    """Metrics as text. Keys are whole numbers, whatever type they were logged as: 3.0 and 3 are the same step."""
+    values = metrics if step is None else {"step": step} | dict(metrics)
+    return {name: str(int(value)) if name in KEYS else str(value) for name, value in values.items()}
+
+
+def _line(row: Row, columns: Iterable[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow([row.get(name, "") for name in columns])
+    return text.getvalue().encode()
+
+
+def _read(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
+    """Columns and rows in the first `size` bytes of a file (-1: all), without empty cells and without a torn last line."""
+    with path.open("rb") as file:
+        content = file.read(size)
+    reader = csv.DictReader(io.StringIO(content[: content.rfind(b"\n") + 1].decode()))
+    rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
+    return list(reader.fieldnames or []), rows

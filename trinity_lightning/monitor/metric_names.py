@@ -1,0 +1,120 @@
+"""Every metric by name: what it means and its unit. `docs/metrics.md` is generated from this table.
+
+    python -m trinity_lightning.monitor.metric_names > docs/metrics.md
+"""
+
+import re
+from dataclasses import dataclass
+
+# The metric that counts explore steps: the axis of every picture, in the CSV file and in W&B.
+STEP_METRIC = "explore_step"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One line of the table.
+
+    Attributes:
+        pattern: the name; `{a,b}` stands for each of the alternatives, `<x>` for a name given by the configuration.
+        unit: "" for a ratio or a plain number.
+        meaning: one sentence.
+    """
+
+    pattern: str
+    unit: str
+    meaning: str
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is a metric of this line."""
+        parts = re.split(r"(\{[^}]*\}|<[^>]*>)", self.pattern)
+        return re.fullmatch("".join(map(_part_regex, parts)), name) is not None
+
+
+def _part_regex(part: str) -> str:
+    if part.startswith("{"):
+        return "(?:" + "|".join(map(re.escape, part[1:-1].split(","))) + ")"
+    return r".+" if part.startswith("<") else re.escape(part)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("explore_step", "", "The explore step (EID.batch) that everything else in the row belongs to."),
+    # What was tried
+    Metric("rollout/task_run_time/{mean,max,min}", "s", "Time a task took in its runner, retries included."),
+    Metric("rollout/time_per_task/{mean,max,min}", "s", "Time of one attempt at a task."),
+    Metric("rollout/model_version_lag/{mean,max,min}", "syncs", "How many weight syncs old the weights were."),
+    Metric("rollout/{tasks,failed_tasks,experiences}", "", "What the step scheduled, lost and got."),
+    Metric("rollout/<metric>", "", "Any other number that workflows or runners report, averaged over the step's tasks."),
+    Metric("sample/model_version/mean", "syncs", "Number of the weight sync that made the weights sampled from."),
+    Metric("reward/mean", "reward", "Mean reward of the step's rollouts, before any filter."),
+    Metric("reward/std", "reward", "Standard deviation of those rewards."),
+    Metric("reward/<function>/mean", "reward", "Mean of one reward function's values."),
+    Metric("frac_reward_zero_std", "", "Share of groups whose rewards are all equal: they teach nothing."),
+    Metric("response_length/{mean,max,min}", "tokens", "Length of responses."),
+    Metric("response_length/clip_ratio", "", "Share of responses cut off at the token limit."),
+    Metric("prompt_length/{mean,max,min}", "tokens", "Length of prompts."),
+    # What was made of it
+    Metric("experience_pipeline/<operator>/<metric>", "", "What an operator counts or measures."),
+    Metric("group_advantages/reward_mean/{mean,max,min}", "reward", "Mean reward of a group, over the groups."),
+    Metric("group_advantages/reward_std/{mean,max,min}", "reward", "Standard deviation within a group, over the groups."),
+    Metric("group_advantages/invalid_group_count", "groups", "Groups left out: a reward was missing, NaN or infinite."),
+    Metric("group_advantages/<statistic>/{mean,max,min}", "", "Any other number of an add strategy, over the groups."),
+    Metric("filtered_count", "experiences", "What the add strategies left out."),
+    Metric("duplicated_count", "experiences", "What the add strategies copied."),
+    Metric("add_strategy_time", "s", "Time within a filtering add strategy."),
+    # What was learnt
+    Metric("actor/pg_loss", "", "Policy loss, clipped and aggregated, of the whole optimizer batch."),
+    Metric("actor/kl_loss", "nats", "KL estimate between policy and reference model, before its coefficient."),
+    Metric("actor/entropy", "nats", "Mean entropy of the policy at trained tokens."),
+    Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability: how far the policy moved within the step."),
+    Metric("actor/pg_clipfrac", "", "Share of trained tokens whose ratio the clip range holds back."),
+    Metric("actor/pg_clipfrac_{low,high}", "", "The same, at the lower and the upper end of the range."),
+    Metric("actor/pg_clipfrac_dual", "", "Share of trained tokens bounded by the dual clip (negative advantages only)."),
+    Metric("actor/logprob_diff/{mean,max}", "nats", "Absolute difference of engine and trainer: alarms at sync bugs."),
+    Metric("actor/is_weight/{mean,max}", "", "Weights that correct for the difference of engine and trainer."),
+    Metric("actor/grad_norm", "", "Norm of the gradient before clipping."),
+    Metric("actor/lr", "", "Learning rate of the optimizer step."),
+    Metric("actor/<metric>", "", "Any other number of the policy loss."),
+    Metric("critic/<metric>", "", "Losses, values and explained variance of the critic (PPO only)."),
+    Metric("eval/<taskset>/<metric>", "", "mean@k, best@k, worst@k, pass@k and the means of an evaluation's metrics."),
+    # What it cost
+    Metric("time/{rollout,operators,add_strategy,collate,train,sync_weight}", "s", "Where the explore step's time went."),
+    Metric("time/operator/<index>_<class>", "s", "Time within one operator."),
+    Metric("perf/tokens_per_second", "tokens/s", "Prompt and response tokens over the whole explore step's time."),
+    Metric("perf/trained_tokens_per_second", "tokens/s", "Trained tokens over the time spent training."),
+    Metric("perf/mfu", "", "Model FLOPs used while training over what the device can do."),
+    Metric("perf/padding_ratio", "", "Tokens computed over tokens there are: 1 is no padding; below 1, prompts are shared."),
+    Metric("perf/peak_memory_gb", "GB", "Peak memory of the process and its children so far (10^9 bytes)."),
+)
+
+
+def find_metric(name: str) -> Metric | None:
+    """The first line of the table that a metric's name fits, or None: then it is not documented."""
+    return next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+def metric_globs() -> list[str]:
+    """What the names come down to when everything below a group is one: `rollout/*`, `frac_reward_zero_std`, ..."""
+    globs = (re.sub("/.*", "/*", metric.pattern) for metric in METRICS if metric.pattern != STEP_METRIC)
+    return list(dict.fromkeys(globs))
+
+
+def metrics_page() -> str:
+    """The page `docs/metrics.md`."""
+    rows = [f"| `{metric.pattern}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            "The same names stand in `metrics.csv` and in W&B, where `explore_step` is the axis. `{a,b}` stands for each of",
+            "the alternatives, `<x>` for a name that the configuration or a workflow gives.",
+            "",
+            "| name | unit | meaning |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(metrics_page(), end="")

@@ -1,0 +1,105 @@
+"""What one sees while a run goes on: a bar of the tasks under way, one line a step, completions, memory."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import WandbLogger
+from tqdm import tqdm
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.monitor.completions import CompletionsWriter
+from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.monitor.memory import MemoryMeter
+from trinity_lightning.monitor.step_line import format_step_line
+from trinity_lightning.monitor.wandb_setup import define_metrics, log_completions
+
+
+class RunMonitor(L.Callback):
+    """Draws progress within a step and prints one line when it is done; keeps completions and peak memory.
+
+    A bar is drawn on a terminal only; lines are always printed.
+
+    Args:
+        folder: of the run.
+        total_steps: explore steps of the run.
+        metrics: the explorer's metrics of the step under way.
+
+    Attributes:
+        memory: peak of the process tree, by part of the work.
+    """
+
+    def __init__(self, folder: str | Path, total_steps: int, metrics: Callable[[], dict[str, float]] = dict) -> None:
+        self.memory = MemoryMeter()
+        self._total_steps = total_steps
+        self._metrics = metrics
+        self._completions = CompletionsWriter(Path(folder) / "completions")
+        self._wandb: WandbLogger | None = None
+        self._bar: tqdm[Any] | None = None
+
+    # -- shown by the explorer ----------------------------------------------------------------------------------------
+
+    def show_tasks(self, batch: int | str, done: int, total: int) -> None:
+        """Draw how many tasks of a batch have ended."""
+        if self._bar is None or done == 0:
+            self._close_bar()
+            what = f"step {batch}" if isinstance(batch, int) else f"evaluating {batch.partition('/')[2]}"
+            self._bar = tqdm(total=total, desc=what, unit="task", leave=False, disable=not sys.stderr.isatty())
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._close_bar()
+
+    def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
+        """Write the completions of a step or an evaluation, and log the first of them as a W&B table."""
+        kind = "train" if taskset is None else f"eval/{taskset}"
+        rows = self._completions.write(step, experiences, kind)
+        if self._wandb is not None:
+            name = "completions" if taskset is None else f"completions_{taskset}"
+            log_completions(self._wandb.experiment, rows, step, name)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    # -- Lightning's hooks --------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Set up W&B's axis, and drop what an earlier run logged beyond the checkpoint that is resumed."""
+        self.memory.start()
+        self.memory.mark("load")
+        self._wandb = next((each for each in trainer.loggers if isinstance(each, WandbLogger)), None)
+        if self._wandb is not None:
+            define_metrics(self._wandb.experiment)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A resumed run logs again what came after its checkpoint."""
+        for each in trainer.loggers:
+            if isinstance(each, MetricsCSVLogger) and trainer.current_epoch > 0:
+                each.resume_at(trainer.current_epoch, trainer.global_step)
+        self.memory.mark("rollout")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """From here on memory is the trainer's."""
+        self.memory.mark("train")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Back to rollouts."""
+        self.memory.mark("rollout")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log peak memory and print the step's line."""
+        step = trainer.current_epoch + 1
+        memory = {"perf/peak_memory_gb": self.memory.peak_gb}
+        for each in trainer.loggers:
+            last_item = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
+            each.log_metrics(memory | {"explore_step": float(step)}, step=last_item)
+        logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+        print(format_step_line(logged | self._metrics(), step, self._total_steps), flush=True)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Stop measuring."""
+        self._close_bar()
+        self.memory.stop()

@@ -1,0 +1,67 @@
+"""What people read in the terminal: one line a step, and small tables."""
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# The parts of a step that follow one another; what is measured within one of them (collate) is left out.
+_STEP_TIMES = ("time/rollout", "time/operators", "time/add_strategy", "time/train", "time/sync_weight")
+# Width of tables where no terminal tells one (files, pipes): rich would assume 80 and break long paths.
+_PLAIN_WIDTH = 160
+
+
+def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
+    """One line about an explore step; a part whose metrics are missing is left out.
+
+    The time left assumes that every step to come takes as long as this one.
+
+    Example:
+        step 3/30  reward 0.42 ± 0.49  no signal 25%  length 11.4  logprob diff 0.021  grad norm 1.30
+        rollout 2.8s  train 8.0s  sync 0.3s  left 5m 0s     (on the same line)
+    """
+    parts = [f"step {step}/{total_steps}"]
+    if "reward/mean" in metrics:
+        spread = f" ± {metrics['reward/std']:.2f}" if "reward/std" in metrics else ""
+        parts.append(f"reward {metrics['reward/mean']:.2f}{spread}")
+    for name, template in (
+        ("frac_reward_zero_std", "no signal {:.0%}"),
+        ("response_length/mean", "length {:.1f}"),
+        ("actor/logprob_diff/mean", "logprob diff {:.3f}"),
+        ("actor/grad_norm", "grad norm {:.2f}"),
+        ("time/rollout", "rollout {:.1f}s"),
+        ("time/train", "train {:.1f}s"),
+        ("time/sync_weight", "sync {:.1f}s"),
+    ):
+        if name in metrics:
+            parts.append(template.format(metrics[name]))
+    seconds = sum(metrics.get(name, 0.0) for name in _STEP_TIMES)
+    if seconds > 0:
+        parts.append(f"left {format_seconds((total_steps - step) * seconds)}")
+    return "  ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the two units that matter: `42s`, `5m 0s`, `3h 20m`, `2d 4h`."""
+    whole = round(seconds)
+    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit} {whole % size // below}{small}"
+    return f"{whole}s"
+
+
+def summary_table(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values in two columns, with colour where standard output is a terminal, plain text elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))  # Text: brackets in a path are no markup
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())

@@ -1,0 +1,77 @@
+"""Float32 master weights for a policy that computes in bfloat16.
+
+bfloat16 has 8 bits of precision: an update below 1/256 of a weight would be lost. The optimizer therefore updates
+float32 copies, and the policy's weights are those copies rounded.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class MasterWeights(Optimizer):
+    """Runs any optimizer over float32 copies of the parameters, and rounds the result into them.
+
+    Gradients are accumulated in float32 too (`Tensor.grad_dtype`), so that summing micro-batches loses nothing.
+    Learning rate and the like are set on this optimizer's `param_groups`, as schedulers do.
+
+    Args:
+        params: parameters, or parameter groups.
+        factory: makes the inner optimizer of the float32 parameters or groups.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], factory: Callable[[Any], Optimizer]
+    ) -> None:
+        super().__init__(params, defaults={})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad_dtype = torch.float32
+        masters = [
+            {**group, "params": [nn.Parameter(p.detach().float().clone()) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        self._inner = factory(masters)
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One step of the inner optimizer, then the weights are its masters, rounded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+            for parameter, master in zip(group["params"], inner["params"], strict=True):
+                master.grad = parameter.grad
+        self._inner.step()
+        for parameter, master in self._pairs():
+            parameter.copy_(master)
+            master.grad = None
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masters beside the inner optimizer's state: tensors and plain containers only."""
+        return {
+            "state": {"inner": self._inner.state_dict(), "masters": [master.data for _, master in self._pairs()]},
+            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore masters and inner state; the policy's weights become the masters, rounded."""
+        self._inner.load_state_dict(state_dict["state"]["inner"])
+        for (parameter, master), saved in zip(self._pairs(), state_dict["state"]["masters"], strict=True):
+            master.copy_(saved)
+            parameter.copy_(master)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        groups = zip(self.param_groups, self._inner.param_groups, strict=True)
+        return [pair for outer, inner in groups for pair in zip(outer["params"], inner["params"], strict=True)]

@@ -1,0 +1,153 @@
+"""The policy's weights for the engine, and the proof that they arrived.
+
+Checksums cannot prove it (a CPU engine packs its weights into forms of its own), so log-probabilities do: a *probe*
+compares engine and trainer on a fixed text. A sync that does nothing would pass a probe while the weights are still
+equal, hence the *drill*: once, before the first step, both sides are given perturbed weights.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trinity_lightning.common.errors import WeightSyncError
+from trinity_lightning.common.weights import WeightStream
+
+# 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
+PROBE_TEXT = (
+    "The sum of two numbers is found by adding them. For example, 12 + 7 = 19, and 3 + 4 = 7. "
+    "If a train leaves at 9:15 and arrives at 11:45, the journey takes two hours and thirty minutes. "
+    "Water boils at 100 degrees and freezes at 0 degrees Celsius."
+)
+DRILL_SEED = 0
+# Noise in root mean squares of each tensor: the first that moves the log-probabilities well beyond the tolerance.
+DRILL_SCALES = (0.02, 0.05, 0.1, 0.2, 0.5)
+DRILL_CONTRAST = 5
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far engine and trainer may differ: absolute differences of log-probabilities, in nats."""
+
+    mean: float
+    max: float
+
+    @classmethod
+    def of(cls, *dtypes: torch.dtype) -> "Tolerance":
+        """float32 on both sides agrees to 1e-3; a 16-bit side rounds each layer."""
+        return cls(1e-3, 1e-3) if all(dtype == torch.float32 for dtype in dtypes) else cls(0.06, 0.5)
+
+
+def weight_stream(model: nn.Module) -> WeightStream:
+    """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
+
+    The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    return WeightStream(shapes, lambda: ((name, parameter.detach()) for name, parameter in parameters.items()))
+
+
+def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:
+    """Mean and maximum absolute difference of two lists of log-probabilities.
+
+    Raises:
+        WeightSyncError: beyond the tolerance (or not a number), with both values.
+    """
+    difference = (torch.tensor(trainer, dtype=torch.float64) - torch.tensor(engine, dtype=torch.float64)).abs()
+    mean, maximum = float(difference.mean()), float(difference.max())
+    if not (mean <= tolerance.mean and maximum <= tolerance.max):
+        raise WeightSyncError(
+            f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean:.3g} (allowed "
+            f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}); mean log-probability of the "
+            f"trainer {sum(trainer) / len(trainer):.4f}, of the engine {sum(engine) / len(engine):.4f}. "
+            "The engine does not have the trainer's weights, or computes another model."
+        )
+    return mean, maximum
+
+
+@contextmanager
+def perturbed(model: nn.Module, scale: float) -> Iterator[None]:
+    """Every parameter plus seeded noise of `scale` times its root mean square; restored bit for bit at the end."""
+    parameters = list(model.parameters())
+    saved = [parameter.detach().cpu().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(DRILL_SEED)
+    with torch.no_grad():
+        for parameter, original in zip(parameters, saved, strict=True):
+            noise = torch.randn(original.shape, generator=generator, dtype=torch.float32)
+            size = scale * original.float().square().mean().sqrt()
+            parameter.add_((noise * size).to(parameter.device, parameter.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, original in zip(parameters, saved, strict=True):
+                parameter.copy_(original)
+
+
+class Synchronizer:
+    """Sends a policy's weights to its engines, and checks that they arrived.
+
+    Args:
+        model: the policy, a Hugging Face model.
+        send: hands the weights to every engine.
+        trainer_logprobs: the trainer's log-probabilities of the probe's text.
+        engine_logprobs: each engine's.
+        tolerance: how far they may differ.
+        check_interval: syncs between probes; the first is always probed.
+        with_drill: whether the first sync is preceded by the drill.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        send: Callable[[], None],
+        trainer_logprobs: Callable[[], list[float]],
+        engine_logprobs: Callable[[], list[list[float]]],
+        tolerance: Tolerance,
+        check_interval: int,
+        with_drill: bool,
+    ) -> None:
+        self._model = model
+        self._send = send
+        self._trainer_logprobs = trainer_logprobs
+        self._engine_logprobs = engine_logprobs
+        self._tolerance = tolerance
+        self._check_interval = check_interval
+        self._with_drill = with_drill
+        self._syncs = 0
+
+    def sync(self) -> dict[str, float]:
+        """Send the present weights, after the drill the first time and followed by a probe where due; metrics.
+
+        Raises:
+            WeightSyncError: an engine did not take the weights.
+        """
+        if self._syncs == 0 and self._with_drill:
+            self._drill()
+        start = time.perf_counter()
+        self._send()
+        metrics = {"time/sync_weight": time.perf_counter() - start}
+        if self._syncs % self._check_interval == 0:
+            mean, maximum = self._compare(self._trainer_logprobs(), f"probe of weight sync {self._syncs + 1}")
+            metrics |= {"sync/probe_diff/mean": mean, "sync/probe_diff/max": maximum}
+        self._syncs += 1
+        return metrics
+
+    def _drill(self) -> None:
+        before = torch.tensor(self._trainer_logprobs())
+        for scale in DRILL_SCALES:
+            with perturbed(self._model, scale):
+                after = self._trainer_logprobs()
+                if float((torch.tensor(after) - before).abs().mean()) > DRILL_CONTRAST * self._tolerance.mean:
+                    self._send()
+                    self._compare(after, "drill with perturbed weights")
+                    return
+        raise WeightSyncError("the drill could not perturb the policy enough to tell whether weights arrive.")
+
+    def _compare(self, trainer: list[float], what: str) -> tuple[float, float]:
+        found = [compare(trainer, engine, self._tolerance, what) for engine in self._engine_logprobs()]
+        return max(mean for mean, _ in found), max(maximum for _, maximum in found)
