@@ -4,18 +4,21 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test lint bench setup-train setup-dev setup-bench
+.PHONY: train test lint style bench setup-train setup-dev setup-bench
 
 train: setup-train
 	$(BIN)/python -m trinity_lightning.train +recipe=grpo $(ARGS)
 
-test: lint
+test: style
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: setup-dev
+# Type checking takes minutes on a small machine, hence its place outside `make test`.
+lint: style
+	$(BIN)/pyright
+
+style: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 
 bench: setup-bench
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done

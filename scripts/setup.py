@@ -113,8 +113,10 @@ def remove_broken_companions() -> None:
 
 
 def main(requested: list[str]) -> None:
-    if sys.version_info < (3, 11):
-        raise SetupError(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11 ...")
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever `python3` is runs this, before pip could refuse it
+        raise SetupError(
+            f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11 ..."
+        )
     create_venv()
     key = fingerprint([ROOT / "pyproject.toml", Path(__file__), VENV / "pyvenv.cfg"])
     present = installed_extras(STAMP, key)

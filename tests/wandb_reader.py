@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
+from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
 FILE_HEADER = 7
 BLOCK = 32768
@@ -48,7 +48,7 @@ class WandbRun:
 def read_wandb_run(folder: str | Path, timeout: float = 5.0) -> WandbRun:
     """The run in `folder`, which holds exactly one `.wandb` file, at any depth.
 
-    `wandb.finish()` may return before the file is written, hence the wait: at most `timeout` seconds for its last record.
+    `wandb.finish()` may return before the file is written, hence the wait, at most `timeout` seconds.
     """
     files = sorted(Path(folder).rglob("*.wandb"))
     if len(files) != 1:
@@ -63,7 +63,7 @@ def read_wandb_run(folder: str | Path, timeout: float = 5.0) -> WandbRun:
 def _parse(content: bytes) -> WandbRun:
     run = WandbRun()
     for payload in _payloads(content):
-        record = wandb_internal_pb2.Record.FromString(payload)
+        record = Record.FromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run.group, run.name = record.run.run_group, record.run.display_name

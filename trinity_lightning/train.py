@@ -5,10 +5,11 @@ The configuration is composed and validated before torch is imported, so that a 
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
@@ -28,9 +29,18 @@ def train(config: DictConfig) -> "L.Trainer":
     return run.trainer
 
 
+def check_reward(config: DictConfig) -> None:
+    """Refuse an unknown reward while nothing is loaded yet; a ConfigError."""
+    from trinity_lightning.explorer.rewards import resolve_rewards
+
+    reward = config.reward
+    resolve_rewards(OmegaConf.to_container(reward) if OmegaConf.is_config(reward) else reward)
+
+
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
     compose.validate(config)
+    check_reward(config)
     trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises
@@ -39,6 +49,7 @@ def _main(config: DictConfig) -> float | None:
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
+    sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
     compose.register()
     try:
         _main()

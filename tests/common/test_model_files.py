@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     return Path(resolve_model("smollm2"))
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def chat(tokenizer: Any, **options: Any) -> Any:
+    return tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, **options)
 
 
 def make_checkpoint(folder: Path) -> Path:
@@ -170,9 +181,7 @@ def test_tiny_is_built_once(cache, monkeypatch):
 
 
 def test_tiny_is_small_tied_and_of_a_size_that_engines_accept(tiny):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model = load_model(tiny)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (model.config.head_dim, model.config.num_hidden_layers, model.config.max_position_embeddings) == (32, 2, 512)
     assert model.num_parameters() < 200_000
@@ -181,11 +190,9 @@ def test_tiny_is_small_tied_and_of_a_size_that_engines_accept(tiny):
 
 
 def test_tiny_speaks_in_digits(tiny):
-    from transformers import AutoModelForCausalLM
-
     tokenizer = load_tokenizer(str(tiny))
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = load_model(tiny)
+    prompt = chat(tokenizer, return_tensors="pt", return_dict=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         texts = model.generate(**prompt, do_sample=True, max_new_tokens=32, num_return_sequences=32)
@@ -208,7 +215,7 @@ def test_the_tiny_tokenizer_gives_text_back(tiny_tokenizer, text):
 
 
 def test_the_tiny_tokenizer_knows_chats_and_unknown_characters(tiny_tokenizer):
-    text = tiny_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    text = chat(tiny_tokenizer, tokenize=False)
     assert text == f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     assert tiny_tokenizer("é<|im_end|>")["input_ids"] == [tiny_tokenizer.unk_token_id, tiny_tokenizer.eos_token_id]
     assert tiny_tokenizer.pad_token_id != tiny_tokenizer.eos_token_id
@@ -247,11 +254,9 @@ def test_a_checkpoint_without_tokenizer_is_a_readable_error(tiny, tmp_path):
 
 @needs_smollm2
 def test_smollm2_has_the_weights_of_the_gguf_in_bfloat16(smollm2):
-    from transformers import AutoModelForCausalLM
-
     gguf = model_files._smollm2_gguf()
-    original = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    converted = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    original = load_model(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    converted = load_model(smollm2, dtype=torch.float32)
     tokens = torch.tensor([load_tokenizer("smollm2")(QUESTION[0]["content"])["input_ids"]])
     with torch.no_grad():
         exact = original(tokens).logits.log_softmax(-1)
@@ -265,12 +270,10 @@ def test_smollm2_has_the_weights_of_the_gguf_in_bfloat16(smollm2):
 
 @needs_smollm2
 def test_smollm2_answers(smollm2):
-    from transformers import AutoModelForCausalLM
-
     tokenizer = load_tokenizer("smollm2")
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    model = load_model(smollm2, dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = chat(tokenizer, return_tensors="pt", return_dict=True)
     ids = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
     assert "7" in tokenizer.decode(ids)
     assert ids[-1] == tokenizer.eos_token_id
@@ -285,6 +288,6 @@ def test_smollm2_is_an_ordinary_checkpoint(smollm2):
     assert json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"] == 2
     tokenizer = load_tokenizer("smollm2")
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.model_max_length) == ("<|im_end|>", "<|im_end|>", 8192)
-    text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    text = chat(tokenizer, tokenize=False)
     assert text.endswith(f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.tokenize("12 + 305") == ["1", "2", "Ġ+", "Ġ", "3", "0", "5"]  # a digit a token, as in training

@@ -1,6 +1,7 @@
 """A model without weights, whose latencies and failures a test controls, and a workflow that does what a test says."""
 
 import asyncio
+import selectors
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -84,3 +85,24 @@ async def succeed(workflow: Workflow) -> list[Experience]:
 async def hang(workflow: Workflow) -> list[Experience]:
     await asyncio.sleep(100)
     return []
+
+
+class _LeapingSelector(selectors.DefaultSelector):
+    leapt = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if not timeout:
+            return super().select(timeout)
+        self.leapt += timeout
+        return super().select(0)
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """A loop that waits for nothing: where it would sleep, its clock leaps ahead. Without threads, that is."""
+
+    def __init__(self) -> None:
+        self._leaping = _LeapingSelector()
+        super().__init__(self._leaping)
+
+    def time(self) -> float:
+        return self._leaping.leapt

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+from fake_model import FakeModel, LeapingLoop, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.common.errors import ConfigError, PromptTooLongError
@@ -16,7 +16,10 @@ from trinity_lightning.explorer.scheduler_times import enough_of
 
 
 def running(
-    body: Callable[[Scheduler], Coroutine[Any, Any, Any]], models: int = 1, **config: Any
+    body: Callable[[Scheduler], Coroutine[Any, Any, Any]],
+    models: int = 1,
+    loop: Callable[[], asyncio.AbstractEventLoop] = LeapingLoop,
+    **config: Any,
 ) -> Any:
     """What `body` makes of a started scheduler (2 runners a model, no retries, attempts of at most 5 s)."""
     settings: dict[str, Any] = {"runner_per_model": 2, "max_retry_times": 0, "max_timeout": 5.0} | config
@@ -29,7 +32,12 @@ def running(
         finally:
             await scheduler.stop()
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(main())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def slow(seconds: float, log: list[Any] | None = None) -> Callable[[Any], Any]:
@@ -53,10 +61,10 @@ def tids(experiences: list[Experience]) -> list[tuple[int | str, int | str]]:
 
 def test_schedule_returns_at_once_and_results_come_in_the_order_of_tasks() -> None:
     async def body(scheduler: Scheduler) -> None:
-        began = time.perf_counter()
-        scheduler.schedule([scripted(slow(0.03)), scripted(slow(0.01)), scripted(slow(0.02))], 4)
-        assert time.perf_counter() - began < 0.02
+        log: list[Any] = []
+        scheduler.schedule([scripted(slow(s, log)) for s in (0.03, 0.01, 0.02)], 4)
         assert scheduler.has_step(4)
+        assert log == []
         statuses, experiences = await scheduler.get_results(4)
         assert [status.ok for status in statuses] == [True] * 3
         assert tids(experiences) == [(4, 0), (4, 1), (4, 2)]
@@ -107,8 +115,7 @@ def test_lower_steps_first_then_train_before_eval_then_first_come() -> None:
         await scheduler.start()
         await scheduler.wait_all()
         expected = [1, "1/x", 2, "2/b", "2/a", 10]
-        assert log == [(batch, task) for batch in expected for task in range(2)] or not log
-        assert [entry[0] for entry in log[::2]] == expected
+        assert log == [(batch, task) for batch in expected for task in range(2)]
 
     running(body, runner_per_model=1)
 
@@ -213,11 +220,18 @@ def test_a_failed_chunk_fails_its_task_and_the_other_chunks_are_kept() -> None:
 
 def test_min_num_returns_everything_that_is_ready_and_the_rest_goes_on() -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.08)], 1)
-        await asyncio.sleep(0.02)
+        gate = asyncio.Event()
+
+        async def gated(workflow: Any) -> list[Experience]:
+            await gate.wait()
+            return [an_experience()]
+
+        scheduler.schedule([*[scripted(succeed)] * 3, scripted(gated)], 1)
+        await asyncio.sleep(0.05)
         statuses, _ = await scheduler.get_results(1, min_num=2)
         assert len(statuses) == 3
         assert scheduler.has_step(1)
+        gate.set()
         statuses, experiences = await scheduler.get_results(1, min_num=9)  # never that many: all there are
         assert tids(experiences) == [(1, 3)]
         assert statuses[0].ok
@@ -227,10 +241,10 @@ def test_min_num_returns_everything_that_is_ready_and_the_rest_goes_on() -> None
 
 def test_an_unknown_batch_returns_at_once() -> None:
     async def body(scheduler: Scheduler) -> None:
-        began = time.perf_counter()
+        began = now()
         assert await scheduler.get_results(9) == ([], [])
         assert await scheduler.get_results("9/x", min_num=3) == ([], [])
-        assert time.perf_counter() - began < 0.02
+        assert now() == began
 
     running(body)
 
@@ -261,8 +275,8 @@ def test_a_time_out_returns_what_is_there_cancels_the_rest_and_frees_its_runners
 
 def test_a_time_out_without_clearing_lets_the_rest_be_collected_later() -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(succeed), scripted(slow(0.06))], 1)
-        statuses, _ = await scheduler.get_results(1, timeout=0.02, clear_timeout_tasks=False)
+        scheduler.schedule([scripted(succeed), scripted(slow(0.2))], 1)
+        statuses, _ = await scheduler.get_results(1, timeout=0.05, clear_timeout_tasks=False)
         assert len(statuses) == 1
         assert scheduler.has_step(1)
         assert tids((await scheduler.get_results(1))[1]) == [(1, 1)]
@@ -273,9 +287,9 @@ def test_a_time_out_without_clearing_lets_the_rest_be_collected_later() -> None:
 def test_the_default_time_out_is_that_of_all_attempts() -> None:
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule([scripted(hang)] * 3, 1)  # one runner: the third is not reached in time
-        began = time.perf_counter()
+        began = now()
         statuses, _ = await scheduler.get_results(1)
-        assert 0.08 <= time.perf_counter() - began < 0.3
+        assert now() - began == pytest.approx(0.08)
         assert [status.ok for status in statuses] in ([False], [])
 
     running(body, runner_per_model=1, max_timeout=0.04, max_retry_times=1)
@@ -325,17 +339,15 @@ def test_wait_all_waits_for_every_batch_and_leaves_results_to_be_collected() -> 
         for batch_id in (1, 2, "2/e"):
             scheduler.schedule([scripted(slow(0.01))] * 2, batch_id)
         await scheduler.wait_all()
-        began = time.perf_counter()
-        assert [len((await scheduler.get_results(b))[0]) for b in (1, 2, "2/e")] == [2, 2, 2]
-        assert time.perf_counter() - began < 0.02
+        assert [len((await scheduler.get_results(b, timeout=0))[0]) for b in (1, 2, "2/e")] == [2, 2, 2]
 
     running(body)
 
 
 def test_wait_all_goes_on_as_long_as_anything_finishes() -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(slow(0.04), repeat_times=4)], 1)  # four chunks of one task, one after another
-        await scheduler.wait_all(timeout=0.1)
+        scheduler.schedule([scripted(slow(0.06), repeat_times=4)], 1)  # four chunks of one task, one after another
+        await scheduler.wait_all(timeout=0.2)
         assert len((await scheduler.get_results(1))[1]) == 4
 
     running(body, runner_per_model=1, max_repeat_times_per_runner=1)
@@ -356,7 +368,7 @@ def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfin
 
 def test_wait_all_without_clearing_lets_the_rest_go_on() -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(slow(0.08))], 1)
+        scheduler.schedule([scripted(slow(0.2))], 1)
         with pytest.raises(TimeoutError):
             await scheduler.wait_all(timeout=0.01, clear_timeout_tasks=False)
         await scheduler.wait_all()
@@ -415,17 +427,17 @@ def test_what_is_scheduled_before_the_start_runs_then_and_waiting_for_it_before_
 
 def test_over_rollout_finishes_a_step_when_enough_tasks_are_in() -> None:
     async def body(scheduler: Scheduler) -> None:
-        tasks = [scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.04, 100.0)]
+        tasks = [scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.02, 100.0)]
         scheduler.schedule(tasks, 1)
-        began = time.perf_counter()
+        began = now()
         statuses, _ = await scheduler.get_results(1)
         assert len(statuses) == 4  # three suffice, the fourth comes in the extra wait
-        assert 0.08 <= time.perf_counter() - began < 0.5
+        assert now() - began == pytest.approx(0.2)
         assert not scheduler.has_step(1)
-        scheduler.schedule([scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.0, 0.15)], "1/eval")
+        scheduler.schedule([scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.0, 0.3)], "1/eval")
         assert len((await scheduler.get_results("1/eval"))[0]) == 5  # evaluations are complete
 
-    running(body, runner_per_model=5, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.08))
+    running(body, runner_per_model=5, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.2))
 
 
 def test_enough_is_the_rounded_up_share() -> None:
@@ -436,17 +448,16 @@ def test_enough_is_the_rounded_up_share() -> None:
 
 def test_dynamic_time_out_follows_the_average_of_train_tasks_after_a_warm_up() -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(slow(0.02)), scripted(slow(0.15))], 1)  # in the warm-up nothing is cut
+        scheduler.schedule([*[scripted(succeed)] * 3, scripted(slow(0.14))], 1)  # in the warm-up nothing is cut
         statuses, _ = await scheduler.get_results(1)
-        assert [status.ok for status in statuses] == [True, True]
-        scheduler.schedule([scripted(slow(0.02))] * 14, 2)
+        assert [status.ok for status in statuses] == [True] * 4
+        scheduler.schedule([scripted(slow(0.01))] * 16, 2)
         await scheduler.get_results(2)
-        scheduler.schedule([scripted(slow(0.02)), scripted(hang)], 3)
-        began = time.perf_counter()
+        scheduler.schedule([scripted(succeed), scripted(hang)], 3)
+        began = now()
         statuses, _ = await scheduler.get_results(3)
         assert [status.ok for status in statuses] == [True, False]
-        assert time.perf_counter() - began < 0.5
-        assert "TimeoutError: not done within 0.0" in (statuses[1].message or "")
+        assert now() - began == pytest.approx(2 * (0.14 + 16 * 0.01) / 20)  # twice the average
         scheduler.schedule([scripted(slow(0.2), is_eval=True)], "3/eval")
         assert (await scheduler.get_results("3/eval"))[0][0].ok
 
@@ -471,7 +482,7 @@ async def _cancels_itself(workflow: Any) -> list[Experience]:
 async def _ignores_cancellation(workflow: Any) -> list[Experience]:
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(100)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(100)
     return [an_experience()]
 
 
@@ -485,12 +496,11 @@ async def _ignores_cancellation(workflow: Any) -> list[Experience]:
         (_ignores_cancellation, "TimeoutError: not done within 0.03 s"),
     ],
 )
-def test_a_runner_is_always_freed(bad: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_lightning.explorer.workflow_runner.CANCEL_GRACE_SECONDS", 0.02)
-
+def test_a_runner_is_always_freed(bad: Any, message: str) -> None:
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule([scripted(bad)] * 3, 1)
-        statuses, experiences = await scheduler.get_results(1)
+        statuses, experiences = await scheduler.get_results(1, timeout=5)
+        assert len(statuses) == 3
         assert experiences == []
         assert all(message in (status.message or "") for status in statuses)
         assert all("task_run_time" in status.metric for status in statuses)
@@ -544,7 +554,7 @@ def test_progress_is_told_once_a_task() -> None:
     running(body, max_repeat_times_per_runner=1)
 
 
-class _CountingLoop(asyncio.SelectorEventLoop):
+class _CountingLoop(LeapingLoop):
     turns = 0
 
     def _run_once(self) -> None:
@@ -574,11 +584,11 @@ def test_nothing_polls() -> None:
 
 def test_ten_thousand_tasks_take_less_than_a_millisecond_each() -> None:
     async def body(scheduler: Scheduler) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()  # of this thread: others may be busy
         scheduler.schedule([scripted(succeed)] * 10_000, 1)
         statuses, _ = await scheduler.get_results(1, timeout=60)
         assert len(statuses) == 10_000
-        return (time.perf_counter() - began) / 10_000
+        return (time.thread_time() - began) / 10_000
 
     assert running(body, runner_per_model=8) < 1e-3
 
@@ -588,8 +598,9 @@ def test_ten_thousand_tasks_take_less_than_a_millisecond_each() -> None:
 
 def retried(task: TaskWrapper, model: FakeModel | None = None, **config: Any) -> Any:
     settings: dict[str, Any] = {"max_timeout": 5.0} | config
-    runner = RunnerWrapper(7, model or FakeModel(), None, ExplorerConfig(**settings))
-    return asyncio.run(runner.run_with_retry(task))
+    wrapper = RunnerWrapper(7, model or FakeModel(), None, ExplorerConfig(**settings))
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        return runner.run(wrapper.run_with_retry(task))
 
 
 class Flaky:
@@ -628,6 +639,19 @@ def test_what_succeeded_is_kept_when_other_runs_fail_for_good() -> None:
     assert "task_run_time" in status.metric
 
 
+def test_an_error_that_is_not_retried_is_still_told_after_others_were() -> None:
+    flaky = Flaky({1: 1})
+
+    async def body(workflow: Any) -> list[Experience]:
+        if workflow.model._run == 0:
+            raise PromptTooLongError("too long")
+        return await flaky(workflow)
+
+    status, experiences, _ = retried(TaskWrapper(scripted(body), 0, repeat_times=2))
+    assert [e.eid.run for e in experiences] == [1]
+    assert status.message == "1 of 2 runs failed: PromptTooLongError: prompt_truncated: too long"
+
+
 def test_one_attempt_is_bounded_and_what_it_finished_is_kept() -> None:
     attempts: list[int] = []
 
@@ -636,9 +660,9 @@ def test_one_attempt_is_bounded_and_what_it_finished_is_kept() -> None:
         await asyncio.sleep(100 if workflow.model._run == 1 else 0)
         return [an_experience()]
 
-    began = time.perf_counter()
     status, experiences, _ = retried(TaskWrapper(scripted(body), 0, repeat_times=3), max_timeout=0.03)
-    assert 0.09 <= time.perf_counter() - began < 0.5
+    assert status.metric["task_run_time"] == pytest.approx(0.09)
+    assert status.metric["time_per_task"] == pytest.approx(0.03)
     assert sorted(attempts) == [0, 1, 1, 1, 2]
     assert [e.eid.run for e in experiences] == [0, 2]
     assert status.message == "1 of 3 runs failed: TimeoutError: not done within 0.03 s"

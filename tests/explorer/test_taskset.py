@@ -2,6 +2,7 @@ import json
 import random
 
 import datasets
+import datasets.config
 import pytest
 import reasoning_gym
 from hypothesis import given
@@ -259,6 +260,7 @@ def test_reasoning_gym_entries_are_generated_when_asked_for():
         ("chain_sum", {"max_term": 3}, "Did you mean 'max_terms'"),
         ("chain_sum", {"max_terms": 1}, "refuses its arguments"),
         ("chain_sum", {"max_terms": "many"}, "refuses its arguments"),
+        ("decimal_arithmetic", {"max_num_decimal_places": 2}, "entry 0: .* cannot make this entry"),
     ],
 )
 def test_wrong_reasoning_gym_arguments(name, arguments, message):
@@ -293,12 +295,12 @@ def test_folders_of_files_and_saved_datasets(tmp_path):
         (tmp_path / "files" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     table = datasets.Dataset.from_list(ROWS[3:])
     table.save_to_disk(tmp_path / "table")
-    datasets.DatasetDict(test=table).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "splits")
     for folder in ("files", "table", "splits"):
         taskset = Taskset.from_dataset(tmp_path / folder, "test", formatter=NAMED)
         assert ([task["prompt"] for task in taskset], taskset.name) == (["q3", "q4"], folder)
     for folder in ("files", "splits"):
-        with pytest.raises(ConfigError, match="nknown split 'dev'|Unknown split \"dev\""):
+        with pytest.raises(ConfigError, match=r"nknown split .dev.*test"):
             Taskset.from_dataset(tmp_path / folder, "dev", formatter=NAMED)
 
 
@@ -310,7 +312,7 @@ def test_conversations_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("trian.jsonl", "Did you mean|did you mean '.*train.jsonl'"),
+        ("trian.jsonl", "did you mean '.*train.jsonl'"),
         ("notes.txt", "no known format"),
         ("zero.jsonl", "is empty"),
         ("broken.jsonl", "cannot load split 'train'.*JSON parse error"),

@@ -1,0 +1,1 @@
+"""What experiences are worth (add strategies), and what the policy makes of them (losses): plain torch."""

@@ -48,7 +48,7 @@ def rollout_correction(
 
     Policy losses are linear in the advantages for weights of at least 0, so multiply the *advantages* by them; a loss
     that ignores the advantages is not corrected. (Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025; masking: IcePop, arXiv 2510.18855.)
+    off-policy RL training", 2025.)
 
     Args:
         old_logprobs: the trainer's [b, r].

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.experience import group_by
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 
 
@@ -22,9 +22,15 @@ class ExperienceLoader:
         optimizer_steps: batches that the step's experiences are dealt into, by whole groups.
         inner_epochs: passes over them, each dealt anew.
         seed: seed of the dealing; with the explore step and the pass it decides the order.
+
+    Raises:
+        ConfigError: a number of steps or passes below 1.
     """
 
     def __init__(self, storage: MemoryStorage, optimizer_steps: int = 1, inner_epochs: int = 1, seed: int = 0) -> None:
+        for name, value in (("optimizer_steps", optimizer_steps), ("inner_epochs", inner_epochs)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}.")
         self._storage = storage
         self._optimizer_steps = optimizer_steps
         self._inner_epochs = inner_epochs
@@ -37,10 +43,8 @@ class ExperienceLoader:
         return self._optimizer_steps * self._inner_epochs
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
-        if self._explore_step != self._storage.batch:
+        if self._explore_step != self._storage.batch or self._position >= len(self):
             self._explore_step, self._position = self._storage.batch, 0
-        elif self._position >= len(self):
-            self._position = 0
         for index in range(self._position, len(self)):
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
@@ -55,14 +59,15 @@ class ExperienceLoader:
 
     def _deal(self, inner_epoch: int) -> list[list[int]]:
         """Row numbers of each batch of one pass: whole groups, in a seeded order, evened out by size."""
-        row_of = {id(e): row for row, e in enumerate(self._storage.experiences)}
-        groups = [[row_of[id(e)] for e in group] for group in group_by(self._storage.experiences, "task").values()]
-        if self._optimizer_steps == 1:
-            return [[row for group in groups for row in group]]
+        groups: dict[str, list[int]] = {}
+        for row, experience in enumerate(self._storage.experiences):
+            groups.setdefault(experience.eid.tid, []).append(row)
         generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._storage.batch + inner_epoch)
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        members = list(groups.values())
         parts: list[list[int]] = [[] for _ in range(self._optimizer_steps)]
-        for index in torch.randperm(len(groups), generator=generator).tolist():
-            min(parts, key=len).extend(groups[index])
+        for index in order:
+            min(parts, key=len).extend(members[index])
         return parts
 
     def state_dict(self) -> dict[str, Any]:

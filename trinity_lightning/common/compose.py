@@ -1,5 +1,6 @@
 """Hydra's side of the configuration: schema, recipes and resolvers are registered, errors are made readable."""
 
+import dataclasses
 import importlib.util
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.suggest import nearest, unknown_name
 
+TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 NAMED_GROUPS = {"workflow": lambda c: [c.workflow.name], "add_strategy": lambda c: strategy_names(c.add_strategy)}
 
 
@@ -63,6 +65,7 @@ def validate(config: DictConfig) -> None:
     Raises:
         ConfigError: names the key and the fix.
     """
+    _check_keys(config, "")
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_model_name(config.model.name)
@@ -76,6 +79,18 @@ def validate(config: DictConfig) -> None:
             if "." not in name and name not in options(group):
                 raise ConfigError(unknown_name(group, name, options(group)) + " Your own goes by its dotted path.")
     _check_ranges(config)
+
+
+def _check_keys(node: DictConfig, prefix: str) -> None:
+    """Refuse keys that the schema does not have; `+key=value` gets them past Hydra."""
+    schema = OmegaConf.get_type(node)
+    fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
+    for key in node:
+        name = f"{prefix}{key}"
+        if fields is not None and key not in fields:
+            raise ConfigError(unknown_name("key", name, [f"{prefix}{field}" for field in fields]))
+        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig) and fields is not None:
+            _check_keys(node[key], f"{name}.")
 
 
 def _check_ranges(config: DictConfig) -> None:
@@ -98,6 +113,9 @@ def _check_ranges(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if value < 1:
             raise ConfigError(f"{key} is {value}; give 1 or more.")
+    for source in (config.taskset, *config.eval_tasksets.values()):
+        if source.source not in TASK_SOURCES:
+            raise ConfigError(unknown_name("source of tasks", source.source, TASK_SOURCES))
     if config.sampling.max_tokens >= config.engine.max_model_len:
         raise ConfigError(
             f"sampling.max_tokens ({config.sampling.max_tokens}) leaves no room for a prompt in engine.max_model_len "

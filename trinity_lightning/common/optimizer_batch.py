@@ -3,9 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
+
+
+def trained_mask(experience: Experience) -> Tensor:
+    """Which response tokens can be trained, bool [response].
+
+    The action mask (none: no token), less the very first token of a sequence without a prompt: nothing precedes it, so
+    nothing predicts it.
+    """
+    if experience.action_mask is None:
+        return torch.zeros(experience.response_length, dtype=torch.bool)
+    mask = experience.action_mask.bool()
+    if experience.prompt_length == 0 and len(mask):
+        mask = mask.clone()
+        mask[0] = False
+    return mask
 
 
 @dataclass
@@ -20,7 +36,7 @@ class OptimizerBatch:
         experiences: what is trained on, with advantages set.
         columns: per-token extras by name ("old_logprobs", "ref_logprobs"), a float32 tensor [response] an experience.
         num_tokens: trained tokens, the N of token means.
-        num_sequences: experiences with at least one trained token, the B of sequence means.
+        num_sequences: experiences, the B of sequence means; those without a trained token count.
         max_response_length: longest response in tokens, the R of normalised sums.
         explore_step: the explore step (EID.batch) that the experiences came from.
     """
@@ -35,11 +51,10 @@ class OptimizerBatch:
     @classmethod
     def of(cls, experiences: Sequence[Experience], explore_step: int) -> "OptimizerBatch":
         """A batch of these experiences, its totals counted from their action masks."""
-        trained = [int(e.action_mask.sum()) if e.action_mask is not None else 0 for e in experiences]
         return cls(
             experiences=experiences,
-            num_tokens=sum(trained),
-            num_sequences=sum(t > 0 for t in trained),
+            num_tokens=sum(int(trained_mask(e).sum()) for e in experiences),
+            num_sequences=len(experiences),
             max_response_length=max((len(e.tokens) - e.prompt_length for e in experiences), default=0),
             explore_step=explore_step,
         )

@@ -10,7 +10,7 @@ import torch
 def random_state() -> dict[str, Any]:
     """The present states, CUDA's included where there is a GPU."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global state is the point)
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(internal), gauss],
         "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],

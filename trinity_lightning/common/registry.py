@@ -2,11 +2,12 @@
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from trinity_lightning.common.suggest import unknown_name
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 def import_object(path: str) -> object:
@@ -44,13 +45,13 @@ class Registry(Generic[T]):
         self.kind = kind
         self._items: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str) -> Callable[[S], S]:
         """A decorator that files what it decorates under `name`; a name taken already is a ValueError."""
 
-        def decorator(item: T) -> T:
+        def decorator(item: S) -> S:  # its own type comes back, so that a class keeps its own signature
             if name in self._items:
                 raise ValueError(f"{self.kind} '{name}' is registered already.")
-            self._items[name] = item
+            self._items[name] = cast(T, item)
             return item
 
         return decorator

@@ -1,6 +1,6 @@
 """The policy's weights on their way to an engine: what will come, told before anything is sent."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,6 +9,8 @@ from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.suggest import nearest
 
 Shape = tuple[int, ...]
+
+MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,32 @@ def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> No
     """Refuse a stream that lacks a tensor, brings one too many, or has a wrong shape, before an engine is touched.
 
     Raises:
-        WeightSyncError: lists every difference (the first 8 of each kind).
+        WeightSyncError: lists every difference (the first 8 of each kind) and says what to do.
     """
-    problems = [f"'{name}' is missing" for name in expected if name not in sent][:8]
-    unknown = [name for name in sent if name not in expected][:8]
-    for name in unknown:
-        match = nearest(name, expected)
-        problems.append(f"'{name}' is unknown to the engine" + (f" (nearest: '{match}')" if match else ""))
-    wrong = [name for name in sent if name in expected and tuple(sent[name]) != tuple(expected[name])][:8]
-    problems += [f"'{name}' has shape {tuple(sent[name])}, expected {tuple(expected[name])}" for name in wrong]
+    missing = [f"'{name}'" for name in expected if name not in sent]
+    unknown = [_with_nearest(name, expected) for name in sent if name not in expected]
+    wrong = [
+        f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
+        for name, shape in sent.items()
+        if name in expected and tuple(shape) != tuple(expected[name])
+    ]
+    kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
+    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
     if problems:
-        raise WeightSyncError("the weights do not fit the engine, which was not touched: " + "; ".join(problems) + ".")
+        raise WeightSyncError(
+            f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
+            "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
+        )
+
+
+def _with_nearest(name: str, expected: Iterable[str]) -> str:
+    match = nearest(name, expected)
+    return f"'{name}' (nearest: '{match}')" if match else f"'{name}'"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def parameter_shapes(path: str) -> dict[str, Shape]:

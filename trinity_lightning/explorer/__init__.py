@@ -1,7 +1,33 @@
-"""TRY IT: tasks are distributed to runners, whose workflows turn them into experiences."""
+"""TRY IT: tasks are distributed to runners, whose workflows turn them into experiences.
 
-from trinity_lightning.explorer.scheduler import RunnerWrapper as RunnerWrapper
-from trinity_lightning.explorer.scheduler import Scheduler as Scheduler
-from trinity_lightning.explorer.scheduler import TaskWrapper as TaskWrapper
-from trinity_lightning.explorer.workflow_runner import Status as Status
-from trinity_lightning.explorer.workflow_runner import WorkflowRunner as WorkflowRunner
+Names are imported when they are first asked for: rewards and tasksets are needed before torch is.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.callback import ExplorerCallback as ExplorerCallback
+    from trinity_lightning.explorer.explorer import Explorer as Explorer
+    from trinity_lightning.explorer.scheduler import RunnerWrapper as RunnerWrapper
+    from trinity_lightning.explorer.scheduler import Scheduler as Scheduler
+    from trinity_lightning.explorer.scheduler import TaskWrapper as TaskWrapper
+    from trinity_lightning.explorer.workflow_runner import Status as Status
+    from trinity_lightning.explorer.workflow_runner import WorkflowRunner as WorkflowRunner
+
+_MODULES = {
+    "Explorer": "explorer",
+    "ExplorerCallback": "callback",
+    "RunnerWrapper": "scheduler",
+    "Scheduler": "scheduler",
+    "Status": "workflow_runner",
+    "TaskWrapper": "scheduler",
+    "WorkflowRunner": "workflow_runner",
+}
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

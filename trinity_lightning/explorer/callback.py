@@ -122,9 +122,9 @@ class ExplorerCallback(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate where due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
         if self.explorer.need_eval() or (trainer.current_epoch + 1 == trainer.max_epochs and self._evaluates_at_end()):
-            self._evaluate(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
-        monitored = {name: value for name, value in self.metrics.items() if "/" in name}
-        pl_module.log_dict(monitored, on_step=False, on_epoch=True, logger=False, batch_size=1)
+            self._evaluate(trainer, trainer.fit_loop.epoch_loop.total_batch_idx)
+        # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
+        pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1, sync_dist=True)
 
     def _fill(self, trainer: L.Trainer) -> None:
         policy, data = self._parts(trainer)
@@ -141,7 +141,7 @@ class ExplorerCallback(L.Callback):
         start = time.perf_counter()
         data.storage.columns = policy.prepare_step(data.experiences)
         self.metrics["time/prepare"] = time.perf_counter() - start
-        self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1)
 
     def _evaluates_at_end(self) -> bool:
         return self.explorer.config.eval_interval > 0

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, RolloutError
-from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import WeightStream
-from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, valid_rewards
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.task_source import TaskSource, check_training_sampling
@@ -72,7 +74,8 @@ class Explorer:
         self._train = train
         self._train.repeat_times = config.repeat_times
         self._evals = list(evals)
-        self._scheduler = Scheduler(config, self.models, [list(m) for m in auxiliary_models] if auxiliary_models else None)
+        self._auxiliary = [list(engines) for engines in auxiliary_models or []]
+        self._scheduler = Scheduler(config, self.models, self._auxiliary)
         self._sink: Sink | None = None
         self._observer: Observer | None = None
         self._progress: Progress | None = None
@@ -92,21 +95,27 @@ class Explorer:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Load the engines and start the runners."""
-        for model in self.models:
-            await model.load()
+        """Load the engines of this process and start the runners."""
+        for model in self._engines():
+            if isinstance(model, InProcessEngine):
+                await model.load()
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
         """Stop the runners and free the engines."""
         await self._scheduler.stop()
-        for model in self.models:
+        for model in self._engines():
             await model.shutdown()
+
+    def _engines(self) -> list[InferenceModel]:
+        return [*self.models, *(model for engines in self._auxiliary for model in engines)]
 
     # -- explore ------------------------------------------------------------------------------------------------------
 
     async def explore(self) -> str:
         """Explore steps until the taskset is exhausted, with evaluations and syncs where due; says why it ended."""
+        if self.step == 0 and self.config.eval_on_startup and self._evals:
+            await self.eval()
         while await self.explore_step():
             if self.need_sync():
                 await self.sync_weight()
@@ -117,22 +126,25 @@ class Explorer:
     async def explore_step(self) -> bool:
         """Roll out the next tasks and hand their experiences to the sink; False when the taskset is exhausted.
 
-        The step counts, and the taskset's cursor is kept, only once the sink has taken the experiences.
+        The step counts, and the taskset's cursor is kept, only once the sink has taken the experiences: a step that
+        failed would be tried again with the same tasks.
 
         Raises:
             RolloutError: not one task succeeded.
+            RuntimeError: `connect` was not called.
         """
+        if self._sink is None:
+            raise RuntimeError("connect() the explorer to a sink before it explores.")
         start = time.perf_counter()
+        self._train.taskset.load_state_dict(self._cursor)
         tasks = self._train.next_tasks(self.config.batch_size)
         if not tasks:
             return False
         step = self.step + 1
         statuses, experiences = await self._run(tasks, step)
         seconds = time.perf_counter() - start
-        self._report_failures(step, statuses, len(tasks), len(experiences))
-        self.metrics = self._rollout_metrics(statuses, experiences, len(tasks), seconds)
-        if self._sink is None:
-            raise RuntimeError("connect() the explorer to a sink before it explores.")
+        _report_failures(f"explore step {step}", statuses, len(tasks), len(experiences))
+        self.metrics = _rollout_metrics(statuses, experiences, len(tasks), seconds)
         self.metrics |= await self._sink(experiences, step)
         if self._observer is not None:
             self._observer(experiences, step, None)
@@ -155,28 +167,6 @@ class Explorer:
         self._scheduler.schedule(tasks, batch)
         return await self._scheduler.get_results(batch)
 
-    def _report_failures(self, batch: int | str, statuses: list[Status], tasks: int, experiences: int) -> None:
-        failed = [status.message for status in statuses if not status.ok]
-        for message in dict.fromkeys(failed):
-            logger.warning("explore step %s: %d of %d tasks failed: %s", batch, failed.count(message), tasks, message)
-        if experiences == 0:
-            reasons = "; ".join(str(message) for message in dict.fromkeys(failed)) or "no task finished in time"
-            raise RolloutError(f"explore step {batch}: none of its {tasks} tasks gave an experience. {reasons}")
-
-    def _rollout_metrics(
-        self, statuses: list[Status], experiences: list[Experience], tasks: int, seconds: float
-    ) -> dict[str, float]:
-        tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
-        return {
-            **gathered((status.metric for status in statuses), "rollout"),
-            **experience_metrics(experiences),
-            "rollout/tasks": float(tasks),
-            "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
-            "rollout/experiences": float(len(experiences)),
-            "rollout/tokens_per_second": tokens / seconds,
-            "time/rollout": seconds,
-        }
-
     # -- evaluate -----------------------------------------------------------------------------------------------------
 
     def need_eval(self) -> bool:
@@ -185,7 +175,11 @@ class Explorer:
         return bool(self._evals) and interval > 0 and self.step > 0 and self.step % interval == 0
 
     async def eval(self) -> dict[str, float]:
-        """Run every evaluation taskset once; metrics are `eval/<taskset>/...`."""
+        """Run every evaluation taskset once; metrics are `eval/<taskset>/...`.
+
+        Raises:
+            RolloutError: not one task of a taskset succeeded.
+        """
         self.metrics = {}
         for source in self._evals:
             start = time.perf_counter()
@@ -193,11 +187,10 @@ class Explorer:
             batch = f"{self.step}/{source.name}"
             statuses, _ = await self._run(tasks, batch)
             experiences = [experience for status in statuses for experience in status.eval_experiences]
-            self._report_failures(batch, statuses, len(tasks), len(experiences))
-            groups = [[float(e.reward or 0.0) for e in group] for group in group_by(experiences, "task").values()]
-            self.metrics |= evaluation_metrics(source.name, groups)
+            _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
+            self.metrics |= evaluation_metrics(source.name, list(valid_rewards(experiences).values()))
             self.metrics |= {
-                f"eval/{source.name}/failed_tasks": float(sum(not status.ok for status in statuses)),
+                f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
             }
             if self._observer is not None:
@@ -221,14 +214,19 @@ class Explorer:
         self.metrics = {"time/sync_weight": time.perf_counter() - start}
 
     async def get_weight(self, name: str) -> Tensor:
-        """The weight of that name that the engines were last given.
+        """The trainer's present weight of that name: what the engines were given, until a training step changes it.
 
         Raises:
             KeyError: unknown name; the message has the nearest match.
+            RuntimeError: `connect` was not called.
         """
-        stream = self._weights() if self._weights is not None else WeightStream.of([])
+        if self._weights is None:
+            raise RuntimeError("connect() the explorer to the trainer's weights before asking for one.")
+        stream = self._weights()
         if name not in stream.shapes:
-            raise KeyError(unknown_name("weight", name, stream.shapes))
+            match = nearest(name, stream.shapes)
+            hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(stream.shapes), None)}'."
+            raise KeyError(f"unknown weight '{name}' (the policy has {len(stream.shapes)}). {hint}")
         return next(tensor for other, tensor in stream if other == name)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -241,3 +239,28 @@ class Explorer:
         """Go on where `state_dict` was taken."""
         self._train.taskset.load_state_dict(state["taskset"])
         self.step, self._cursor = state["step"], state["taskset"]
+
+
+def _report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
+    """Log why tasks failed, each reason once; RolloutError when nothing at all came of them."""
+    reasons = Counter(status.message for status in statuses if not status.ok)
+    for reason, count in reasons.items():
+        logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
+    if experiences == 0:
+        told = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
+        raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {told}")
+
+
+def _rollout_metrics(
+    statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
+) -> dict[str, float]:
+    tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
+    return {
+        **gathered((status.metric for status in statuses), "rollout"),
+        **experience_metrics(experiences),
+        "rollout/tasks": float(tasks),
+        "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
+        "rollout/experiences": float(len(experiences)),
+        "rollout/tokens_per_second": tokens / seconds,
+        "time/rollout": seconds,
+    }

@@ -5,12 +5,15 @@ its speed. While the main thread pumps the engines, the loop stays free for work
 """
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIGNAL_CHECK_SECONDS = 0.5
@@ -48,33 +51,43 @@ class Host:
         job = _Job(self._loop, coroutine, self._wake.set)
         try:
             while not job.done:
-                self._pump()
-                if interruptible and (reason := self._interrupted()) is not None:
+                self._pump(job)
+                if interruptible and not job.done and (reason := self._interrupted()) is not None:
                     raise reason
         except BaseException:
             self._cancel(job)
             raise
+        finally:
+            for engine in self._engines:
+                engine.run_commands()  # aborts that were posted last
         return job.result()
 
     def close(self) -> None:
-        """Stop the loop and let the engines step themselves again."""
+        """Cancel what still runs, stop the loop, and let the engines step themselves again; twice is allowed."""
+        if not self._thread.is_alive():
+            return
+        self.run(_cancel_others(), interruptible=False)
         for engine in self._engines:
             engine.detach()
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _pump(self) -> None:
-        self._wake.clear()  # before pumping: what arrives meanwhile sets it again
-        if not any([engine.pump() for engine in self._engines]):
+    def _pump(self, job: "_Job[Any]") -> None:
+        self._wake.clear()  # before looking: what happens from here on sets it again
+        worked = [engine.pump() for engine in self._engines]
+        if not any(worked) and not job.done:
             self._wake.wait(SIGNAL_CHECK_SECONDS)
 
     def _cancel(self, job: "_Job[Any]") -> None:
         job.cancel()
-        deadline = self._loop.time() + CANCEL_SECONDS
-        while not job.done and self._loop.time() < deadline:
-            self._pump()
+        deadline = time.monotonic() + CANCEL_SECONDS
+        while not job.done:
+            self._pump(job)
+            if time.monotonic() > deadline:
+                logger.warning("a cancelled coroutine did not end within %g s and is left to itself.", CANCEL_SECONDS)
+                return
+        job.report()
 
 
 class _Job(Generic[T]):
@@ -102,3 +115,16 @@ class _Job(Generic[T]):
         if self._task is None:
             raise RuntimeError("the coroutine has not been started")
         return self._task.result()
+
+    def report(self) -> None:
+        """Log what a cancelled coroutine raised while it cleaned up: another exception is on its way to the caller."""
+        if self._task is not None and not self._task.cancelled() and (error := self._task.exception()) is not None:
+            logger.warning("a cancelled coroutine failed: %s: %s", type(error).__name__, error)
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_SECONDS)

@@ -23,15 +23,23 @@ def gathered(metrics: Iterable[dict[str, float]], prefix: str) -> dict[str, floa
     return {name: value for key, values in columns.items() for name, value in spread(f"{prefix}/{key}", values).items()}
 
 
+def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
+    """The rewards of each task's experiences, without those that are no finite number."""
+    return {
+        task: [e.reward for e in group if e.reward is not None and is_valid_reward(e.reward)]
+        for task, group in group_by(experiences, "task").items()
+    }
+
+
 def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Rewards, lengths and group signal of an explore step."""
-    rewards = [e.reward for e in experiences if is_valid_reward(e.reward)]
+    groups = valid_rewards(experiences)
+    rewards = [reward for group in groups.values() for reward in group]
     responses = [float(len(e.tokens) - e.prompt_length) for e in experiences]
-    groups = [[e.reward for e in group if is_valid_reward(e.reward)] for group in group_by(experiences, "task").values()]
     clipped = [e.truncate_status == "response_truncated" for e in experiences]
     metrics = {
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "frac_reward_zero_std": statistics.fmean(is_constant(group) for group in groups),
+        "frac_reward_zero_std": statistics.fmean(is_constant(group) for group in groups.values()),
         "response_length/clip_ratio": statistics.fmean(clipped),
         "sample/model_version/mean": statistics.fmean(float(e.info.get("model_version", 0)) for e in experiences),
     }

@@ -1,7 +1,7 @@
 """A runner: tries what it is given, again where that failed, and never raises."""
 
+import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +67,8 @@ class RunnerWrapper:
             the status, with the metrics `task_run_time` (all attempts) and `time_per_task` (the last one) in seconds;
             the experiences in the order of their runs; and the runner's id.
         """
-        start = time.perf_counter()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         limit = self.config.max_timeout if timeout is None else timeout
         one = replace(task.task, batch_id=task.batch_id)
         runs = list(range(task.run_id_base, task.run_id_base + task.repeat_times))
@@ -91,7 +92,7 @@ class RunnerWrapper:
                 "; ".join(describe(result.errors)),
             )
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
-        times = {"time_per_task": seconds, "task_run_time": time.perf_counter() - start}
+        times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
         if not status.ok:
             logger.warning("task %s/%s: %s", one.batch_id, one.task_id, status.message)

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,10 +93,11 @@ class WorkflowRunner:
 
     async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
         """Try these runs of a task once; those not done after `limit` seconds are cancelled, the others kept."""
-        start = time.perf_counter()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         jobs = self._start(task, runs)
         if isinstance(jobs, BaseException):
-            return Attempt([], dict.fromkeys(runs, jobs), time.perf_counter() - start)
+            return Attempt([], dict.fromkeys(runs, jobs), clock() - start)
         try:
             done, _ = await asyncio.wait(jobs, timeout=limit)
         finally:
@@ -113,7 +113,7 @@ class WorkflowRunner:
                 its_experiences, its_errors = job.result()
                 experiences += its_experiences
                 errors |= its_errors
-        return Attempt(experiences, errors, time.perf_counter() - start)
+        return Attempt(experiences, errors, clock() - start)
 
     def _start(self, task: Task, runs: Sequence[int]) -> "dict[asyncio.Task[_Outcome], list[int]] | BaseException":
         """One asyncio task a request: a run, or all consecutive runs where the workflow repeats itself."""
@@ -261,10 +261,3 @@ async def _end(jobs: list[asyncio.Task[Any]]) -> None:
     _, stuck = await asyncio.wait(jobs, timeout=CANCEL_GRACE_SECONDS)
     if stuck:
         logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))
-    _LEFT.update(stuck)
-    for job in stuck:
-        job.add_done_callback(_LEFT.discard)
-
-
-# Keeps the runs that ignore their cancellation from being collected while they go on.
-_LEFT: set[asyncio.Task[Any]] = set()

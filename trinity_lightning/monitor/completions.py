@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ class CompletionsWriter:
         temporary = path.with_suffix(".jsonl.tmp")
         lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         temporary.write_text("".join(lines), encoding="utf-8")
-        os.replace(temporary, path)
+        temporary.replace(path)
 
         shown = records[: self._max_table_rows]
         rewards = dict.fromkeys(name for record in shown for name in record if name.startswith(REWARD_PREFIX))

@@ -5,7 +5,6 @@ Lightning's own CSVLogger deletes the file of the run that is resumed, hence thi
 
 import csv
 import io
-import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,8 +26,8 @@ class MetricsCSVLogger(Logger):
     same trainer step. An explore step with several optimizer steps has a row for each: a later trainer step begins the
     next row rather than overwrite a measurement. A row's `step` is the trainer step of what was logged first.
 
-    The last row is rewritten in place by one write, and a new column rewrites the file through a temporary one: a killed
-    process leaves every metric logged so far, and at worst one torn last line, which is dropped at the next start.
+    The last row is rewritten in place by one write, and a new column rewrites the file through a temporary one: a
+    killed process leaves every metric logged so far, and at worst a torn last line, which is dropped at the next start.
     Rows of an earlier run in the same folder are kept and continued; see `resume_at`.
 
     Args:
@@ -137,7 +136,7 @@ class MetricsCSVLogger(Logger):
         self._dir.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".csv.tmp")
         temporary.write_bytes(b"".join(lines))
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
         self._columns = columns
         self._row = rows[-1] if rows else {}
         self._row_start = sum(map(len, lines[:-1] if rows else lines))
@@ -156,7 +155,7 @@ def _line(row: Row, columns: Iterable[str]) -> bytes:
 
 
 def _read(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
-    """Columns and rows in the first `size` bytes of a file (-1: all), without empty cells and without a torn last line."""
+    """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line."""
     with path.open("rb") as file:
         content = file.read(size)
     reader = csv.DictReader(io.StringIO(content[: content.rfind(b"\n") + 1].decode()))

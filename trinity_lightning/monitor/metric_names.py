@@ -1,6 +1,6 @@
 """Every metric by name: what it means and its unit. `docs/metrics.md` is generated from this table.
 
-    python -m trinity_lightning.monitor.metric_names > docs/metrics.md
+python -m trinity_lightning.monitor.metric_names > docs/metrics.md
 """
 
 import re
@@ -41,9 +41,9 @@ METRICS: tuple[Metric, ...] = (
     # What was tried
     Metric("rollout/task_run_time/{mean,max,min}", "s", "Time a task took in its runner, retries included."),
     Metric("rollout/time_per_task/{mean,max,min}", "s", "Time of one attempt at a task."),
-    Metric("rollout/model_version_lag/{mean,max,min}", "syncs", "How many weight syncs old the weights were."),
     Metric("rollout/{tasks,failed_tasks,experiences}", "", "What the step scheduled, lost and got."),
-    Metric("rollout/<metric>", "", "Any other number that workflows or runners report, averaged over the step's tasks."),
+    Metric("rollout/tokens_per_second", "tokens/s", "Response tokens over the time of the rollouts."),
+    Metric("rollout/<metric>/{mean,max,min}", "", "Any other number of workflows or runners, over the step's tasks."),
     Metric("sample/model_version/mean", "syncs", "Number of the weight sync that made the weights sampled from."),
     Metric("reward/mean", "reward", "Mean reward of the step's rollouts, before any filter."),
     Metric("reward/std", "reward", "Standard deviation of those rewards."),
@@ -53,9 +53,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("response_length/clip_ratio", "", "Share of responses cut off at the token limit."),
     Metric("prompt_length/{mean,max,min}", "tokens", "Length of prompts."),
     # What was made of it
+    Metric(
+        "experience_pipeline/written", "experiences", "What was left to train on after operators and add strategies."
+    ),
     Metric("experience_pipeline/<operator>/<metric>", "", "What an operator counts or measures."),
     Metric("group_advantages/reward_mean/{mean,max,min}", "reward", "Mean reward of a group, over the groups."),
-    Metric("group_advantages/reward_std/{mean,max,min}", "reward", "Standard deviation within a group, over the groups."),
+    Metric(
+        "group_advantages/reward_std/{mean,max,min}", "reward", "Standard deviation within a group, over the groups."
+    ),
     Metric("group_advantages/invalid_group_count", "groups", "Groups left out: a reward was missing, NaN or infinite."),
     Metric("group_advantages/<statistic>/{mean,max,min}", "", "Any other number of an add strategy, over the groups."),
     Metric("filtered_count", "experiences", "What the add strategies left out."),
@@ -68,21 +73,41 @@ METRICS: tuple[Metric, ...] = (
     Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability: how far the policy moved within the step."),
     Metric("actor/pg_clipfrac", "", "Share of trained tokens whose ratio the clip range holds back."),
     Metric("actor/pg_clipfrac_{low,high}", "", "The same, at the lower and the upper end of the range."),
-    Metric("actor/pg_clipfrac_dual", "", "Share of trained tokens bounded by the dual clip (negative advantages only)."),
+    Metric(
+        "actor/pg_clipfrac_dual", "", "Share of trained tokens bounded by the dual clip (negative advantages only)."
+    ),
     Metric("actor/logprob_diff/{mean,max}", "nats", "Absolute difference of engine and trainer: alarms at sync bugs."),
     Metric("actor/is_weight/{mean,max}", "", "Weights that correct for the difference of engine and trainer."),
     Metric("actor/grad_norm", "", "Norm of the gradient before clipping."),
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
+    Metric(
+        "actor/trained_rows", "experiences", "What the optimizer step computed; what carries no signal may be left out."
+    ),
+    Metric("actor/micro_batches", "", "Parts the optimizer batch was cut into, to stay within the token budget."),
+    Metric("actor/skipped_items", "", "Optimizer batches so far that had nothing to train, and took no step."),
     Metric("actor/<metric>", "", "Any other number of the policy loss."),
     Metric("critic/<metric>", "", "Losses, values and explained variance of the critic (PPO only)."),
-    Metric("eval/<taskset>/<metric>", "", "mean@k, best@k, worst@k, pass@k and the means of an evaluation's metrics."),
+    Metric(
+        "eval/<taskset>/{mean,best,worst}@<k>",
+        "reward",
+        "Mean, best and worst reward of a task's k rollouts, over tasks.",
+    ),
+    Metric("eval/<taskset>/pass@<k>", "", "Share of tasks with a reward of 1 in k rollouts."),
+    Metric("eval/<taskset>/failed_tasks", "", "Tasks of the evaluation that failed."),
+    Metric("eval/<taskset>/seconds", "s", "How long the evaluation took."),
+    Metric("eval/<taskset>/<metric>", "", "Any other number of an evaluation."),
     # What it cost
-    Metric("time/{rollout,operators,add_strategy,collate,train,sync_weight}", "s", "Where the explore step's time went."),
+    Metric(
+        "time/{rollout,operators,add_strategy,collate,train,sync_weight}", "s", "Where the explore step's time went."
+    ),
+    Metric("time/prepare", "s", "Time for log-probabilities needed before the first of several optimizer steps."),
     Metric("time/operator/<index>_<class>", "s", "Time within one operator."),
     Metric("perf/tokens_per_second", "tokens/s", "Prompt and response tokens over the whole explore step's time."),
     Metric("perf/trained_tokens_per_second", "tokens/s", "Trained tokens over the time spent training."),
     Metric("perf/mfu", "", "Model FLOPs used while training over what the device can do."),
-    Metric("perf/padding_ratio", "", "Tokens computed over tokens there are: 1 is no padding; below 1, prompts are shared."),
+    Metric(
+        "perf/padding_ratio", "", "Tokens computed over tokens there are: 1 is no padding; below 1, prompts are shared."
+    ),
     Metric("perf/peak_memory_gb", "GB", "Peak memory of the process and its children so far (10^9 bytes)."),
 )
 
@@ -105,8 +130,8 @@ def metrics_page() -> str:
         [
             "# Metrics",
             "",
-            "The same names stand in `metrics.csv` and in W&B, where `explore_step` is the axis. `{a,b}` stands for each of",
-            "the alternatives, `<x>` for a name that the configuration or a workflow gives.",
+            "The same names stand in `metrics.csv` and in W&B, where `explore_step` is the axis.",
+            "`{a,b}` stands for each of the alternatives, `<x>` for a name that the configuration or a workflow gives.",
             "",
             "| name | unit | meaning |",
             "|---|---|---|",

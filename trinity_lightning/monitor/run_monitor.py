@@ -76,16 +76,23 @@ class RunMonitor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A resumed run logs again what came after its checkpoint."""
+        # Not global_step: items without an optimizer step are logged too. Nor the loop's counter of logged items: it is
+        # corrected only after this hook where the checkpoint was written at an item's end.
+        next_item = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         for each in trainer.loggers:
-            if isinstance(each, MetricsCSVLogger) and trainer.current_epoch > 0:
-                each.resume_at(trainer.current_epoch, trainer.global_step)
+            if isinstance(each, MetricsCSVLogger) and next_item > 0:
+                each.resume_at(trainer.current_epoch + 1, next_item)
         self.memory.mark("rollout")
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """From here on memory is the trainer's."""
         self.memory.mark("train")
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Back to rollouts."""
         self.memory.mark("rollout")
 

@@ -20,7 +20,9 @@ def define_metrics(run: wandb.Run) -> None:
         run.define_metric(glob, step_metric=STEP_METRIC, step_sync=True)
 
 
-def log_completions(run: wandb.Run, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions") -> None:
+def log_completions(
+    run: wandb.Run, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions"
+) -> None:
     """Log the rows that `CompletionsWriter.write` returned as the table `name`; no rows, no table.
 
     Args:

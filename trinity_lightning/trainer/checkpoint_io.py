@@ -18,15 +18,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any] | Mapping[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint to a local path; a kill in the midst leaves the checkpoint that was there."""
+        """Save a checkpoint to a local path; a kill in the midst leaves the checkpoint that was there.
+
+        Raises:
+            TypeError: storage options, which a local file does not have.
+        """
+        if storage_options is not None:
+            raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is written over
         try:
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, target)
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

@@ -39,8 +39,8 @@ class MasterWeights(Optimizer):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One step of the inner optimizer, then the weights are its masters, rounded."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer, then the weights are its masters, rounded; what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

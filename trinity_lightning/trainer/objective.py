@@ -1,13 +1,16 @@
 """The loss of one micro-batch: policy loss, importance weights, KL and entropy, put together from `algorithm`."""
 
+import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.entropy import entropy_loss
-from trinity_lightning.algorithm.kl import kl_loss
+from trinity_lightning.algorithm.kl import KL_FN, kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.aggregate import aggregate
+from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn
 from trinity_lightning.algorithm.rollout_correction import logprob_difference, rollout_correction
 from trinity_lightning.common.config import AlgorithmConfig
 from trinity_lightning.common.errors import ConfigError
@@ -21,31 +24,30 @@ class Objective:
     Args:
         config: the algorithm.
 
+    Attributes:
+        needs_old_logprobs: whether log-probabilities from before the step's first update are needed: several optimizer
+            steps follow one rollout batch. With one, they are the detached new ones.
+        needs_reference: whether log-probabilities of the initial policy are needed.
+        needs_entropy: whether the entropy is part of the loss.
+        needs_all_rows: whether rows without advantage still have a gradient; otherwise leaving them out is exact.
+
     Raises:
-        ValueError, TypeError: an unknown policy loss, or an argument that it does not have.
+        ValueError, TypeError: an unknown policy loss or KL estimate, or an argument that the loss does not have.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         arguments = dict(config.policy_loss_args)
         if config.loss_agg_mode is not None:
             arguments["loss_agg_mode"] = config.loss_agg_mode
-        self._policy_loss = create_policy_loss(config.policy_loss, **arguments)
+        KL_FN.get(config.kl.name)
         self._config = config
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether log-probabilities of the initial policy are needed."""
-        return self._config.kl.coef != 0
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the entropy is part of the loss."""
-        return self._config.entropy_coef != 0
-
-    @property
-    def needs_all_rows(self) -> bool:
-        """Whether rows without advantage still have a gradient; otherwise leaving them out is exact."""
-        return self.needs_reference or self.needs_entropy
+        self._policy_loss = create_policy_loss(config.policy_loss, **arguments)
+        self._mode = _aggregation(self._policy_loss)
+        self._ignores_advantages = _has_gradient_without_advantage(self._policy_loss)
+        self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1
+        self.needs_reference = config.kl.coef != 0 and config.kl.name != "none"
+        self.needs_entropy = config.entropy_coef != 0
+        self.needs_all_rows = self.needs_reference or self.needs_entropy or self._ignores_advantages
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, micro: MicroBatch, batch: OptimizerBatch, computed_tokens: int
@@ -54,17 +56,17 @@ class Objective:
 
         Args:
             logprobs: log-probabilities of the response tokens [B, R], with gradient.
-            entropy: their entropies [B, R]; with gradient if `needs_entropy`.
+            entropy: their entropies [B, R], with gradient.
             micro: the micro-batch.
             batch: the whole optimizer batch, whose totals normalise the loss.
             computed_tokens: trained tokens that were not skipped, over all micro-batches; normalises measurements.
+
+        Raises:
+            ConfigError: the experiences lack advantages, or columns of `PolicyModule.prepare_step`.
         """
-        if "advantages" not in micro.columns:
-            raise ConfigError("experiences without advantages reached the trainer: choose an add strategy that sets them.")
-        mask = micro.action_mask
-        on_policy = logprobs.detach()
-        old = micro.columns.get("old_logprobs", on_policy)
-        advantages, metrics = self._corrected(micro, old, computed_tokens)
+        mask, config = micro.action_mask, self._config
+        old = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
+        advantages, metrics = self._corrected(self._advantages(micro), micro, old, computed_tokens)
         totals: dict[str, Any] = {
             "num_tokens": batch.num_tokens,
             "num_sequences": batch.num_sequences,
@@ -72,25 +74,33 @@ class Objective:
         }
         loss, policy_metrics = self._policy_loss(logprobs, old, mask, advantages, **totals)
         metrics |= policy_metrics
-        mode = {"loss_agg_mode": self._config.loss_agg_mode} if self._config.loss_agg_mode else {}
+        totals["loss_agg_mode"] = self._mode
         if self.needs_reference:
-            kl = self._config.kl
-            term, kl_metrics = kl_loss(
-                kl.name, logprobs, micro.columns["ref_logprobs"], old, mask, coefficient=kl.coef, **mode, **totals
-            )
+            ref = _column(micro, "ref_logprobs")
+            term, kl_metrics = kl_loss(config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals)
             loss, metrics = loss + term, metrics | kl_metrics
         if self.needs_entropy:
-            term, entropy_metrics = entropy_loss(entropy, mask, coefficient=self._config.entropy_coef, **mode, **totals)
-            return loss + term, metrics | entropy_metrics
-        metrics["entropy"] = aggregate(entropy, mask, num_tokens=computed_tokens)
+            term, _ = entropy_loss(entropy, mask, coefficient=config.entropy_coef, **totals)
+            loss = loss + term
+        metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
 
-    def _corrected(self, micro: MicroBatch, old: Tensor, computed_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _advantages(self, micro: MicroBatch) -> Tensor:
+        if "advantages" in micro.columns:
+            return micro.columns["advantages"]
+        if self._ignores_advantages:
+            return torch.zeros_like(micro.action_mask, dtype=torch.float32)
+        raise ConfigError("experiences without advantages reached the trainer: choose an add strategy that sets them.")
+
+    def _corrected(
+        self, advantages: Tensor, micro: MicroBatch, old: Tensor, computed_tokens: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages times importance weights for the engine's mismatch, and how far the engine is off."""
-        advantages = micro.columns["advantages"]
-        if "logprobs" not in micro.columns:  # experiences that no engine made (expert data) have none to correct for
+        if "logprobs" not in micro.columns:
             return advantages, {}
-        sampled, mask, config = micro.columns["logprobs"], micro.action_mask, self._config.rollout_correction
+        mask, config = micro.action_mask, self._config.rollout_correction
+        # A row that no engine made has nothing to correct: as if the trainer's own policy had sampled it.
+        sampled = torch.where(micro.sampled[:, None], micro.columns["logprobs"], old)
         metrics = logprob_difference(old, sampled, mask, num_tokens=computed_tokens)
         if config.level == "none":
             return advantages, metrics
@@ -105,3 +115,26 @@ class Objective:
             num_tokens=computed_tokens,
         )
         return advantages * weights, metrics | weight_metrics
+
+
+def _column(micro: MicroBatch, name: str) -> Tensor:
+    if name not in micro.columns:
+        raise ConfigError(
+            f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result."
+        )
+    return micro.columns[name]
+
+
+def _aggregation(loss_fn: PolicyLossFn) -> str:
+    """The loss's own `loss_agg_mode`, for KL and entropy to be aggregated alike."""
+    parameter = inspect.signature(loss_fn).parameters.get("loss_agg_mode")
+    return "token-mean" if parameter is None else parameter.default
+
+
+def _has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
+    """Whether tokens of advantage 0 are trained nevertheless (as in supervised fine-tuning), found out by trying."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]], requires_grad=True)
+    old = torch.tensor([[-1.5, -1.5], [-2.0, -0.5]])
+    loss, _ = loss_fn(logprobs, old, torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2))
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    return gradient is not None and bool(gradient.any())

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.experience import Experience, gather_action_masks, gather_response_attrs
-from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.experience import Experience, gather_response_attrs
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 
 
 @dataclass
@@ -20,24 +20,31 @@ class MicroBatch:
     """A padded part of an optimizer batch. B rows, S tokens a row, R tokens of the longest response.
 
     Attributes:
-        tokens: token ids, padded on the right.
-        starts: prompt length of each row: where its response starts.
-        action_mask: which response tokens are trained.
-        columns: per-token float32 tensors by name, 0 where padded: advantages, logprobs, old_logprobs, ...
-        temperature: sampling temperature of each row.
+        tokens: token ids, padded on the right, int64 [B, S].
+        starts: prompt length of each row, where its response starts, int64 [B].
+        action_mask: which response tokens are trained, bool [B, R].
+        columns: float32 [B, R] by name, 0 where padded: advantages, old_logprobs, ... and, where an engine made any of
+            the rows, its logprobs.
+        sampled: which rows have log-probabilities of an engine (expert data have none), bool [B].
+        temperature: sampling temperature of each row, float32 [B].
     """
 
-    tokens: Int[Tensor, "B S"]
-    starts: Int[Tensor, " B"]
-    action_mask: Bool[Tensor, "B R"]
-    columns: dict[str, Float[Tensor, "B R"]]
-    temperature: Float[Tensor, " B"]
+    tokens: Tensor
+    starts: Tensor
+    action_mask: Tensor
+    columns: dict[str, Tensor]
+    sampled: Tensor
+    temperature: Tensor
 
-    def positions(self, mask: Bool[Tensor, "B R"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        """Flat indices [B * S] of the states that predict the response tokens in `mask`, and those tokens."""
-        rows, offsets = mask.nonzero(as_tuple=True)
+    def positions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each trained token, in order: where the state that predicts it is, what it is, and its row.
+
+        Returns:
+            Indices into the flattened [B * S], token ids and row numbers; each int64 [n].
+        """
+        rows, offsets = self.action_mask.nonzero(as_tuple=True)
         flat = rows * self.tokens.shape[1] + self.starts[rows] + offsets
-        return flat - 1, self.tokens.flatten()[flat].long()
+        return flat - 1, self.tokens.flatten()[flat], rows
 
 
 def trainable_rows(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int]:
@@ -46,11 +53,10 @@ def trainable_rows(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int
 
 
 def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
-    mask = experience.action_mask
-    if mask is None or not bool(mask.any()):
-        return False
-    advantages = experience.advantages
-    return not skip_zero_advantage or advantages is None or bool((advantages * mask).any())
+    mask = trained_mask(experience)
+    if skip_zero_advantage and experience.advantages is not None:
+        mask = mask & (experience.advantages != 0)
+    return bool(mask.any())
 
 
 def cut(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -73,26 +79,35 @@ def cut(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[li
 
 
 def collate(batch: OptimizerBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
-    """The micro-batch of these rows, on the device."""
+    """The micro-batch of these rows, each with a trained token, on the device.
+
+    Raises:
+        ExperienceError: some experiences have advantages and some have none; the message names one.
+    """
     experiences = [batch.experiences[row] for row in rows]
-    width = max(len(e.tokens) - e.prompt_length for e in experiences)
-    columns = {}
-    for name in ("advantages", "logprobs"):
-        if all(getattr(e, name) is not None for e in experiences):
-            columns[name] = gather_response_attrs(experiences, name, width, device=device).float()
-    for name, values in batch.columns.items():
-        columns[name] = torch.nn.utils.rnn.pad_sequence([values[row] for row in rows], batch_first=True).to(device)
-    starts = torch.tensor([e.prompt_length for e in experiences], device=device)
-    action_mask = gather_action_masks(experiences, width, device=device)
-    if (starts == 0).any():
-        action_mask[starts == 0, 0] = False  # nothing precedes the very first token, so nothing predicts it
+    width = max(e.response_length for e in experiences)
+    columns = {name: _pad([values[row] for row in rows], device) for name, values in batch.columns.items()}
+    # Whether there is such a column is a matter of the whole batch: it must not depend on how that is cut.
+    if any(e.advantages is not None for e in batch.experiences):
+        columns["advantages"] = gather_response_attrs(experiences, "advantages", width, device=device).float()
+    if any(e.logprobs is not None for e in batch.experiences):
+        columns["logprobs"] = _pad([_logprobs(e) for e in experiences], device)
     return MicroBatch(
-        tokens=torch.nn.utils.rnn.pad_sequence([e.tokens.long() for e in experiences], batch_first=True).to(device),
-        starts=starts,
-        action_mask=action_mask,
+        tokens=_pad([e.tokens.long() for e in experiences], device),
+        starts=torch.tensor([e.prompt_length for e in experiences], device=device),
+        action_mask=_pad([trained_mask(e) for e in experiences], device),
         columns=columns,
+        sampled=torch.tensor([e.logprobs is not None for e in experiences], device=device),
         temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences], device=device),
     )
+
+
+def _logprobs(experience: Experience) -> Tensor:
+    return torch.zeros(experience.response_length) if experience.logprobs is None else experience.logprobs.float()
+
+
+def _pad(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True).to(device)
 
 
 def padding_ratio(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> float:

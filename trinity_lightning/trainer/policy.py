@@ -5,6 +5,7 @@ token budget, so that their number varies; there is exactly one optimizer step a
 `global_step`, loggers, checkpoints and schedulers behave as in any Lightning module.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -18,14 +19,15 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.common.config import AlgorithmConfig, OptimizerConfig, WeightDtype
-from trinity_lightning.common.errors import ModelLoadError
+from trinity_lightning.common.errors import ModelLoadError, TrinityError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
-from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
+from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule
 from trinity_lightning.trainer.packing import MicroBatch, collate, cut, padding_ratio, trainable_rows
 
 TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float32}
@@ -42,6 +44,13 @@ class PolicyModule(L.LightningModule):
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
+
+    Attributes:
+        skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
+        reference: the frozen initial policy, where the objective has a KL term; never in a checkpoint.
+
+    Raises:
+        ValueError, TypeError: an unknown policy loss, or an argument that it does not have.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class PolicyModule(L.LightningModule):
         self._gradient_checkpointing = gradient_checkpointing
         self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
+        self.register_state_dict_post_hook(_leave_out_reference)
+        self.register_load_state_dict_post_hook(_expect_no_reference)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -78,32 +89,20 @@ class PolicyModule(L.LightningModule):
             self.model = self._load_model()
             self.model.train()
             if self._gradient_checkpointing:
-                self.model.gradient_checkpointing_enable()
+                self.policy.gradient_checkpointing_enable({"use_reentrant": False})
             if self.objective.needs_reference:
                 self.reference = self._load_model().eval().requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        factory = self._optimizer_factory or self._adamw
+        factory = self._optimizer_factory or (lambda groups: adamw(groups, self.optimizer_config))
         low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
         optimizer = MasterWeights(parameters, factory) if low_precision else factory(parameters)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule(optimizer), "interval": "step"}}
+        schedule = learning_rate_schedule(optimizer, self.optimizer_config)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _adamw(self, parameters: Any) -> Optimizer:
-        config = self.optimizer_config
-        beta1, beta2 = config.betas
-        return torch.optim.AdamW(
-            parameters, config.lr, (beta1, beta2), config.eps, weight_decay=config.weight_decay, fused=True
-        )
-
-    def _schedule(self, optimizer: Optimizer) -> Any:
-        from transformers import get_scheduler
-
-        config = self.optimizer_config
-        return get_scheduler(config.lr_scheduler, optimizer, config.warmup_steps, config.total_steps)
-
-    def _load_model(self) -> nn.Module:
+    def _load_model(self) -> Any:
         from transformers import AutoModelForCausalLM
 
         path = str(resolve_model(self.model_name))
@@ -129,80 +128,99 @@ class PolicyModule(L.LightningModule):
         return load_tokenizer(self.model_name)
 
     def training_step(self, batch: OptimizerBatch, batch_idx: int) -> dict[str, Tensor] | None:
-        """One optimizer step over a whole optimizer batch; an item with nothing to train takes none and is counted."""
+        """One optimizer step over a whole optimizer batch; an item with nothing to train takes none and is counted.
+
+        Raises:
+            ConfigError: the batch lacks advantages, or columns of `prepare_step`.
+            TrinityError: the gradient is not finite; weights and optimizer are as they were.
+        """
+        start = time.perf_counter()
         rows = trainable_rows(batch, skip_zero_advantage=not self.objective.needs_all_rows)
         if not rows:
             self.skipped_items += 1
-            self._log({"actor/skipped_items": float(self.skipped_items)}, batch.explore_step)
+            self._log({"actor/skipped_items": self.skipped_items}, batch)
             return None
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
         optimizer.zero_grad()
         parts = self._cut(batch, rows)
-        computed_tokens = sum(int(batch.experiences[row].action_mask.sum()) for row in rows)
-        metrics: list[dict[str, Tensor]] = []
-        loss = torch.zeros((), device=self.device)
-        for index, part in enumerate(parts):
-            with nullcontext() if index == len(parts) - 1 else self._no_sync():
-                part_loss, part_metrics = self._micro_step(batch, part, computed_tokens)
-                self.manual_backward(part_loss)
-            loss += part_loss.detach()
-            metrics.append(part_metrics)
-        grad_norm = self._clip(optimizer)
+        loss, metrics = self._accumulate(batch, parts)
+        metrics |= {"actor/grad_norm": self._clip(batch), "actor/lr": optimizer.param_groups[0]["lr"]}
         optimizer.step()
-        self.lr_schedulers().step()
-        self._log_step(batch, rows, parts, combine_metrics(metrics), grad_norm)
+        schedule.step()
+        self._log(metrics | self._costs(batch, parts, time.perf_counter() - start), batch)
         return {"loss": loss}
 
-    def _micro_step(
-        self, batch: OptimizerBatch, part: list[int], computed_tokens: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        micro = collate(batch, part, self.device)
-        logprobs, entropy = self._logprobs(self.policy, micro)
-        return self.objective(logprobs, entropy, micro, batch, computed_tokens)
+    def _accumulate(self, batch: OptimizerBatch, parts: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
+        """Gradients of all micro-batches, added up; the loss, and metrics of the whole optimizer batch."""
+        computed_tokens = _trained_tokens(batch, parts)
+        measured: list[dict[str, Tensor]] = []
+        loss = torch.zeros((), device=self.device)
+        collating = 0.0
+        for index, part in enumerate(parts):
+            start = time.perf_counter()
+            micro = collate(batch, part, self.device)
+            collating += time.perf_counter() - start
+            with nullcontext() if index == len(parts) - 1 else self._no_sync():
+                part_loss, part_metrics = self.objective(
+                    *self._logprobs(self.policy, micro), micro, batch, computed_tokens
+                )
+                self.manual_backward(part_loss)
+            loss += part_loss.detach()
+            measured.append(part_metrics)
+        metrics = {f"actor/{name}": float(value) for name, value in combine_metrics(measured).items()}
+        return loss, metrics | {"time/collate": collating}
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, R] of the trained tokens; 0 elsewhere."""
         states = model.base_model(input_ids=micro.tokens, use_cache=False).last_hidden_state
-        positions, targets = micro.positions(micro.action_mask)
-        temperature = micro.temperature[micro.action_mask.nonzero(as_tuple=True)[0]]
-        logprobs, entropies = token_logprobs(
-            Head.of(model), states.flatten(0, 1)[positions], targets, temperature, self.objective.needs_entropy
-        )
-        zeros = torch.zeros(micro.action_mask.shape, device=logprobs.device)
-        return zeros.masked_scatter(micro.action_mask, logprobs), zeros.masked_scatter(micro.action_mask, entropies)
+        positions, targets, rows = micro.positions()
+        values = token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, micro.temperature[rows])
+        zeros = torch.zeros(micro.action_mask.shape, device=states.device)
+        logprobs, entropies = (zeros.masked_scatter(micro.action_mask, value) for value in values)
+        return logprobs, entropies
 
     def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[list[int]]:
         lengths = [len(e.tokens) for e in batch.experiences]
         return cut(lengths, rows, self.algorithm.max_tokens_per_micro_batch)
 
     def _no_sync(self) -> Any:
-        strategy_model = self.trainer.strategy.model
-        return strategy_model.no_sync() if hasattr(strategy_model, "no_sync") else nullcontext()
+        model: Any = self.trainer.strategy.model
+        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
 
-    def _clip(self, optimizer: Any) -> float:
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+    def _clip(self, batch: OptimizerBatch) -> float:
+        """Norm of the gradient, before it is clipped.
+
+        Clips by torch itself: Lightning's `clip_gradients` computes the norm once more, and refuses fused optimizers
+        under mixed precision, though only a gradient scaler (float16) could not do with them.
+        """
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not norm.isfinite():
+            raise TrinityError(
+                f"the gradient of explore step {batch.explore_step} has norm {float(norm)}: look for infinite or NaN "
+                "advantages and log-probabilities among its experiences, and at the learning rate."
+            )
         if self.algorithm.max_grad_norm is not None:
-            self.clip_gradients(optimizer, self.algorithm.max_grad_norm, "norm")
-        return norm
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.algorithm.max_grad_norm, norm)
+        return float(norm)
 
-    def _log_step(
-        self, batch: OptimizerBatch, rows: list[int], parts: list[list[int]], totals: dict[str, Tensor], grad_norm: float
-    ) -> None:
+    def _costs(self, batch: OptimizerBatch, parts: list[list[int]], seconds: float) -> dict[str, float]:
+        """What the optimizer step cost: of the rows computed, without padding."""
         lengths = [len(e.tokens) for e in batch.experiences]
-        metrics = {f"actor/{name}": float(value) for name, value in totals.items()}
-        metrics |= {
-            "actor/grad_norm": grad_norm,
-            "actor/lr": self.lr_schedulers().get_last_lr()[0],
-            "actor/trained_rows": float(len(rows)),
-            "actor/micro_batches": float(len(parts)),
-            "actor/skipped_items": float(self.skipped_items),
+        return {
+            "actor/trained_rows": sum(map(len, parts)),
+            "actor/micro_batches": len(parts),
+            "actor/skipped_items": self.skipped_items,
             "perf/padding_ratio": padding_ratio(lengths, parts),
+            "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part) / seconds,
+            "perf/trained_tokens_per_second": _trained_tokens(batch, parts) / seconds,
+            "time/train": seconds,
         }
-        self._log(metrics, batch.explore_step)
 
-    def _log(self, metrics: dict[str, float], explore_step: int) -> None:
-        self.log_dict(metrics | {"explore_step": float(explore_step)}, on_step=True, on_epoch=False, batch_size=1)
+    def _log(self, metrics: dict[str, float], batch: OptimizerBatch) -> None:
+        values = {name: float(value) for name, value in (metrics | {"explore_step": batch.explore_step}).items()}
+        self.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     # -- columns, probes ----------------------------------------------------------------------------------------------
 
@@ -211,19 +229,21 @@ class PolicyModule(L.LightningModule):
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
         `old_logprobs` where several optimizer steps follow one rollout batch, `ref_logprobs` where the objective has a
-        reference. Each is a list of float32 CPU tensors [response], one an experience.
+        reference. Each is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
         """
         columns: dict[str, list[Tensor]] = {}
-        if self.algorithm.optimizer_steps * self.algorithm.inner_epochs > 1:
-            columns["old_logprobs"] = self._column(self.policy, experiences)
-        if self.reference is not None:
-            columns["ref_logprobs"] = self._column(self.reference, experiences)
+        with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
+            if self.objective.needs_old_logprobs:
+                columns["old_logprobs"] = self._column(self.policy, experiences)
+            if self.reference is not None:
+                columns["ref_logprobs"] = self._column(self.reference, experiences)
         return columns
 
     def _column(self, model: Any, experiences: Sequence[Experience]) -> list[Tensor]:
         batch = OptimizerBatch.of(experiences, explore_step=0)
-        column = [torch.zeros(len(e.tokens) - e.prompt_length) for e in experiences]
-        for part in self._cut(batch, trainable_rows(batch, skip_zero_advantage=False)):
+        column = [torch.zeros(e.response_length) for e in experiences]
+        rows = trainable_rows(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+        for part in self._cut(batch, rows):
             values, _ = self._logprobs(model, collate(batch, part, self.device))
             for row, value in zip(part, values.cpu(), strict=True):
                 column[row] = value[: len(column[row])].clone()
@@ -242,29 +262,39 @@ class PolicyModule(L.LightningModule):
         self.policy.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The policy's weights; a frozen reference is loaded anew on resume, not saved."""
-        state = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if not name.startswith("reference.")}
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Restore what `state_dict` saved."""
-        if self.reference is not None:
-            state_dict = dict(state_dict) | {f"reference.{k}": v for k, v in self.reference.state_dict().items()}
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Counters and random states beside the weights."""
         checkpoint["policy"] = {"skipped_items": self.skipped_items, "rng": random_state()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the counter; random states are set when training starts, after everything else drew from them."""
+        """Restore the counter; random states are set once everything else that draws from them is set up."""
         self.skipped_items = checkpoint["policy"]["skipped_items"]
         self._random_state = checkpoint["policy"]["rng"]
 
+    def on_fit_start(self) -> None:
+        """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
+        self._restore_random_state()
+
     def on_train_start(self) -> None:
-        """Set the random states of a resumed run."""
+        """The same, for strategies that read the checkpoint only after `on_fit_start`."""
+        self._restore_random_state()
+
+    def _restore_random_state(self) -> None:
         if self._random_state is not None:
             restore_random_state(self._random_state)
             self._random_state = None
 
+
+def _trained_tokens(batch: OptimizerBatch, parts: list[list[int]]) -> int:
+    return sum(int(trained_mask(batch.experiences[row]).sum()) for part in parts for row in part)
+
+
+def _leave_out_reference(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The frozen reference is loaded anew on resume, not saved."""
+    for name in [name for name in state_dict if name.startswith(f"{prefix}reference.")]:
+        del state_dict[name]
+
+
+def _expect_no_reference(module: nn.Module, incompatible_keys: Any) -> None:
+    missing = incompatible_keys.missing_keys
+    missing[:] = [name for name in missing if not name.startswith("reference.")]

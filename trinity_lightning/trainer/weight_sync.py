@@ -23,9 +23,11 @@ PROBE_TEXT = (
     "Water boils at 100 degrees and freezes at 0 degrees Celsius."
 )
 DRILL_SEED = 0
-# Noise in root mean squares of each tensor: the first that moves the log-probabilities well beyond the tolerance.
-DRILL_SCALES = (0.02, 0.05, 0.1, 0.2, 0.5)
-DRILL_CONTRAST = 5
+# Noise in root mean squares of each tensor. Taken is the first that moves the log-probabilities by DRILL_CONTRAST nats
+# on average: five times what 16-bit rounding is allowed. A trained model needs little, a freshly initialised one much.
+DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
+DRILL_CONTRAST = 0.3
+DRILL_FLOOR = 0.01  # of the root mean square: a bias of zeros has to move too
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
     Raises:
         WeightSyncError: beyond the tolerance (or not a number), with both values.
     """
+    if len(trainer) != len(engine) or not trainer:
+        raise WeightSyncError(
+            f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
+            "with different tokenizers."
+        )
     difference = (torch.tensor(trainer, dtype=torch.float64) - torch.tensor(engine, dtype=torch.float64)).abs()
     mean, maximum = float(difference.mean()), float(difference.max())
     if not (mean <= tolerance.mean and maximum <= tolerance.max):
@@ -73,14 +80,14 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
 def perturbed(model: nn.Module, scale: float) -> Iterator[None]:
     """Every parameter plus seeded noise of `scale` times its root mean square; restored bit for bit at the end."""
     parameters = list(model.parameters())
-    saved = [parameter.detach().cpu().clone() for parameter in parameters]
+    saved = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
     generator = torch.Generator().manual_seed(DRILL_SEED)
-    with torch.no_grad():
-        for parameter, original in zip(parameters, saved, strict=True):
-            noise = torch.randn(original.shape, generator=generator, dtype=torch.float32)
-            size = scale * original.float().square().mean().sqrt()
-            parameter.add_((noise * size).to(parameter.device, parameter.dtype))
     try:
+        with torch.no_grad():
+            for parameter, original in zip(parameters, saved, strict=True):
+                noise = torch.randn(original.shape, generator=generator, dtype=torch.float32)
+                size = original.float().square().mean().sqrt().clamp_min(DRILL_FLOOR)
+                parameter.add_((scale * size * noise).to(parameter.device, parameter.dtype))
         yield
     finally:
         with torch.no_grad():
@@ -142,11 +149,14 @@ class Synchronizer:
         for scale in DRILL_SCALES:
             with perturbed(self._model, scale):
                 after = self._trainer_logprobs()
-                if float((torch.tensor(after) - before).abs().mean()) > DRILL_CONTRAST * self._tolerance.mean:
+                if float((torch.tensor(after) - before).abs().mean()) > DRILL_CONTRAST:
                     self._send()
                     self._compare(after, "drill with perturbed weights")
                     return
-        raise WeightSyncError("the drill could not perturb the policy enough to tell whether weights arrive.")
+        raise WeightSyncError(
+            "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
+            "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."
+        )
 
     def _compare(self, trainer: list[float], what: str) -> tuple[float, float]:
         found = [compare(trainer, engine, self._tolerance, what) for engine in self._engine_logprobs()]

@@ -19,7 +19,7 @@ ACROSS_STEPS = 0.4
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     """A real GRPOTrainer on a tiny model; the tests set its loss, and hand it log-probabilities of their own."""
-    with warnings.catch_warnings(), patch("trl.import_utils.is_vllm_available", lambda: False):  # its import is slow
+    with warnings.catch_warnings(), patch("trl.import_utils.is_vllm_available", lambda **_: False):  # vLLM is slow
         warnings.simplefilter("ignore")  # TRL's imports and set-up warn of matters that are not ours
         return make_trainer(str(tmp_path_factory.mktemp("trl")))
 

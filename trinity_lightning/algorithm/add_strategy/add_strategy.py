@@ -25,7 +25,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     split_valid,
 )
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.registry import Registry
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.writer import BufferWriter
@@ -130,7 +130,13 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return torch.ones(int(groups[-1]) + 1, dtype=torch.bool)
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
-        """Weigh one group as if it were the whole explore step."""
+        """Weigh one group as if it were the whole explore step.
+
+        Raises:
+            ExperienceError: a reward is no finite number.
+        """
+        if split_valid({group_id: exps})[1]:
+            raise ExperienceError(f"group {group_id}: every reward must be a finite number.")
         weighed, metrics = self._weigh({group_id: exps})
         return weighed[0], metrics[0]
 

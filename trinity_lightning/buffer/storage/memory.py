@@ -11,6 +11,8 @@ from trinity_lightning.common.writer import BufferWriter
 class MemoryStorage(BufferWriter):
     """Holds the experiences of one explore step, and the per-token columns computed for them.
 
+    What is written becomes visible at `commit`, all at once: a step whose filling was cut short leaves the one before.
+
     Attributes:
         batch: the explore step held (EID.batch), 0 before the first.
         experiences: in the order written.
@@ -21,19 +23,19 @@ class MemoryStorage(BufferWriter):
         self.batch = 0
         self.experiences: list[Experience] = []
         self.columns: dict[str, list[Tensor]] = {}
+        self._written: list[Experience] = []
 
     def write(self, experiences: list[Experience]) -> None:
         """Append to what is being gathered for the next step."""
-        self.experiences.extend(experiences)
+        self._written.extend(experiences)
 
     def begin(self) -> None:
-        """Drop the step that was held; what is written from now on belongs to the next one."""
-        self.experiences = []
-        self.columns = {}
+        """What is written from now on belongs to the next step; what was written and never committed is dropped."""
+        self._written = []
 
     def commit(self, batch: int) -> None:
-        """What was written since `begin` is explore step `batch`."""
-        self.batch = batch
+        """What was written since `begin` is explore step `batch`, and takes the place of the step that was held."""
+        self.batch, self.experiences, self.columns, self._written = batch, self._written, {}, []
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, tensors and bytes."""
@@ -44,7 +46,11 @@ class MemoryStorage(BufferWriter):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ExperienceFormatError: the payload is damaged.
+        """
         self.batch = state["batch"]
         self.experiences = Experience.deserialize_many(state["payload"])
         self.columns = state["columns"]

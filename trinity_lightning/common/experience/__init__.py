@@ -16,3 +16,5 @@ from trinity_lightning.common.experience.grouping import group_by as group_by
 from trinity_lightning.common.experience.grouping import (
     split_dpo_experience_to_single_turn as split_dpo_experience_to_single_turn,
 )
+from trinity_lightning.common.experience.hf_datasets import from_hf_datasets as from_hf_datasets
+from trinity_lightning.common.experience.hf_datasets import to_hf_datasets as to_hf_datasets

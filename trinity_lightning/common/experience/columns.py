@@ -6,7 +6,6 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from trinity_lightning.common.experience.custom_field import CustomField
 from trinity_lightning.common.experience.dtypes import DTYPE_NAMES
@@ -53,18 +52,25 @@ def plain_columns(experiences: Sequence[Experience]) -> Columns:
     columns = {name: list(map(attrgetter(name), experiences)) for name in _TYPES}
     for name, column in columns.items():
         if not set(map(type, column)) <= set(_TYPES[name]):  # assigned after construction, perhaps by numpy arithmetic
-            columns[name] = [value.item() if isinstance(value, (np.generic, Tensor)) else value for value in column]
-    columns["reward"] = list(map(reward_value, columns["reward"]))
+            convert = reward_value if name == "reward" else _plain_scalar
+            columns[name] = list(map(convert, column))
     if any(columns["custom_fields"]):
-        columns["custom_fields"] = [list(map(_custom_field_row, fields)) for fields in columns["custom_fields"]]
+        columns["custom_fields"] = [custom_field_rows(fields) for fields in columns["custom_fields"]]
     return columns
 
 
-def _custom_field_row(custom: CustomField) -> list[str]:
-    name = DTYPE_NAMES.get(custom.data_type)
-    if name is None:
-        raise ExperienceError(f"custom field {custom.destination_field!r}: {custom.data_type} cannot be serialized.")
-    return [custom.source_field, custom.destination_field, name]
+def _plain_scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def custom_field_rows(custom_fields: Sequence[CustomField]) -> list[list[str]]:
+    """Custom fields as rows [source, destination, dtype name]."""
+    for custom in custom_fields:
+        if custom.data_type not in DTYPE_NAMES:
+            raise ExperienceError(
+                f"custom field {custom.destination_field!r}: {custom.data_type} cannot be serialized."
+            )
+    return [[c.source_field, c.destination_field, DTYPE_NAMES[c.data_type]] for c in custom_fields]
 
 
 def drop_empty(columns: Columns) -> Columns:
@@ -128,7 +134,7 @@ def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, 
 
 
 def read_custom_fields(column: list[list[list[str]]]) -> list[list[CustomField]]:
-    """Custom fields from their rows [source, destination, dtype name]."""
+    """The reverse of `custom_field_rows`, for every experience."""
     known: dict[tuple[str, ...], CustomField] = {}
     result = []
     for rows in column:

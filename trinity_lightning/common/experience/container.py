@@ -41,10 +41,9 @@ def pack(value: Any, streams: StreamWriter | None = None) -> bytes:
     streams = StreamWriter() if streams is None else streams
     metadata = Encoder(streams).pack(value)
     tensor_size = streams.finish()
-    # Every byte is written once, in place: BytesIO gives its buffer away as bytes without copying it.
-    buffer = io.BytesIO()
-    buffer.seek(_BODY + tensor_size + len(metadata) - 1)
-    buffer.write(b"\0")
+    # Every byte is written once, in place: BytesIO takes over bytes that nobody else holds, lets them be written to,
+    # and gives them away again, all without a copy.
+    buffer = io.BytesIO(bytes(_BODY + tensor_size + len(metadata)))
     with buffer.getbuffer() as view:
         _HEADER.pack_into(view, 0, MAGIC, VERSION, tensor_size, len(metadata))
         with view[_BODY : _BODY + tensor_size] as section:

@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 
 def _random_suffix() -> str:
@@ -53,6 +54,6 @@ class EID:
     def __repr__(self) -> str:
         return f"EID(batch={self.batch}, task={self.task}, run={self.run}, step={self.step}, uuid={self.suffix})"
 
-    def to_dict(self) -> dict[str, int | str]:
+    def to_dict(self) -> dict[str, Any]:
         """The five fields as a dict; `EID(**eid.to_dict()) == eid`."""
         return dict(vars(self))

@@ -4,6 +4,7 @@ A padded tensor is one flat concatenation of rows and slices of padding, so it i
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,21 +24,14 @@ def first(experiences: Sequence[Experience]) -> Experience:
 
 def _column(experiences: Sequence[Experience], name: str) -> list[Tensor]:
     """One field of every experience; all must have it, and in the dtype of the first."""
-    head = getattr(first(experiences), name, None)
-    rows: list[Tensor] = []
-    for experience in experiences:
-        row = getattr(experience, name, None)
-        if not isinstance(row, Tensor):
-            raise ExperienceError(
-                f"experience {experience.eid.uid}: {name}: expected a tensor, got {type(row).__name__}."
-            )
-        if head is None or row.dtype != head.dtype:
-            raise ExperienceError(
-                f"experience {experience.eid.uid}: {name}: expected {head.dtype if head is not None else 'a tensor'} "
-                f"as in the first of the batch, got {row.dtype}."
-            )
-        rows.append(row)
-    return rows
+    dtype = getattr(getattr(first(experiences), name, None), "dtype", None)
+    rows = [getattr(experience, name, None) for experience in experiences]
+    for experience, row in zip(experiences, rows, strict=True):
+        if not isinstance(row, Tensor) or row.dtype != dtype:
+            found = row.dtype if isinstance(row, Tensor) else type(row).__name__
+            wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
+            raise ExperienceError(f"experience {experience.eid.uid}: {name}: expected {wanted}, got {found}.")
+    return cast(list[Tensor], rows)
 
 
 def _check_widths(experiences: Sequence[Experience], lengths: Sequence[int], width: int, what: str) -> None:
@@ -68,17 +62,15 @@ def _pad(
     pin_memory: bool,
 ) -> Tensor:
     """Rows with `left[i]` and `right[i]` cells of padding, all of one width: [B, left + row + right]."""
-    width = left[0] + len(rows[0]) + right[0]
+    width = left[0] + rows[0].numel() + right[0]
     dtype = rows[0].dtype
     # The right padding of a row and the left padding of the next are neighbours: one slice serves both.
-    gaps = [left[0], *(r + following for r, following in zip(right, left[1:], strict=False)), right[-1]]
+    gaps = [left[0], *(after + before for after, before in zip(right, left[1:], strict=False)), right[-1]]
     padding = torch.full((max(gaps),), pad_value, dtype=dtype)
     slices = {gap: padding[:gap] for gap in set(gaps)}
     pieces = [slices[gaps[0]]]
     for row, gap in zip(rows, gaps[1:], strict=True):
-        pieces.append(row)
-        if gap:
-            pieces.append(slices[gap])
+        pieces += (row, slices[gap]) if gap else (row,)
     with torch.no_grad():
         flat = torch.cat(pieces, out=_staging(len(rows) * width, dtype, pin_memory))
     return _to_device(flat.view(len(rows), width), device, pin_memory)
@@ -87,7 +79,7 @@ def _pad(
 def _token_spans(experiences: Sequence[Experience], max_prompt: int, max_response: int) -> tuple[list[int], list[int]]:
     """Prompt and response lengths in tokens, checked against the widths."""
     prompts = [e.prompt_length for e in experiences]
-    responses = [len(e.tokens) - p for e, p in zip(experiences, prompts, strict=True)]
+    responses = [e.tokens.numel() - p for e, p in zip(experiences, prompts, strict=True)]
     _check_widths(experiences, prompts, max_prompt, "a prompt length")
     _check_widths(experiences, responses, max_response, "a response length")
     return prompts, responses
@@ -190,7 +182,7 @@ def _pad_response(
     device: Device,
     pin_memory: bool,
 ) -> Tensor:
-    lengths = [len(row) for row in rows]
+    lengths = list(map(Tensor.numel, rows))
     _check_widths(experiences, lengths, width, f"a length of {name}")
     return _pad(rows, [0] * len(rows), [width - length for length in lengths], pad_value, device, pin_memory)
 

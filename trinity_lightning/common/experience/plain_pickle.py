@@ -1,9 +1,10 @@
 """Reads pickles of plain data without the pickle module's machine: there is nothing here that could call anything.
 
-Opcodes are taken apart by `pickletools`, which reads no further than the bytes there are, and a small stack machine
-builds containers, strings, numbers and bytes. Every opcode that names, makes or calls an object is refused.
+`pickletools` reads the arguments of opcodes, no further than the bytes there are, and a small stack machine builds
+containers, strings, numbers and bytes. Every opcode that names, makes or calls an object is refused.
 """
 
+import io
 import pickletools
 from typing import Any
 
@@ -21,6 +22,10 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _IGNORED = frozenset({"PROTO", "FRAME"})
+_MEMO = {"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"}
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+# The opcodes whose arguments are read: those that are run, and two that are refused by what they name.
+_READ = _VALUES | _IGNORED | _MEMO | {"GLOBAL", "INST"}
 
 
 class _Machine:
@@ -105,17 +110,16 @@ def load_plain(data: bytes) -> Any:
         ExperienceFormatError: it holds anything but plain containers, strings, numbers and bytes, is nested more than
             `MAX_DEPTH` deep, contains itself, or is damaged.
     """
-    machine, end = _Machine(), 0
+    machine, stream = _Machine(), io.BytesIO(data)
     try:
-        for opcode, argument, position in pickletools.genops(data):
-            end = (position or 0) + 1
-            if opcode.name != "STOP":
-                machine.run(opcode.name, argument)
-    except (ValueError, KeyError, TypeError, OverflowError, UnicodeError) as error:
-        if isinstance(error, ExperienceFormatError):
-            raise
+        while (opcode := _OPCODES[stream.read(1)]).name != "STOP":
+            has_argument = opcode.arg is not None and opcode.name in _READ
+            machine.run(opcode.name, opcode.arg.reader(stream) if has_argument else None)
+    except ExperienceFormatError:
+        raise
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ExperienceFormatError(f"metadata: no readable pickle: {type(error).__name__}: {error}") from error
-    if len(machine.stack) != 1 or end != len(data):
+    if len(machine.stack) != 1 or stream.tell() != len(data):
         raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
     if _parts(machine.stack[0], {}, 0) > MAX_PARTS_PER_BYTE * len(data):
         raise ExperienceFormatError("metadata: the pickle stands for a value out of all proportion to its size.")

@@ -5,6 +5,7 @@ Nothing here is pickled, and a payload is checked before an experience is made o
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from trinity_lightning.common.experience.validation import INTEGER_DTYPES
 from trinity_lightning.common.experience.values import find_unencodable, host_tensor, known_dtype
 
 _TENSOR_FIELDS = (*TOKEN_FIELDS, *RESPONSE_FIELDS)
+_kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
+_PLAIN_HOST = (True, torch.strided)
 
 
 def serialize_many(experiences: Sequence[Experience]) -> bytes:
@@ -60,23 +63,23 @@ def _write_rows(experiences: Sequence[Experience], name: str, streams: StreamWri
     Returns:
         A chunk [dtype, indices of the experiences or None for all, lengths] a dtype; and all lengths, -1 for none.
     """
-    groups: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-    lengths = np.full(len(experiences), -1)
-    for index, experience in enumerate(experiences):
-        tensor = getattr(experience, name)
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1:
-            raise ExperienceError(
-                f"experience {experience.eid.uid}: {name}: expected a 1-D tensor, got {tensor!r:.80}."
-            )
-        groups.setdefault(tensor.dtype, []).append((index, host_tensor(tensor)))
-        lengths[index] = len(tensor)
+    tensors = list(map(attrgetter(name), experiences))
+    indices = [index for index, tensor in enumerate(tensors) if tensor is not None]
+    rows = [tensors[index] for index in indices]
+    kinds = [_kind_of(row) if isinstance(row, Tensor) else None for row in rows]
+    lengths = np.full(len(tensors), -1)
     chunks = []
-    for dtype, rows in groups.items():
-        indices = [index for index, _ in rows]
-        dtype_name = streams.add(name, dtype, [tensor for _, tensor in rows])
-        chunks.append([dtype_name, None if len(rows) == len(experiences) else indices, lengths[indices].tolist()])
+    for kind in dict.fromkeys(kinds):  # one, as a rule
+        alike = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
+        pieces = rows if len(alike) == len(rows) else [tensors[index] for index in alike]
+        if kind is None or kind[1] != 1:
+            uid = experiences[alike[0]].eid.uid
+            raise ExperienceError(f"experience {uid}: {name}: expected a 1-D tensor, got {pieces[0]!r:.80}.")
+        lengths[alike] = list(map(Tensor.numel, pieces))
+        if kind[2:] != _PLAIN_HOST:
+            pieces = list(map(host_tensor, pieces))
+        dtype_name = streams.add(name, kind[0], pieces)
+        chunks.append([dtype_name, None if len(alike) == len(tensors) else alike, lengths[alike].tolist()])
     return chunks, lengths
 
 
@@ -159,18 +162,15 @@ def _read_rows(
         for dtype_name, indices, row_lengths in chunks[name]:
             if name in TOKEN_FIELDS and known_dtype(dtype_name) not in INTEGER_DTYPES:
                 raise ExperienceFormatError(f"metadata: {name} of dtype {dtype_name}, which is no integer.")
-            where = np.arange(count) if indices is None else np.array(indices, dtype=np.int64)
-            if len(where) != len(row_lengths) or where.min(initial=0) < 0 or len(np.unique(where)) != len(where):
+            indices = range(count) if indices is None else indices
+            where = np.array(indices, dtype=np.int64)
+            if len(where) != len(row_lengths) or np.any(np.diff(where, prepend=-1) <= 0):
                 raise ExperienceFormatError(
                     f"metadata: {name} has {len(row_lengths)} rows for {len(where)} experiences."
                 )
             if (lengths[name][where] >= 0).any():
                 raise ExperienceFormatError(f"metadata: {name} has two rows for one experience.")
             lengths[name][where] = row_lengths
-            rows = streams[f"{name}.{dtype_name}"].take_rows(row_lengths)
-            if indices is None:
-                fields[name] = list(rows)
-            else:
-                for index, row in zip(indices, rows, strict=True):
-                    fields[name][index] = row
+            for index, row in zip(indices, streams[f"{name}.{dtype_name}"].take_rows(row_lengths), strict=True):
+                fields[name][index] = row
     return fields, lengths

@@ -3,7 +3,7 @@
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from trinity_lightning.common.experience.dtypes import DTYPE_NAMES, SAFETENSORS_
 from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
 
 ALIGNMENT = 16  # of the largest dtype; readers may view the bytes as they lie
+_BLOCK = 128  # rows copied at once: few enough to stay in the cache between two copies
 _LENGTH = struct.Struct("<Q")
 
 
@@ -22,6 +23,7 @@ class StreamWriter:
     def __init__(self) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._counts: dict[str, int] = {}
         self._header = b""
 
     def add(self, what: str, dtype: torch.dtype, pieces: Sequence[Tensor]) -> str:
@@ -35,8 +37,10 @@ class StreamWriter:
             raise ExperienceError(
                 f"tensors of dtype {dtype} cannot be serialized; convert it to one of {[*TORCH_DTYPES]}."
             )
-        self._pieces.setdefault(f"{what}.{name}", []).extend(pieces)
-        self._dtypes[f"{what}.{name}"] = dtype
+        stream = f"{what}.{name}"
+        self._pieces.setdefault(stream, []).extend(pieces)
+        self._counts[stream] = self._counts.get(stream, 0) + sum(map(Tensor.numel, pieces))
+        self._dtypes[stream] = dtype
         return name
 
     def finish(self) -> int:
@@ -44,8 +48,8 @@ class StreamWriter:
         order = sorted(self._pieces, key=lambda name: (-self._dtypes[name].itemsize, name))
         self._pieces = {name: self._pieces[name] for name in order}
         entries, offset = {}, 0
-        for name, pieces in self._pieces.items():
-            count, itemsize = sum(piece.numel() for piece in pieces), self._dtypes[name].itemsize
+        for name in order:
+            count, itemsize = self._counts[name], self._dtypes[name].itemsize
             code = SAFETENSORS_CODES[DTYPE_NAMES[self._dtypes[name]]]
             shape = [count * itemsize] if code == "U8" else [count]
             entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + count * itemsize]}
@@ -64,7 +68,7 @@ class StreamWriter:
         flat = torch.frombuffer(target, dtype=torch.uint8)
         with torch.no_grad():
             for name, pieces in self._pieces.items():
-                size = sum(piece.numel() for piece in pieces) * self._dtypes[name].itemsize
+                size = self._counts[name] * self._dtypes[name].itemsize
                 torch.cat(pieces, out=flat[start : start + size].view(self._dtypes[name]))
                 start += size
 
@@ -92,9 +96,11 @@ class Stream:
         """The next rows, each with storage of its own: filtering a step frees what it drops."""
         if min(lengths, default=0) < 0:
             raise ExperienceFormatError(f"tensor {self._name!r} has a row of negative length.")
-        flat = self.take(sum(lengths))
-        rows = [torch.empty(length, dtype=self._dtype) for length in lengths]
-        torch.split_with_sizes_copy(flat, list(lengths), out=rows)
+        rows: list[Tensor] = []
+        for start in range(0, len(lengths), _BLOCK):
+            block = list(lengths[start : start + _BLOCK])
+            # Without tensors to write to, split_with_sizes_copy returns them; its stub says only None.
+            rows += cast(list[Tensor], torch.split_with_sizes_copy(self.take(sum(block)), block))
         return rows
 
     def check_end(self) -> None:
@@ -113,7 +119,7 @@ def read_streams(section: memoryview) -> dict[str, Stream]:
     start = _LENGTH.size + size
     if start > len(section):
         raise ExperienceFormatError(f"tensor header of {size} bytes in a section of {len(section)}.")
-    entries = json.loads(bytes(section[_LENGTH.size : start]))
+    entries = json.loads(str(section[_LENGTH.size : start], "utf-8"))
     if not isinstance(entries, dict):
         raise ExperienceFormatError("tensor header is not a table.")
     streams, end = {}, start

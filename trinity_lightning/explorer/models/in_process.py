@@ -84,8 +84,12 @@ class InProcessEngine(ABC):
         stream = WeightStream.of(named_tensors)
         if not self.shares_weights:
             check_shapes(stream.shapes, self.weight_shapes)
-        await self._on_driver(lambda: self._take_weights(stream))
-        self._model_version = version
+
+        def take() -> None:
+            self._take_weights(stream)
+            self._model_version = version  # in the same command: no request can come in between
+
+        await self._on_driver(take)
 
     async def load(self) -> None:
         """Load model and tokenizer, once; the first request does it otherwise."""
@@ -93,10 +97,8 @@ class InProcessEngine(ABC):
             await self._on_driver(self._load_once)
 
     async def shutdown(self) -> None:
-        """Free what the engine holds; calling it twice is allowed."""
-        if self._loaded:
-            self._loaded = False
-            await self._on_driver(self._free)
+        """Free what the engine holds; calling it twice is allowed. Requests under way fail with RolloutError."""
+        await self._on_driver(self._free_once)
 
     # -- what the driver calls ----------------------------------------------------------------------------------------
 
@@ -110,10 +112,7 @@ class InProcessEngine(ABC):
 
     def pump(self) -> bool:
         """Run the commands that wait, then one step if any request is unfinished; whether anything was done."""
-        worked = False
-        while not self._commands.empty():
-            self._commands.get_nowait()()
-            worked = True
+        worked = self.run_commands()
         if not (self._loaded and self._has_work()):
             return worked
         try:
@@ -121,10 +120,18 @@ class InProcessEngine(ABC):
                 if reply := self._waiting.pop(request_id, None):
                     reply.resolve(result)
         except BaseException as error:
-            self._fail_all(error)
+            self._fail_all(f"the engine failed while generating: {type(error).__name__}: {error}")
             if not isinstance(error, Exception):
                 raise  # Ctrl-C is the driver's to handle
         return True
+
+    def run_commands(self) -> bool:
+        """Start requests, abort requests, take weights: whatever was posted; whether anything was."""
+        worked = False
+        while not self._commands.empty():
+            self._commands.get_nowait()()
+            worked = True
+        return worked
 
     # -- what an engine implements ------------------------------------------------------------------------------------
 
@@ -184,6 +191,12 @@ class InProcessEngine(ABC):
             self._load()
             self._loaded = True
 
+    def _free_once(self) -> None:
+        if self._loaded:
+            self._fail_all("the engine was shut down")
+            self._loaded = False
+            self._free()
+
     async def _request(self, add: Callable[[str], None]) -> Any:
         self._requests += 1
         request_id = str(self._requests)
@@ -198,22 +211,22 @@ class InProcessEngine(ABC):
     def _start(self, request_id: str, add: Callable[[str], None], reply: "_Reply[Any]") -> None:
         if reply.abandoned:
             return
+        self._waiting[request_id] = reply
         try:
             add(request_id)
         except Exception as error:  # a refused request is its caller's, the engine goes on
+            del self._waiting[request_id]
             reply.fail(error)
-        else:
-            self._waiting[request_id] = reply
 
     def _cancel(self, request_id: str) -> None:
         if self._waiting.pop(request_id, None):
             self._abort(request_id)
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, reason: str) -> None:
         failed, self._waiting = self._waiting, {}
-        self._abort_all()
         for reply in failed.values():
-            reply.fail(RolloutError(f"the engine failed while generating: {type(error).__name__}: {error}"))
+            reply.fail(RolloutError(reason))
+        self._abort_all()
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -226,9 +239,11 @@ class InProcessEngine(ABC):
         return await self._wait(reply)
 
     async def _wait(self, reply: "_Reply[T]") -> T:
-        while self._wake is None and not reply.future.done():
+        while self._wake is None:
+            await asyncio.sleep(0)  # first, for the others' requests to be posted: one step serves them all
+            if reply.future.done():
+                break
             self.pump()
-            await asyncio.sleep(0)
         return await reply.future
 
 

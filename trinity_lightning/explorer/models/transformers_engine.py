@@ -1,53 +1,34 @@
 """Generation with the training model itself, for places where vLLM cannot be installed."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from trinity_lightning.common.config import EngineConfig
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import load_tokenizer
 from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.explorer.models.decoding import Decoding, Request
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 
 SUPPORTED = ("temperature", "max_tokens", "seed", "stop")
 
 
-@dataclass
-class _Request:
-    token_ids: list[int]
-    n: int
-    temperature: float = 1.0
-    max_tokens: int = 16
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    scoring: bool = False
-
-
-@dataclass
-class _Row:
-    """One sample of a request while it is generated."""
-
-    request_id: str
-    request: _Request
-    generator: torch.Generator
-    logprobs: list[Tensor] = field(default_factory=list)
-
-
 class TransformersEngine(InProcessEngine):
     """An `InferenceModel` that generates with the policy, in batches of whatever requests wait.
 
-    Nothing has to be synced: `bind` gives it the training model. Each row samples from a generator of its own, seeded
-    like vLLM's i-th sample of a request (seed + i).
+    Nothing has to be synced: `bind` gives it the training model. Each sample draws from a generator of its own, seeded
+    like vLLM's i-th sample of a request (seed + i). A batch is decoded to the end of its longest response before the
+    next one begins.
 
     Args:
         model: name of the policy, for its tokenizer.
         config: the engine's knobs; keyword arguments override its fields.
+
+    Raises:
+        ConfigError: (by a request) a sampling setting it does not know or cannot follow.
     """
 
     shares_weights = True
@@ -58,7 +39,9 @@ class TransformersEngine(InProcessEngine):
         self._model_name = model
         self._max_rows = config.max_num_seqs
         self._model: Any = None
-        self._requests_waiting: dict[str, _Request] = {}
+        self._queue: dict[str, Request] = {}
+        self._scoring: dict[str, list[int]] = {}
+        self._decoding: Decoding | None = None
 
     def bind(self, model: Any) -> None:
         """Generate with this Hugging Face model from now on."""
@@ -88,146 +71,84 @@ class TransformersEngine(InProcessEngine):
         chosen = {name: value for name, value in sampling.items() if value is not None}
         if unknown := sorted(set(chosen) - set(SUPPORTED)):
             raise ConfigError(f"engine=transformers knows {', '.join(SUPPORTED)}, not {', '.join(unknown)}: use vLLM.")
-        request = _Request(token_ids, n, **chosen)
+        self._check_tokens(token_ids)
+        request = Request(token_ids, n, **chosen)
+        if n < 1 or request.max_tokens < 1 or not request.temperature >= 0:
+            raise ConfigError(
+                f"n = {n}, max_tokens = {request.max_tokens}, temperature = {request.temperature}: n and max_tokens "
+                "must be 1 or more, the temperature 0 (greedy) or more."
+            )
+        request.stop = [request.stop] if isinstance(request.stop, str) else list(request.stop)
         request.max_tokens = min(request.max_tokens, self.max_model_len - len(token_ids))
-        self._requests_waiting[request_id] = request
+        self._queue[request_id] = request
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
-        self._requests_waiting[request_id] = _Request(token_ids, n=1, scoring=True)
+        self._check_tokens(token_ids)
+        self._scoring[request_id] = token_ids
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        """One bad token would fail the whole batch it is decoded with."""
+        size = self._model.config.vocab_size
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token.")
+        if not 0 <= min(token_ids) <= max(token_ids) < size:
+            raise ValueError(f"token ids from {min(token_ids)} to {max(token_ids)}: the model knows 0 to {size - 1}.")
 
     def _abort(self, request_id: str) -> None:
-        self._requests_waiting.pop(request_id, None)
+        self._queue.pop(request_id, None)
+        self._scoring.pop(request_id, None)
+        if self._decoding is not None:
+            self._decoding.abort(request_id)
 
     def _abort_all(self) -> None:
-        self._requests_waiting.clear()
+        self._queue.clear()
+        self._scoring.clear()
+        self._decoding = None
 
     def _has_work(self) -> bool:
-        return bool(self._requests_waiting)
+        return bool(self._queue or self._scoring or self._decoding)
 
     def _take_weights(self, stream: WeightStream) -> None:
         """Nothing to take: the trainer's weights are this engine's."""
 
     def _free(self) -> None:
-        self._requests_waiting.clear()
+        """Nothing to free: the model is the trainer's."""
 
     @torch.no_grad()
     def _step(self) -> Iterable[tuple[str, Any]]:
-        """One batch from start to end: as many of the waiting requests as there are rows for (at least one)."""
-        batch: dict[str, _Request] = {}
-        for request_id, request in self._requests_waiting.items():
-            if batch and sum(r.n for r in batch.values()) + request.n > self._max_rows:
-                break
-            batch[request_id] = request
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            results = [(key, self._score(request)) for key, request in batch.items() if request.scoring]
-            results += self._generate({key: request for key, request in batch.items() if not request.scoring})
-        finally:
-            self._model.train(was_training)
-        for request_id in batch:
-            self._requests_waiting.pop(request_id, None)
+        """Score what waits for it, then one more token for every sample of the batch under way."""
+        with _evaluating(self._model):
+            results: list[tuple[str, Any]] = [(key, self._score(tokens)) for key, tokens in self._scoring.items()]
+            self._scoring.clear()
+            if not self._decoding and self._queue:
+                self._decoding = Decoding(self._model, self._tokenizer, self._next_batch())
+            if self._decoding:
+                results += self._decoding.step()
         return results
 
-    def _score(self, request: _Request) -> list[float]:
-        tokens = torch.tensor([request.token_ids], device=self._model.device)
+    def _next_batch(self) -> dict[str, Request]:
+        """As many of the waiting requests as there are rows for, in their order; at least one."""
+        batch: dict[str, Request] = {}
+        for request_id, request in self._queue.items():
+            if batch and sum(other.n for other in batch.values()) + request.n > self._max_rows:
+                break
+            batch[request_id] = request
+        for request_id in batch:
+            del self._queue[request_id]
+        return batch
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        tokens = torch.tensor([token_ids], device=self._model.device)
         logprobs = self._model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()
 
-    def _generate(self, requests: dict[str, _Request]) -> list[tuple[str, list[Completion]]]:
-        rows = [
-            _Row(key, request, self._generator(request, i)) for key, request in requests.items() for i in range(request.n)
-        ]
-        if not rows:
-            return []
-        prompts = self._tokenizer.pad(
-            {"input_ids": [row.request.token_ids for row in rows]}, padding_side="left", return_tensors="pt"
-        ).to(self._model.device)
-        width = prompts["input_ids"].shape[1]
-        sampled = self._model.generate(
-            **prompts,
-            do_sample=False,  # the processor draws; the argmax of what it returns is the drawn token
-            max_new_tokens=max(row.request.max_tokens for row in rows),
-            logits_processor=LogitsProcessorList([_Sampler(rows)]),
-            stopping_criteria=StoppingCriteriaList([_Stop(rows, width, self._tokenizer)]),
-            pad_token_id=self._tokenizer.pad_token_id,
-        )
-        responses = sampled[:, width:].tolist()
-        completions: dict[str, list[Completion]] = {key: [] for key in requests}
-        for row, response in zip(rows, responses, strict=True):
-            completions[row.request_id].append(self._completion(row, response))
-        return list(completions.items())
 
-    def _generator(self, request: _Request, sample: int) -> torch.Generator:
-        generator = torch.Generator(device=self._model.device)
-        if request.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(request.seed + sample)
-        return generator
-
-    def _completion(self, row: _Row, response: list[int]) -> Completion:
-        """Cut a padded response at its end token, stop string or limit."""
-        length, finish, stop_reason = _end(row.request, response, self._tokenizer, self._end_ids())
-        text = self._tokenizer.decode(response[:length], skip_special_tokens=True)
-        if isinstance(stop_reason, str):
-            text = text[: text.index(stop_reason)]
-        logprobs = [float(value) for value in row.logprobs[:length]]
-        return Completion(row.request.token_ids, response[:length], logprobs, text, finish, stop_reason)
-
-    def _end_ids(self) -> set[int]:
-        ends = self._model.generation_config.eos_token_id
-        return {ends} if isinstance(ends, int) else set(ends or [self._tokenizer.eos_token_id])
-
-
-class _Sampler(LogitsProcessor):
-    """Draws each row's token by the Gumbel-max trick from its own generator, and notes its log-probability."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen = torch.full_like(scores, -torch.inf)
-        for index, row in enumerate(self._rows):
-            temperature = row.request.temperature
-            logprobs = (scores[index].float() / (temperature or 1.0)).log_softmax(-1)
-            keys = logprobs
-            if temperature > 0:
-                uniform = torch.rand(logprobs.shape, generator=row.generator, device=logprobs.device)
-                keys = logprobs - torch.log(-torch.log(uniform.clamp_min(1e-20)))
-            token = keys.argmax()
-            row.logprobs.append(logprobs[token])
-            chosen[index, token] = 0.0
-        return chosen
-
-
-class _Stop(StoppingCriteria):
-    """Ends a row at its own token limit or stop string; end tokens are generate's own affair."""
-
-    def __init__(self, rows: list[_Row], width: int, tokenizer: Any) -> None:
-        self._rows, self._width, self._tokenizer = rows, width, tokenizer
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        made = input_ids.shape[1] - self._width
-        done = [made >= row.request.max_tokens for row in self._rows]
-        for index, row in enumerate(self._rows):
-            if row.request.stop and not done[index]:
-                text = self._tokenizer.decode(input_ids[index, self._width :], skip_special_tokens=True)
-                done[index] = any(stop in text for stop in row.request.stop)
-        return torch.tensor(done, device=input_ids.device)
-
-
-def _end(
-    request: _Request, response: list[int], tokenizer: Any, end_ids: set[int]
-) -> tuple[int, str, str | None]:
-    """Length of a response, why it ended, and the stop string that did it."""
-    limit = min(len(response), request.max_tokens)
-    for index, token in enumerate(response[:limit]):
-        if token in end_ids:
-            return index + 1, "stop", None
-        if request.stop:
-            text = tokenizer.decode(response[: index + 1], skip_special_tokens=True)
-            found = next((stop for stop in request.stop if stop in text), None)
-            if found is not None:
-                return index + 1, "stop", found
-    return limit, "length", None
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """The trainer's model without dropout, and as it was afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

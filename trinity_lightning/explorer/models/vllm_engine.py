@@ -1,10 +1,12 @@
 """vLLM in this process: one continuous batch that many awaiting workflows share."""
 
+import dataclasses
 import gc
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from trinity_lightning.common.config import EngineConfig, EngineDtype
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 
@@ -49,6 +53,7 @@ class VLLMEngine(InProcessEngine):
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         super().__init__(self._config.max_model_len)
         self._model = model
+        self._random_stream = torch.Generator().manual_seed(0).get_state()
 
     @property
     def tokenizer(self) -> Any:
@@ -70,29 +75,42 @@ class VLLMEngine(InProcessEngine):
         # One process: weight sync is then a plain call. Both must be set before vLLM is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vLLM's imports warn of its dependencies' affairs
-            from vllm import EngineArgs
-            from vllm.platforms import current_platform
-            from vllm.v1.engine.llm_engine import LLMEngine
-
-            arguments = self._engine_args(path, on_cpu=current_platform.is_cpu())
-            try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-            except Exception as error:
-                raise ModelLoadError(f"vLLM cannot load '{path}': {type(error).__name__}: {error}") from error
+        before = random_state()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # vLLM's imports warn of its dependencies' affairs
+                self._weight_shapes = parameter_shapes(path)
+                self._engine = self._build(path)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"vLLM cannot load '{path}': {type(error).__name__}: {error}") from error
+        finally:
+            restore_random_state(before)  # vLLM seeds the whole process
         self._tokenizer = self._engine.get_tokenizer()
-        self._weight_shapes = parameter_shapes(path)
+
+    def _build(self, path: str) -> Any:
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
+        for name in self._config.args:
+            if name not in known:
+                raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, known)}")
+        arguments = self._engine_args(path, on_cpu=current_platform.is_cpu())
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
     def _engine_args(self, path: str, on_cpu: bool) -> dict[str, Any]:
         config = self._config
         arguments: dict[str, Any] = {
             "model": path,
-            "dtype": VLLM_DTYPES[config.dtype],
+            "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "seed": 0,  # every request brings its own
         }
         if config.kv_cache_gb is not None:
@@ -108,22 +126,17 @@ class VLLMEngine(InProcessEngine):
         return arguments | dict(config.args)
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         chosen = {name: value for name, value in sampling.items() if value is not None}
-        params = SamplingParams(
-            n=n, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **chosen
-        )
-        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+        self._submit(request_id, token_ids, n=n, logprobs=0, **chosen)
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
+        self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0)  # vLLM samples at least one token
+
+    def _submit(self, request_id: str, token_ids: list[int], **sampling: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
 
     def _abort(self, request_id: str) -> None:
@@ -137,7 +150,22 @@ class VLLMEngine(InProcessEngine):
         return self._engine.has_unfinished_requests()
 
     def _step(self) -> Iterable[tuple[str, Any]]:
-        return [(out.request_id, _result(out)) for out in self._engine.step() if out.finished]
+        with self._own_random_stream():
+            return [(out.request_id, _result(out)) for out in self._engine.step() if out.finished]
+
+    @contextmanager
+    def _own_random_stream(self) -> Iterator[None]:
+        """Every step draws from torch's global generator, seeded requests or not: keep the trainer's out of it.
+
+        How many steps there are is a matter of timing, and a run must not depend on it.
+        """
+        trainers = torch.get_rng_state()
+        torch.set_rng_state(self._random_stream)
+        try:
+            yield
+        finally:
+            self._random_stream = torch.get_rng_state()
+            torch.set_rng_state(trainers)
 
     def _take_weights(self, stream: WeightStream) -> None:
         try:
@@ -157,12 +185,12 @@ class VLLMEngine(InProcessEngine):
 def _result(output: Any) -> list[Completion] | list[float]:
     """Completions of a request, or the prompt's log-probabilities where those were asked for."""
     if output.prompt_logprobs is not None:
-        return _aligned(output.prompt_logprobs, len(output.prompt_token_ids))[1:]  # the first token has none
+        return _own_logprobs(output.prompt_logprobs[1:])  # the first token has none
     return [
         Completion(
             prompt_token_ids=output.prompt_token_ids,
             token_ids=list(sample.token_ids),
-            logprobs=_aligned(sample.logprobs, len(sample.token_ids)),
+            logprobs=_own_logprobs(sample.logprobs),
             text=sample.text,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
@@ -171,14 +199,13 @@ def _result(output: Any) -> list[Completion] | list[float]:
     ]
 
 
-def _aligned(flat: Any, length: int) -> list[float]:
+def _own_logprobs(flat: Any) -> list[float]:
     """The log-probability of each token itself: the first entry at each position of vLLM's flat container."""
-    positions = zip(flat.start_indices[:length], flat.end_indices[:length], strict=True)
-    return [flat.logprobs[start] if start < end else float("nan") for start, end in positions]
+    return [flat.logprobs[start] for start in flat.start_indices]
 
 
 def _avoid_compiled_sampler() -> None:
     """Replace a helper that vLLM compiles (11 s, and a C++ compiler needed) by the same one line uncompiled."""
     import vllm.v1.sample.sampler as sampler
 
-    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]

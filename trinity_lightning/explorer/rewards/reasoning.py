@@ -1,6 +1,7 @@
 """reasoning-gym's own verifiers as a reward."""
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,14 @@ def reasoning_gym(response: str, task: Task) -> float:
     if not source:
         raise ValueError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
     answer = extract_answer(response) or response.strip()
-    return float(_verifier(source["name"])(answer, source["entry"]))
+    config = json.dumps(source.get("config", {}), sort_keys=True)
+    return float(_verifier(source["name"], config)(answer, source["entry"]))
 
 
 @functools.cache
-def _verifier(name: str) -> Callable[[str, dict[str, Any]], float]:
+def _verifier(name: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+    """The verifier of a dataset as it was configured: some judge by the configuration (a number of decimal places)."""
     import reasoning_gym
 
-    verifier: Callable[..., float] = reasoning_gym.get_score_answer_fn(name)
+    verifier: Callable[..., float] = reasoning_gym.create_dataset(name, **json.loads(config)).score_answer
     return verifier

@@ -4,9 +4,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
-
-from torch import Tensor
+from typing import Any, cast
 
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.registry import Registry
@@ -84,7 +82,8 @@ async def _call(reward: Reward, response: str, task: Task) -> Any:
 
 
 def _number(reward: Reward, part: str, value: Any) -> float:
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
+    number = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(number, Real) or not is_valid_reward(float(number)):
         raise RolloutError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
     return float(number)
@@ -92,18 +91,19 @@ def _number(reward: Reward, part: str, value: Any) -> float:
 
 def _reward(entry: Any, weight: Any) -> Reward:
     function = _function(entry)
-    if not callable(function):
-        raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
     if not isinstance(weight, Real) or not is_valid_reward(float(weight)):
         raise ConfigError(f"the weight of reward function {entry!r} must be a finite number, not {weight!r}.")
     return Reward(_name(entry, function), function, float(weight))
 
 
-def _function(entry: Any) -> Any:
+def _function(entry: Any) -> RewardFunction:
     try:
-        return REWARDS.resolve(entry) if isinstance(entry, str) else entry
+        function = REWARDS.resolve(entry) if isinstance(entry, str) else entry
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if not callable(function):
+        raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
+    return cast(RewardFunction, function)
 
 
 def _name(entry: Any, function: Any) -> str:

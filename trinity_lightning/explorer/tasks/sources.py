@@ -15,6 +15,9 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 # Of the split between train and held-out sums, and of nothing else: no other seed may move a sum across it.
 _SPLIT_SEED = 0
 
+# What reasoning-gym raises for arguments that do not fit: its validation is made of assert statements.
+_REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
+
 
 class Entries(Protocol):
     """Entries by position: a list of dicts, a Hugging Face dataset, or a generator of entries by index."""
@@ -64,7 +67,7 @@ class ReasoningGymEntries:
                 raise ConfigError(unknown_name(f"argument of reasoning-gym dataset '{name}'", key, fields))
         try:
             self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **config)
-        except (AssertionError, TypeError, ValueError) as error:  # its validation is made of assert statements
+        except _REFUSALS as error:
             raise ConfigError(f"reasoning-gym dataset '{name}' refuses its arguments: {error}") from error
         self._name = name
         self._size = size
@@ -74,7 +77,10 @@ class ReasoningGymEntries:
         return self._size
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
-        entry = self._dataset[index]
+        try:
+            entry = self._dataset[index]
+        except _REFUSALS as error:  # arguments that contradict each other pass its validation and fail here
+            raise ConfigError(f"reasoning-gym dataset '{self._name}' cannot make this entry: {error}") from error
         return {
             "prompt": entry["question"],
             "answer": entry["answer"],

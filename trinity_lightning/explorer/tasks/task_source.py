@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trinity_lightning.common.config import SamplingConfig
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
-
-if TYPE_CHECKING:
-    from trinity_lightning.explorer.workflows.workflow import Workflow
+from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 
 # Each of these makes the sampled distribution another than the policy's, whose gradient is taken.
 EVALUATION_ONLY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -27,14 +26,21 @@ class TaskSource:
         sampling: how its rollouts are drawn.
         workflow_args: the workflow's settings.
         repeat_times: rollouts a task.
+
+    Raises:
+        ConfigError: an unknown workflow or reward.
     """
 
     taskset: Taskset
-    workflow: "str | type[Workflow]" = "math"
+    workflow: str | type[Workflow] = "math"
     reward_fn: str | Callable[..., Any] | Sequence[Any] | Mapping[Any, float] | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     repeat_times: int = 1
+
+    def __post_init__(self) -> None:
+        resolve_workflow(self.workflow)
+        resolve_rewards(self.reward_fn)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,151 @@
+"""Serialization and collation of experiences against the plain way: one named tensor a field an experience.
+
+    python benchmarks/experience.py [--experiences 2048] [--tokens 1024] [--prompt 256] [--repeats 7]
+
+The plain way packs one safetensors entry a field an experience beside pickled metadata, and collates with a torch.cat a
+row and a torch.stack. Both sides run in turns in one process on one thread; the fastest of the repeats counts. Prints
+one JSON line: milliseconds of both, their ratios, and the peak of memory while serializing over the payload's size.
+"""
+
+import argparse
+import json
+import pickle
+import resource
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.experience import (
+    EID,
+    Experience,
+    gather_action_masks,
+    gather_attention_masks,
+    gather_response_attrs,
+    gather_token_ids,
+)
+
+TENSOR_FIELDS = ("tokens", "logprobs", "advantages", "action_mask")
+PLAIN_FIELDS = ("reward", "info", "metrics", "prompt_length", "prompt_text", "response_text", "truncate_status")
+LENGTHS = struct.Struct("<QQ")
+
+
+def make_experiences(count: int, tokens: int, prompt: int) -> list[Experience]:
+    """Single turns of equal length with log-probabilities and advantages."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Experience(
+            eid=EID(batch=1, task=index // 8, run=index % 8),
+            tokens=torch.randint(0, 50_000, (tokens,), dtype=torch.int32, generator=generator),
+            prompt_length=prompt,
+            logprobs=torch.randn(tokens - prompt, generator=generator),
+            advantages=torch.randn(tokens - prompt, generator=generator),
+            reward=float(index % 2),
+            info={"model_version": 1, "finish_reason": "stop"},
+            metrics={"accuracy": float(index % 2)},
+            prompt_text="What is 2 + 2? ",
+            response_text="It is 4. " * 20,
+        )
+        for index in range(count)
+    ]
+
+
+def plain_serialize(experiences: list[Experience]) -> bytes:
+    tensors, items = {}, []
+    for index, experience in enumerate(experiences):
+        items.append({"eid": experience.eid.to_dict(), **{name: getattr(experience, name) for name in PLAIN_FIELDS}})
+        for name in TENSOR_FIELDS:
+            tensors[f"{index}:{name}"] = getattr(experience, name).detach().contiguous().cpu()
+    metadata, data = pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL), safetensors.torch.save(tensors)
+    return LENGTHS.pack(len(metadata), len(data)) + metadata + data
+
+
+def plain_deserialize(payload: bytes) -> list[Experience]:
+    size = LENGTHS.unpack_from(payload)[0]
+    items = pickle.loads(payload[LENGTHS.size : LENGTHS.size + size])  # noqa: S301  # written above
+    tensors = safetensors.torch.load(payload[LENGTHS.size + size :])
+    for index, item in enumerate(items):
+        item.update({name: tensors[f"{index}:{name}"] for name in TENSOR_FIELDS})
+    return [Experience(**item) for item in items]
+
+
+def plain_gather(experiences: list[Experience], prompt: int, response: int) -> list[Tensor]:
+    def right(name: str) -> Tensor:
+        rows = [getattr(e, name) for e in experiences]
+        return torch.stack([torch.cat([r, torch.full((response - len(r),), 0, dtype=r.dtype)]) for r in rows])
+
+    tokens = []
+    attention = torch.zeros((len(experiences), prompt + response), dtype=torch.bool)
+    for index, e in enumerate(experiences):
+        before, after = prompt - e.prompt_length, response + e.prompt_length - len(e.tokens)
+        pads = [torch.full((size,), 0, dtype=e.tokens.dtype) for size in (before, after)]
+        tokens.append(torch.cat([pads[0], e.tokens, pads[1]]))
+        attention[index, before : before + len(e.tokens)] = True
+    return [torch.stack(tokens), attention, right("action_mask"), right("logprobs")]
+
+
+def flat_gather(experiences: list[Experience], prompt: int, response: int) -> list[Tensor]:
+    return [
+        gather_token_ids(experiences, prompt, response, 0),
+        gather_attention_masks(experiences, prompt, response),
+        gather_action_masks(experiences, response),
+        gather_response_attrs(experiences, "logprobs", response),
+    ]
+
+
+def fastest(*sides: Callable[[], Any], repeats: int) -> list[float]:
+    """Milliseconds of the fastest run of each side; the sides take turns, so that both meet the same neighbours."""
+    best = [float("inf")] * len(sides)
+    for _ in range(repeats):
+        for side, run in enumerate(sides):
+            start = time.perf_counter()
+            result = run()
+            best[side] = min(best[side], (time.perf_counter() - start) * 1e3)
+            del result
+    return best
+
+
+def peak_over_payload(experiences: list[Experience]) -> float:
+    """Growth of the process's peak memory while serializing, the payload itself included, over the payload's size."""
+    Experience.serialize_many(experiences[:1])  # imports
+    before = psutil.Process().memory_info().rss
+    payload = Experience.serialize_many(experiences)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return round((peak - before) / len(payload), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiences", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    experiences = make_experiences(args.experiences, args.tokens, args.prompt)
+    response = args.tokens - args.prompt
+    peak = peak_over_payload(experiences)
+    plain, ours = plain_serialize(experiences), Experience.serialize_many(experiences)
+    pairs = {
+        "serialize": (lambda: plain_serialize(experiences), lambda: Experience.serialize_many(experiences)),
+        "deserialize": (lambda: plain_deserialize(plain), lambda: Experience.deserialize_many(ours)),
+        "gather": (
+            lambda: plain_gather(experiences, args.prompt, response),
+            lambda: flat_gather(experiences, args.prompt, response),
+        ),
+    }
+    result: dict[str, Any] = {"benchmark": "experience", **vars(args), "payload_mb": round(len(ours) / 1e6, 1)}
+    for name, (plain_side, our_side) in pairs.items():
+        plain_ms, our_ms = fastest(plain_side, our_side, repeats=args.repeats)
+        result[name] = {"plain_ms": round(plain_ms, 1), "ms": round(our_ms, 1), "ratio": round(plain_ms / our_ms, 1)}
+    result["serialize"]["peak_over_payload"] = peak
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Hypothesis strategies and samples of experiences, for the tests beside this file."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from trinity_lightning.common.experience import EID, CustomField, Experience
+
+FLOAT_DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+TOKEN_DTYPES = st.sampled_from([torch.int32, torch.int64, torch.uint8, torch.int16])
+TEXT = st.text(max_size=8) | st.just("lone \ud800 surrogate")
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | TEXT
+    | st.binary(max_size=8)
+    | st.builds(np.float32, st.floats(width=32))
+    | st.builds(np.int64, st.integers(-(2**63), 2**63 - 1))
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(FLOAT_DTYPES | TOKEN_DTYPES | st.sampled_from([torch.bool, torch.complex64, torch.uint16]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+ARRAYS = st.builds(
+    lambda shape, dtype: np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape).astype(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(["float32", "int16", "bool", "complex128", "uint64"]),
+)
+VALUES = st.recursive(
+    SCALARS | tensors() | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(TEXT | st.integers(-5, 5) | st.tuples(TEXT, st.integers(0, 3)), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+IDS = st.integers(0, 99) | TEXT
+MESSAGES = st.none() | st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": TEXT}, optional={"tool": VALUES}),
+    max_size=2,
+)
+
+
+def _floats(draw: st.DrawFn, length: int) -> torch.Tensor | None:
+    if draw(st.booleans()):
+        return None
+    values = draw(st.lists(st.floats(-10, 10) | st.just(float("nan")), min_size=length, max_size=length))
+    return torch.tensor(values, dtype=draw(FLOAT_DTYPES))
+
+
+@st.composite
+def experiences(draw: st.DrawFn) -> Experience:
+    """An experience of any type, with anything that fields may hold."""
+    kind = draw(st.sampled_from(["single_turn", "multi_turn", "dpo", "truncated"]))
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    length = prompt if kind in {"dpo", "truncated"} else prompt + response
+    response = 0 if kind == "dpo" else response
+    fields: dict[str, Any] = {
+        "eid": EID(draw(IDS), draw(IDS), draw(st.integers(0, 9)), draw(st.integers(0, 9))),
+        "tokens": torch.arange(length).to(draw(TOKEN_DTYPES)),
+        "prompt_length": prompt,
+        "reward": draw(st.none() | st.floats()),
+        "info": draw(st.dictionaries(TEXT | st.integers(-9, 9), VALUES, max_size=3)),
+        "metrics": draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
+        "prompt_text": draw(st.none() | TEXT),
+        "messages": draw(MESSAGES),
+        "tools": draw(MESSAGES),
+        "multi_modal_inputs": draw(st.none() | st.dictionaries(TEXT, tensors(), max_size=2)),
+        "custom_fields": draw(st.lists(st.builds(CustomField, TEXT, TEXT, FLOAT_DTYPES), max_size=2)),
+    }
+    for name in ("logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs"):
+        fields[name] = _floats(draw, response)
+    if kind == "truncated":
+        fields["logprobs"] = torch.zeros(response)
+        fields["truncate_status"] = "prompt_truncated"
+    if kind == "multi_turn":
+        fields["action_mask"] = torch.tensor(draw(st.lists(st.booleans(), min_size=response, max_size=response)))
+    if kind == "dpo":
+        fields |= {"chosen": [1, 2], "rejected": [3], "chosen_messages": draw(MESSAGES)}
+    return Experience(**fields)
+
+
+def sample() -> list[Experience]:
+    """A few experiences that use every field."""
+    single = Experience(
+        eid=EID(batch=1, task="a", run=2, step=3),
+        tokens=[1, 2, 3, 4, 5],
+        prompt_length=2,
+        logprobs=[-0.1, -0.2, float("nan")],
+        reward=0.5,
+        advantages=torch.ones(3, dtype=torch.bfloat16),
+        truncate_status="response_truncated",
+        info={"shape": (1, 2), 7: b"bytes", "tensor": torch.eye(2), "array": np.arange(3), "nan": float("nan")},
+        metrics={"accuracy": 1.0},
+        prompt_text="What?",
+        response_text="That.",
+        custom_fields=[CustomField("shape", "shapes", torch.int64)],
+    )
+    multi = Experience(
+        tokens=torch.arange(6),
+        prompt_length=2,
+        action_mask=[True, True, False, True],
+        messages=[{"role": "user", "content": "Hi", "tool_calls": [{"id": 1}]}],
+        tools=[{"name": "calculator"}],
+        multi_modal_inputs={"pixels": torch.rand(2, 3)},
+    )
+    pair = Experience(tokens=[1, 2], chosen=[3], rejected=[4, 5], chosen_messages=[{"role": "user", "content": "x"}])
+    return [single, multi, pair]

@@ -1,0 +1,196 @@
+"""Payloads of version 1 are written here as Trinity-RFT's serialize_many lays them out."""
+
+import io
+import pickle
+import struct
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from experience_cases import sample
+
+from trinity_lightning.common.experience import CustomField, Experience, ExperienceFormatError
+from trinity_lightning.common.experience.plain_pickle import load_plain
+
+TENSORS = ["tokens", "logprobs", "token_level_reward", "advantages", "returns", "action_mask", "chosen", "rejected"]
+PLAIN = ["reward", "truncate_status", "info", "metrics", "prompt_length", "response_text", "prompt_text", "messages"]
+PLAIN += ["tools", "chosen_messages", "rejected_messages"]
+
+
+def frame(metadata: bytes, tensors: bytes) -> bytes:
+    return b"TRXP" + struct.pack("<BQQ", 1, len(metadata), len(tensors)) + metadata + tensors
+
+
+def write_version_1(experiences: list[Experience], protocol: int = pickle.HIGHEST_PROTOCOL, **changes: Any) -> bytes:
+    items, tensors = [], {}
+    for index, experience in enumerate(experiences):
+        item = {"eid": experience.eid.to_dict(), **{name: getattr(experience, name) for name in PLAIN}}
+        item["custom_fields"] = [
+            {"source_field": f.source_field, "destination_field": f.destination_field, "data_type": str(f.data_type)}
+            for f in experience.custom_fields
+        ]
+        inputs = experience.multi_modal_inputs or {}
+        item["multi_modal_input_keys"] = list(inputs)
+        tensors |= {f"{index}:{n}": t for n in TENSORS if (t := getattr(experience, n)) is not None}
+        tensors |= {f"{index}:multi_modal_inputs:{key}": value for key, value in inputs.items()}
+        items.append(item)
+    metadata = {"version": 1, "num_items": len(items), "items": items} | changes
+    return frame(pickle.dumps(metadata, protocol=protocol), safetensors.torch.save(tensors))
+
+
+def plain_sample() -> list[Experience]:
+    single, multi, pair = sample()
+    single.info = {"shape": (1, 2), 7: b"bytes", "long": 10**30, "nested": [{"a": None}, True, ()], "text": "é" * 300}
+    return [single, multi, pair]
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_version_1_is_read(protocol):
+    batch = plain_sample()
+    assert Experience.deserialize_many(write_version_1(batch, protocol)) == batch
+
+
+def test_truncated_prompts_read_as_single_turns():
+    cut = Experience(tokens=[1, 2], prompt_length=2, logprobs=[0.0], truncate_status="prompt_truncated")
+    assert Experience.deserialize(write_version_1([cut])) == cut
+
+
+def test_a_partial_mask_reads_as_several_turns():
+    multi = Experience(tokens=[1, 2, 3], action_mask=[True, False])
+    assert Experience.deserialize(write_version_1([multi])).experience_type == "multi_turn"
+
+
+def test_version_1_written_again_is_version_2():
+    batch = Experience.deserialize_many(write_version_1(plain_sample()[1:]))
+    assert Experience.serialize_many(batch)[4] == 2
+
+
+class Bomb:
+    fired = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (Bomb, "fired", True)
+
+
+REFUSED = {
+    "call": (Bomb(), r"builtins\.setattr"),
+    "class": (Experience, r"trinity_lightning\.common\.experience\.experience\.Experience"),
+    "set": ({1}, "EMPTY_SET"),
+    "complex": (1j, r"builtins\.complex"),
+    "tensor": (torch.ones(1), r"torch\._utils\._rebuild_tensor_v2"),
+    "field": (CustomField("a", "b", torch.int8), r"custom_field\.CustomField|copyreg"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_objects_are_refused_by_name_and_nothing_runs(case, protocol):
+    value, name = REFUSED[case]
+    if protocol == 2:
+        name = r"refuses .*: not plain data"
+    experience = Experience(tokens=[1, 2], info={"x": value})
+    with pytest.raises(ExperienceFormatError, match=name):
+        Experience.deserialize(write_version_1([experience], protocol))
+    assert not Bomb.fired
+
+
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _laughs() -> list[Any]:
+    value: list[Any] = ["ha"] * 10
+    for _ in range(30):
+        value = [value] * 10
+    return value
+
+
+def _cycle() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(_nested(200), "nested more than 100 deep"), (_laughs(), "out of all proportion"), (_cycle(), "contains itself")],
+)
+def test_limits_of_depth_and_size(value, message):
+    with pytest.raises(ExperienceFormatError, match=message):
+        load_plain(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x05.",
+        b"\x80\x05N",
+        b"\x80\x05NN.",
+        b"\x80\x05N.N",
+        b"\x80\x05]\x8e" + struct.pack("<Q", 2**62) + b".",
+        b"\x80\x05\x96" + struct.pack("<Q", 2**62) + b".",
+        b"\x80\x05Nr\xff\xff\xff\xffj\xff\xff\xff\xff.",
+        b"\x80\x05h\x09.",
+        b"\x80\x05(]Nu.",
+        b"\x80\x05}(Nu.",
+        b"\x80\x05}(]Nu.",
+        b"\x80\x05e.",
+        b"\x80\x05\x86.",
+        b"cos\nsystem\n.",
+        b"\x80\x05(.",
+        b"\x80\x05Va\n.",
+        b"\xff",
+    ],
+)
+def test_broken_pickles_are_refused(data):
+    with pytest.raises(ExperienceFormatError, match="metadata"):
+        load_plain(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_items": 2}, "2 items announced, 1 there"),
+        ({"version": 3}, "announced"),
+        ({"items": None}, "cannot be read"),
+        ({"items": [], "num_items": 0}, "belong to no known field"),
+        ({"items": [{"prompt_length": 5}]}, "prompt_length"),
+        ({"items": [{"multi_modal_input_keys": ["x"]}]}, "0:multi_modal_inputs:x"),
+        (
+            {"items": [{"custom_fields": [{"source_field": "", "destination_field": "", "data_type": "torch.load"}]}]},
+            "unknown dtype 'load'",
+        ),
+    ],
+)
+def test_metadata_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ExperienceFormatError, match=message):
+        Experience.deserialize_many(write_version_1([Experience(tokens=[1, 2])], **changes))
+
+
+def test_tensors_of_unknown_fields_are_refused_by_name():
+    metadata = pickle.dumps({"version": 1, "num_items": 0, "items": []})
+    tensors = safetensors.torch.save({"0:routed_experts": torch.ones(1)})
+    with pytest.raises(ExperienceFormatError, match="0:routed_experts"):
+        Experience.deserialize_many(frame(metadata, tensors))
+
+
+def test_plain_pickles_are_read_only_on_request():
+    batch = sample()
+    data = pickle.dumps(batch)
+    with pytest.raises(ExperienceFormatError, match="pass allow_pickle=True"):
+        Experience.deserialize_many(data)
+    assert Experience.deserialize_many(data, allow_pickle=True) == batch
+    assert Experience.deserialize(pickle.dumps(batch[0]), allow_pickle=True) == batch[0]
+
+
+@pytest.mark.parametrize(
+    "data", [pickle.dumps({"a": 1}), pickle.dumps([1]), b"", b"no pickle", pickle.dumps(io.BytesIO)]
+)
+def test_pickles_of_other_things_are_refused(data):
+    with pytest.raises(ExperienceFormatError, match="pickle"):
+        Experience.deserialize_many(data, allow_pickle=True)

@@ -1,0 +1,150 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_lightning.common.experience import (
+    EID,
+    Experience,
+    ExperienceError,
+    gather_action_masks,
+    gather_attention_masks,
+    gather_multi_modal_inputs,
+    gather_response_attrs,
+    gather_token_ids,
+)
+
+PAIR = [
+    Experience(tokens=[0, 1, 2, 3, 4], prompt_length=2, eid=EID(suffix="first")),
+    Experience(tokens=[0, 1, 2, 3, 4, 5], prompt_length=4, eid=EID(suffix="second")),
+]
+
+
+def test_worked_example():
+    tokens = gather_token_ids(PAIR, 4, 4, 99)
+    assert tokens.tolist() == [[99, 99, 0, 1, 2, 3, 4, 99], [0, 1, 2, 3, 4, 5, 99, 99]]
+    assert tokens.dtype == torch.int32
+    attention = gather_attention_masks(PAIR, 4, 4)
+    assert attention.dtype == torch.bool
+    assert attention.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0]]
+    actions = gather_action_masks(PAIR, 4)
+    assert actions.dtype == torch.bool
+    assert actions.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> tuple[list[Experience], int, int]:
+    sizes = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6))
+    experiences = [
+        Experience(
+            tokens=list(range(prompt + response)),
+            prompt_length=prompt,
+            action_mask=[(prompt + i) % 2 for i in range(response)],
+            logprobs=torch.arange(response, dtype=torch.float64) - 0.5,
+        )
+        for prompt, response in sizes
+    ]
+    width = [max(column) + draw(st.integers(0, 2)) for column in zip(*sizes, strict=True)]
+    return experiences, width[0], width[1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(ragged())
+def test_agrees_with_padding_row_by_row(case: tuple[list[Experience], int, int]):
+    experiences, prompt, response = case
+    tokens, attention, actions, logprobs = [], [], [], []
+    for e in experiences:
+        size = len(e.tokens) - e.prompt_length
+        left, right = [0] * (prompt - e.prompt_length), [0] * (response - size)
+        tokens.append([-1] * len(left) + e.tokens.tolist() + [-1] * len(right))
+        attention.append(left + [1] * len(e.tokens) + right)
+        assert e.action_mask is not None
+        assert e.logprobs is not None
+        actions.append(e.action_mask.int().tolist() + right)
+        logprobs.append(e.logprobs.tolist() + [7.5] * len(right))
+    assert gather_token_ids(experiences, prompt, response, -1).tolist() == tokens
+    assert gather_attention_masks(experiences, prompt, response).int().tolist() == attention
+    assert gather_action_masks(experiences, response).int().tolist() == actions
+    gathered = gather_response_attrs(experiences, "logprobs", response, 7.5)
+    assert gathered.tolist() == logprobs
+    assert gathered.dtype == torch.float64
+
+
+def test_rows_are_copied_and_carry_no_gradient():
+    logprobs = torch.zeros(2, requires_grad=True)
+    gathered = gather_response_attrs([Experience(tokens=[1, 2, 3], logprobs=logprobs)], "logprobs", 2)
+    assert not gathered.requires_grad
+    assert gathered.data_ptr() != logprobs.data_ptr()
+
+
+def test_integer_masks_become_booleans():
+    experience = Experience(tokens=[1, 2, 3], action_mask=torch.tensor([1, 0]))
+    assert gather_action_masks([experience], 3).tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_device_and_pinned_memory_are_accepted_without_a_gpu(device):
+    tokens = gather_token_ids(PAIR, 4, 4, 0, device=device, pin_memory=True)
+    attention = gather_attention_masks(PAIR, 4, 4, device=device, pin_memory=True)
+    assert tokens.device.type == attention.device.type == "cpu"
+
+
+def test_multi_modal_inputs_are_concatenated():
+    rows = [{"pixels": torch.full((n, 2), float(n)), "grid": torch.tensor([[1, n]])} for n in (1, 3)]
+    batch = gather_multi_modal_inputs([Experience(tokens=[1, 2], multi_modal_inputs=row) for row in rows])
+    assert batch["pixels"].tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
+    assert batch["grid"].tolist() == [[1, 1], [1, 3]]
+
+
+def _with(suffix: str, **fields: Any) -> Experience:
+    return Experience(tokens=[1, 2, 3], eid=EID(suffix=suffix), **fields)
+
+
+IMAGE, OTHER = {"image": torch.ones(1, 2)}, {"image": torch.ones(1, 3)}
+FAILURES = {
+    "empty": (lambda: gather_token_ids([], 1, 1, 0), "empty list"),
+    "empty attention": (lambda: gather_attention_masks([], 1, 1), "empty list"),
+    "empty inputs": (lambda: gather_multi_modal_inputs([]), "empty list"),
+    "prompt": (lambda: gather_token_ids(PAIR, 3, 4, 0), "second: .*prompt length of at most 3, got 4"),
+    "response": (lambda: gather_token_ids(PAIR, 4, 2, 0), "first: .*response length of at most 2, got 3"),
+    "attention": (lambda: gather_attention_masks(PAIR, 3, 4), "second: .*at most 3, got 4"),
+    "actions": (lambda: gather_action_masks(PAIR, 2), "first: .*action_mask of at most 2, got 3"),
+    "missing": (
+        lambda: gather_response_attrs([_with("a", logprobs=[1, 2]), _with("b")], "logprobs", 2),
+        "b: logprobs: expected torch.float32.*got NoneType",
+    ),
+    "unknown": (lambda: gather_response_attrs(PAIR, "logprob", 4), "first: logprob: expected a tensor"),
+    "dtypes": (
+        lambda: gather_token_ids([_with("a"), Experience(tokens=torch.arange(3), eid=EID(suffix="b"))], 2, 2, 0),
+        "b: tokens: expected torch.int32.*got torch.int64",
+    ),
+    "no inputs": (
+        lambda: gather_multi_modal_inputs([_with("a", multi_modal_inputs=IMAGE), _with("b")]),
+        r"b: multi_modal_inputs: expected the keys \['image'\].*got None",
+    ),
+    "other inputs": (
+        lambda: gather_multi_modal_inputs(
+            [_with("a", multi_modal_inputs=IMAGE), _with("b", multi_modal_inputs={"video": torch.ones(1)})]
+        ),
+        r"b: multi_modal_inputs: .*got \['video'\]",
+    ),
+    "shapes": (
+        lambda: gather_multi_modal_inputs([_with("a", multi_modal_inputs=IMAGE), _with("b", multi_modal_inputs=OTHER)]),
+        r"image.*\(1, 2\), \(1, 3\)",
+    ),
+    "input dtypes": (
+        lambda: gather_multi_modal_inputs(
+            [_with("a", multi_modal_inputs=IMAGE), _with("b", multi_modal_inputs={"image": torch.ones(1, 2).double()})]
+        ),
+        "image.*one dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_what_cannot_be_gathered_is_named(case):
+    gather, message = FAILURES[case]
+    with pytest.raises(ExperienceError, match=message):
+        gather()

@@ -1,0 +1,40 @@
+"""Fixtures for whole runs: real commands in processes of their own, from a folder of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a command: the checkout is importable, W&B stays offline and quiet."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+
+
+def train_command(*arguments: str) -> list[str]:
+    """The command line of a training run."""
+    return [sys.executable, "-m", "trinity_lightning.train", *arguments]
+
+
+@pytest.fixture(scope="session")
+def run_train() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python -m trinity_lightning.train ARGUMENTS` in a folder; stdout and stderr are captured together."""
+
+    def run(folder: Path, *arguments: str, timeout: float = 420) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            train_command(*arguments),
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run

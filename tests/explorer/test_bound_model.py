@@ -1,0 +1,103 @@
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from fake_model import FakeModel
+
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel, run_in_thread
+
+
+def view(model: FakeModel, run: int = 2, **sampling: Any) -> BoundModel:
+    return BoundModel(model, run_seed=5, batch=7, task=1, run=run, sampling=sampling)
+
+
+def test_it_is_an_inference_model() -> None:
+    assert isinstance(view(FakeModel()), InferenceModel)
+
+
+def test_every_call_has_a_seed_of_its_own_and_a_new_view_has_the_same() -> None:
+    model = FakeModel()
+
+    async def calls() -> list[int]:
+        bound = view(model)
+        await bound.generate([1])
+        await bound.chat([{"role": "user", "content": "a"}])
+        await bound.generate("b")
+        return [call["seed"] for call in model.calls]
+
+    assert asyncio.run(calls()) == [rollout_seed(5, 7, 1, turn, 2) for turn in range(3)]
+    assert asyncio.run(calls())[3:] == asyncio.run(calls())[:3]
+
+
+def test_n_samples_are_those_of_n_runs() -> None:
+    async def texts(run: int, n: int) -> list[str]:
+        return [completion.text for completion in await view(FakeModel(), run).generate([1], n=n)]
+
+    together = asyncio.run(texts(3, 4))
+    assert together == [asyncio.run(texts(run, 1))[0] for run in (3, 4, 5, 6)]
+
+
+def test_the_tasks_settings_are_defaults_and_none_means_the_engines_own() -> None:
+    model = FakeModel()
+    bound = view(model, temperature=0.7, max_tokens=9, stop=None)
+    asyncio.run(bound.generate([1], temperature=0.1, top_p=0.5, seed=4))
+    asyncio.run(bound.chat([{"role": "user", "content": "a"}], n=2, max_tokens=None))
+    assert model.calls[0] == {"prompt": [1], "n": 1, "temperature": 0.1, "max_tokens": 9, "top_p": 0.5, "seed": 4}
+    assert model.calls[1] == {"prompt": "a", "n": 2, "temperature": 0.7, "seed": rollout_seed(5, 7, 1, 1, 2)}
+
+
+def test_versions() -> None:
+    model = FakeModel()
+    bound = view(model)
+    model.model_version = 3
+    assert bound.used_version == 3
+    asyncio.run(bound.generate([1]))
+    model.model_version = 4
+    asyncio.run(bound.generate([1]))
+    assert (bound.model_version, bound.used_version) == (4, 3)
+
+
+def test_the_rest_is_passed_on_or_refused() -> None:
+    bound = view(FakeModel(max_model_len=33))
+    assert bound.max_model_len == 33
+    assert asyncio.run(bound.logprobs([1, 2])) == [-1.0]
+    with pytest.raises(RuntimeError, match="must not change the model's weights"):
+        asyncio.run(bound.sync_weights([], 1))
+    with pytest.raises(RuntimeError, match="must not shut the model down"):
+        asyncio.run(bound.shutdown())
+
+
+def test_the_blocking_model_waits_for_the_loop() -> None:
+    async def main() -> None:
+        model = FakeModel(latency=0.01)
+        blocking = BlockingModel(view(model))
+        completions = await run_in_thread(lambda: blocking.generate([1], n=2))
+        assert [completion.text for completion in completions] == [str(rollout_seed(5, 7, 1, 0, run)) for run in (2, 3)]
+        assert blocking.model_version == 0
+        with pytest.raises(RuntimeError, match="the event loop would wait for itself"):
+            blocking.generate([1])
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_nobody_waits_for_any_more_ends_by_itself() -> None:
+    release, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        release.wait(20)
+        ended.set()
+
+    async def main() -> None:
+        waiting = asyncio.create_task(run_in_thread(work))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
+    assert not ended.is_set()
+    release.set()  # its result finds the loop closed
+    assert ended.wait(20)

@@ -1,0 +1,119 @@
+"""The explorer inside Lightning's Trainer, with the tiny model and a real vLLM."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+from torch import Tensor
+
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.config import EngineDtype, ExplorerConfig, OptimizerConfig, SamplingConfig, SynchronizerConfig
+from trinity_lightning.common.errors import WeightSyncError
+from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.tasks.task_source import TaskSource
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.trainer.policy import PolicyModule
+
+# Lightning warns of its own use of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+
+STEPS = 3
+SYNCS_BEFORE_TRAINING = 2  # the drill's, and the true weights
+
+
+class Recorder(lightning.Callback):
+    """What the explorer measured, epoch by epoch."""
+
+    def __init__(self, explorer_callback: ExplorerCallback) -> None:
+        self.explorer_callback = explorer_callback
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.metrics.append(dict(self.explorer_callback.metrics))
+
+
+def fit(engine: InProcessEngine, folder: Path) -> tuple[lightning.Trainer, list[dict[str, float]]]:
+    """A short run: 4 prompts x 4 rollouts, rewarded for digits, `STEPS` steps, every sync probed."""
+    lightning.seed_everything(1, verbose=False)
+    source = TaskSource(Taskset.addition(), "simple", "contains_digits", SamplingConfig(max_tokens=8))
+    config = ExplorerConfig(batch_size=4, repeat_times=4, eval_on_startup=False)
+    callback = ExplorerCallback(Explorer(config, [engine], source), SynchronizerConfig(check_interval=1))
+    recorder = Recorder(callback)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=STEPS,
+        callbacks=[callback, recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+    )
+    policy = PolicyModule("tiny", optimizer=OptimizerConfig(lr=1e-2), dtype="fp32")
+    trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
+    return trainer, recorder.metrics
+
+
+class TamperedEngine(VLLMEngine):
+    """Gets its weights through `tamper`, which is also told how many syncs there were before."""
+
+    def __init__(self, tamper: Callable[[int, str, Tensor], Tensor]) -> None:
+        super().__init__("tiny", dtype=EngineDtype.fp32, max_model_len=320, max_num_seqs=16, kv_cache_gb=0.05)
+        self.tamper = tamper
+        self.syncs = 0
+
+    def _take_weights(self, stream: WeightStream) -> None:
+        def tampered() -> Iterator[tuple[str, Tensor]]:
+            return ((name, self.tamper(self.syncs, name, tensor)) for name, tensor in stream)
+
+        super()._take_weights(WeightStream(stream.shapes, tampered))
+        self.syncs += 1
+
+
+def test_a_run_syncs_before_every_step_and_the_engine_follows_the_trainer(tmp_path: Path) -> None:
+    engine = TamperedEngine(lambda syncs, name, tensor: tensor)
+    trainer, metrics = fit(engine, tmp_path)
+    assert trainer.global_step == trainer.current_epoch == STEPS
+    assert engine.syncs == SYNCS_BEFORE_TRAINING + STEPS - 1
+    assert engine.model_version == STEPS - 1
+    assert [m["sample/model_version/mean"] for m in metrics] == [0.0, 1.0, 2.0]
+    assert all(m["sync/probe_diff/max"] < 1e-4 for m in metrics)
+
+
+def test_a_corrupted_sync_stops_the_run_with_the_probes_error(tmp_path: Path) -> None:
+    """One tensor is negated on its way, in the sync after the first training step."""
+
+    def tamper(syncs: int, name: str, tensor: Tensor) -> Tensor:
+        is_victim = syncs >= SYNCS_BEFORE_TRAINING and name == "model.layers.0.mlp.down_proj.weight"
+        return -tensor if is_victim else tensor
+
+    with pytest.raises(WeightSyncError, match=r"probe of weight sync 2: .*are not the trainer's.*trainer -.*engine -"):
+        fit(TamperedEngine(tamper), tmp_path)
+
+
+class DeafEngine(TamperedEngine):
+    """Takes no weights at all, and says that it did."""
+
+    def _take_weights(self, stream: WeightStream) -> None:
+        self.syncs += 1
+
+
+def test_an_engine_that_ignores_syncs_stops_the_run_at_its_start(tmp_path: Path) -> None:
+    engine = DeafEngine(lambda syncs, name, tensor: tensor)
+    with pytest.raises(WeightSyncError, match="drill with perturbed weights: .*are not the trainer's"):
+        fit(engine, tmp_path)
+    assert engine.syncs == 1
+
+
+def test_the_transformers_engine_needs_no_sync(tmp_path: Path) -> None:
+    trainer, metrics = fit(TransformersEngine("tiny", max_model_len=320, max_num_seqs=16), tmp_path)
+    assert trainer.global_step == STEPS
+    assert all(m["sync/probe_diff/max"] < 1e-4 for m in metrics)

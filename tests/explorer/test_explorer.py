@@ -1,0 +1,441 @@
+"""The explorer with a fake model, and the real scheduler, runners and workflows."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+from fake_model import FakeModel
+
+from trinity_lightning.common.config import ExplorerConfig, SamplingConfig
+from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, spread
+from trinity_lightning.explorer.tasks.task_source import TaskSource, check_training_sampling
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+Reward = Callable[[str, Any], float]
+
+
+def index_of(task: Any) -> int:
+    return task.raw_task["task_index"]["index"]
+
+
+def by_index(response: str, task: Any) -> float:
+    return float(index_of(task))
+
+
+def failing_at(*indices: int) -> Reward:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) in indices:
+            raise ArithmeticError(f"cannot judge {index_of(task)}")
+        return float(index_of(task))
+
+    return reward
+
+
+def source(size: int = 6, name: str = "sums", reward: Reward = by_index, **fields: Any) -> TaskSource:
+    entries = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(size)]
+    taskset = Taskset(entries, name=name, order="sequential", epochs=1)
+    return TaskSource(taskset, workflow="simple", reward_fn=reward, **fields)
+
+
+class Sink:
+    """Takes experiences, unless told to fail."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[Experience]]] = []
+        self.error: Exception | None = None
+
+    async def __call__(self, experiences: list[Experience], step: int) -> dict[str, float]:
+        if self.error is not None:
+            raise self.error
+        self.steps.append((step, experiences))
+        return {"experience_pipeline/taken": float(len(experiences))}
+
+
+WEIGHTS = {"model.embed_tokens.weight": torch.arange(4.0), "lm_head.weight": torch.ones(3)}
+
+
+def explorer(train: TaskSource | None = None, sink: Sink | None = None, **fields: Any) -> Explorer:
+    """2 tasks a step, 3 runs a task, no retries."""
+    settings = {"batch_size": 2, "repeat_times": 3, "runner_per_model": 2, "max_retry_times": 0, "eval_on_startup": False}
+    rest = {key: fields.pop(key) for key in ("models", "evals", "auxiliary_models") if key in fields}
+    made = Explorer(ExplorerConfig(**(settings | fields)), rest.pop("models", [FakeModel()]), train or source(), **rest)
+    made.connect(sink or Sink(), lambda: WeightStream.of(WEIGHTS.items()))
+    return made
+
+
+def running(explorer: Explorer, body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def main() -> Any:
+        await explorer.prepare()
+        try:
+            return await body()
+        finally:
+            await explorer.shutdown()
+
+    return asyncio.run(main())
+
+
+def indices(sink: Sink) -> list[list[float | None]]:
+    return [sorted({e.reward for e in experiences if e.reward is not None}) for _, experiences in sink.steps]
+
+
+# -- explore steps ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_hands_every_experience_to_the_sink() -> None:
+    sink = Sink()
+    explored = explorer(sink=sink)
+    assert running(explored, explored.explore_step) is True
+    [(step, experiences)] = sink.steps
+    assert (step, explored.step) == (1, 1)
+    assert {(e.eid.batch, e.eid.task, e.eid.run) for e in experiences} == {(1, t, r) for t in (0, 1) for r in range(3)}
+    metrics = explored.metrics
+    assert metrics["rollout/tasks"] == 2
+    assert metrics["rollout/failed_tasks"] == 0
+    assert metrics["rollout/experiences"] == metrics["experience_pipeline/taken"] == 6
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["rollout/tokens_per_second"] > 0
+    assert metrics["time/rollout"] > 0
+
+
+def test_steps_go_through_the_taskset_until_it_is_exhausted() -> None:
+    sink = Sink()
+    explored = explorer(source(5), sink)
+
+    async def body() -> list[bool]:
+        return [await explored.explore_step() for _ in range(5)]
+
+    assert running(explored, body) == [True, True, True, False, False]
+    assert indices(sink) == [[0, 1], [2, 3], [4]]
+    assert explored.step == 3
+
+
+def test_a_step_counts_only_once_the_sink_has_taken_it() -> None:
+    sink = Sink()
+    explored = explorer(sink=sink)
+
+    async def body() -> None:
+        await explored.explore_step()
+        before = explored.state_dict()
+        sink.error = OSError("disk full")
+        with pytest.raises(OSError, match="disk full"):
+            await explored.explore_step()
+        assert explored.state_dict() == before
+        sink.error = None
+        await explored.explore_step()
+
+    running(explored, body)
+    assert indices(sink) == [[0, 1], [2, 3]]  # the failed step was done again, with its own tasks
+    assert [step for step, _ in sink.steps] == [1, 2]
+
+
+def test_failed_tasks_are_counted_and_told_and_the_step_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink()
+    explored = explorer(source(reward=failing_at(1)), sink)
+    with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
+        assert running(explored, explored.explore_step)
+    assert (explored.metrics["rollout/failed_tasks"], explored.metrics["rollout/experiences"]) == (1, 3)
+    assert indices(sink) == [[0]]
+    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.explorer"]
+    assert len(told) == 1
+    assert told[0].startswith("explore step 1: 1 of 2 tasks failed: ")
+    assert "ArithmeticError" in told[0]
+    assert "cannot judge 1" in told[0]
+
+
+def test_when_nothing_succeeds_the_error_says_why() -> None:
+    sink = Sink()
+    explored = explorer(source(reward=failing_at(0, 1)), sink)
+    with pytest.raises(RolloutError, match=r"explore step 1: none of its 2 tasks .*cannot judge 0.*cannot judge 1"):
+        running(explored, explored.explore_step)
+    assert (sink.steps, explored.step) == ([], 0)
+
+
+def test_when_nothing_is_done_in_time_the_error_says_so() -> None:
+    explored = explorer(models=[FakeModel(latency=30.0)], max_timeout=0.05)
+    with pytest.raises(RolloutError, match="not done within 0.05 s|max_timeout"):
+        running(explored, explored.explore_step)
+
+
+def test_sampling_settings_reach_the_model() -> None:
+    model = FakeModel()
+    explored = explorer(source(sampling=SamplingConfig(temperature=0.7, max_tokens=5, stop=["x"])), models=[model])
+
+    async def body() -> list[dict[str, Any]]:
+        await explored.explore_step()
+        return list(model.calls)
+
+    calls = running(explored, body)
+    assert len(calls) == 2  # one request a task, with all its samples
+    for call in calls:
+        assert (call["temperature"], call["max_tokens"], call["stop"], call["n"]) == (0.7, 5, ["x"], 3)
+    assert calls[0]["seed"] != calls[1]["seed"]
+
+
+def test_observer_and_progress_watch() -> None:
+    seen: list[tuple[int, int, str | None]] = []
+    progress: list[tuple[int | str, int, int]] = []
+    explored = explorer(evals=[source(3, name="held")])
+    explored.connect(
+        Sink(),
+        lambda: WeightStream.of([]),
+        observer=lambda experiences, step, taskset: seen.append((len(experiences), step, taskset)),
+        progress=lambda batch, done, total: progress.append((batch, done, total)),
+    )
+
+    async def body() -> None:
+        await explored.explore_step()
+        await explored.eval()
+
+    running(explored, body)
+    assert seen == [(6, 1, None), (3, 1, "held")]
+    assert progress == [(1, d, 2) for d in range(3)] + [("1/held", d, 3) for d in range(4)]
+
+
+def test_unconnected_it_does_not_explore() -> None:
+    lonely = Explorer(ExplorerConfig(), [FakeModel()], source())
+    for call in (lonely.explore_step, lonely.sync_weight, lambda: lonely.get_weight("w")):
+        with pytest.raises(RuntimeError, match=r"connect\(\)"):
+            asyncio.run(call())
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def by_seed(response: str, task: Any) -> float:
+    """Right in about every other run of an even entry, never in an odd one."""
+    return float(index_of(task) % 2 == 0 and int(response) % 2 == 0)
+
+
+def test_an_evaluation_measures_every_task_and_trains_on_none() -> None:
+    sink = Sink()
+    held = source(4, name="held", reward=by_seed, repeat_times=2)
+    explored = explorer(sink=sink, evals=[held, source(2, name="other")])
+    metrics = running(explored, explored.eval)
+    # Two seeds that follow each other: one of the two runs of an even entry is right.
+    assert metrics["eval/held/mean@2"] == 0.25
+    assert metrics["eval/held/best@2"] == metrics["eval/held/pass@2"] == 0.5
+    assert metrics["eval/held/worst@2"] == 0.0
+    assert metrics["eval/held/failed_tasks"] == 0
+    assert metrics["eval/other/mean@1"] == 0.5
+    assert sink.steps == []
+    assert explored.state_dict()["step"] == 0
+
+
+def test_failed_evaluation_tasks_are_counted_and_none_succeeded_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    explored = explorer(evals=[source(4, name="held", reward=failing_at(1, 2))])
+    with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
+        metrics = running(explored, explored.eval)
+    assert metrics["eval/held/failed_tasks"] == 2
+    assert metrics["eval/held/mean@1"] == 1.5
+    assert "evaluation 'held': 1 of 4 tasks failed" in caplog.text
+    hopeless = explorer(evals=[source(2, name="held", reward=failing_at(0, 1))])
+    with pytest.raises(RolloutError, match=r"evaluation 'held': none of its 2 tasks"):
+        running(hopeless, hopeless.eval)
+
+
+@pytest.mark.parametrize(
+    ("interval", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3])]
+)
+def test_an_evaluation_is_due_every_interval(interval: int, due: list[int]) -> None:
+    explored = explorer(evals=[source(name="held")], eval_interval=interval)
+    found = []
+    for step in range(5):
+        explored.step = step
+        if explored.need_eval():
+            found.append(step)
+    assert found == due
+    assert not explorer(eval_interval=1).need_eval()
+
+
+# -- the whole loop ---------------------------------------------------------------------------------------------------
+
+
+def test_explore_syncs_every_step_and_evaluates_where_due() -> None:
+    models = [FakeModel(), FakeModel()]
+    sink = Sink()
+    seen: list[tuple[str, int]] = []
+    explored = explorer(
+        source(7), sink, models=models, evals=[source(2, name="held")], eval_interval=2, eval_on_startup=True
+    )
+    explored.connect(
+        sink,
+        lambda: WeightStream.of(WEIGHTS.items()),
+        observer=lambda _, step, taskset: seen.append((taskset or "train", step)),
+    )
+    reason = running(explored, explored.explore)
+    assert reason == "the taskset 'sums' is exhausted after 4 explore steps"
+    assert seen == [("held", 0), ("train", 1), ("train", 2), ("held", 2), ("train", 3), ("train", 4), ("held", 4)]
+    assert [model.model_version for model in models] == [4, 4]
+    assert [{e.info["model_version"] for e in experiences} for _, experiences in sink.steps] == [{0}, {1}, {2}, {3}]
+
+
+def test_explore_raises_what_the_sink_raises() -> None:
+    sink = Sink()
+    sink.error = OSError("disk full")
+    explored = explorer(sink=sink)
+    with pytest.raises(OSError, match="disk full"):
+        running(explored, explored.explore)
+
+
+def test_shutdown_reaches_auxiliary_models_too() -> None:
+    model, judge = FakeModel(), FakeModel()
+    judge.calls.append({})  # a fake model forgets its calls when it is shut down
+    explored = explorer(models=[model], auxiliary_models=[[judge]])
+    running(explored, explored.explore_step)
+    assert model.calls == judge.calls == []
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_sync_weight_gives_the_step_as_version() -> None:
+    model = FakeModel()
+    explored = explorer(models=[model])
+    explored.step = 5
+    running(explored, explored.sync_weight)
+    assert model.model_version == 5
+    assert explored.metrics.keys() == {"time/sync_weight"}
+
+
+def test_need_sync_is_due_after_every_step() -> None:
+    explored = explorer()
+    assert not explored.need_sync()
+    explored.step = 1
+    assert explored.need_sync()
+
+
+def test_get_weight_knows_names_and_nearest_matches() -> None:
+    explored = explorer()
+    assert torch.equal(asyncio.run(explored.get_weight("lm_head.weight")), torch.ones(3))
+    with pytest.raises(KeyError, match=r"unknown weight 'lm_head.wieght'.*has 2.*Did you mean 'lm_head.weight'"):
+        asyncio.run(explored.get_weight("lm_head.wieght"))
+    with pytest.raises(KeyError, match=r"The first is 'model.embed_tokens.weight'"):
+        asyncio.run(explored.get_weight("zzz"))
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_explorer_goes_on_with_the_same_tasks_and_seeds() -> None:
+    def steps(n: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[list[dict[str, Any]]], Sink]:
+        model, sink = FakeModel(), Sink()
+        explored = explorer(source(8), sink, models=[model])
+        if state is not None:
+            explored.load_state_dict(state)
+        calls: list[list[dict[str, Any]]] = []
+
+        async def body() -> None:
+            for _ in range(n):
+                model.calls.clear()
+                await explored.explore_step()
+                calls.append(sorted(model.calls, key=lambda call: call["seed"]))
+
+        running(explored, body)
+        return explored.state_dict(), calls, sink
+
+    whole_state, whole_calls, whole = steps(4, None)
+    half_state, _, _ = steps(2, None)
+    end_state, rest_calls, rest = steps(2, half_state)
+    assert end_state == whole_state
+    assert rest_calls == whole_calls[2:]
+    assert indices(rest) == indices(whole)[2:]
+    assert [step for step, _ in rest.steps] == [3, 4]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.9},
+        {"top_k": 10},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+    ],
+)
+def test_training_is_drawn_from_the_whole_distribution(sampling: dict[str, float]) -> None:
+    config = SamplingConfig(**sampling)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=rf"sampling\.{next(iter(sampling))}"):
+        explorer(source(sampling=config))
+    explorer(evals=[source(name="held", sampling=config)])
+
+
+def test_a_usual_temperature_is_accepted() -> None:
+    check_training_sampling(SamplingConfig(temperature=0.7, stop=["\n"]))
+
+
+@pytest.mark.parametrize("fields", [{"sync_interval": 2}, {"sync_offset": 1}])
+def test_lagging_engines_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="sync_interval must be 1 and explorer.sync_offset 0"):
+        explorer(**fields)
+
+
+def test_evaluation_tasksets_need_names_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"different names.*\['held', 'held'\]"):
+        explorer(evals=[source(name="held"), source(name="held")])
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def an_experience(task: int, reward: float | None, length: int = 2, **fields: Any) -> Experience:
+    return Experience(eid=EID(batch=1, task=task), tokens=[1] * (3 + length), prompt_length=3, reward=reward, **fields)
+
+
+def test_experience_metrics() -> None:
+    metrics = experience_metrics(
+        [
+            an_experience(0, 1.0, 2, metrics={"reward/format": 1.0}),
+            an_experience(0, 0.0, 4, truncate_status="response_truncated", metrics={"reward/format": 0.0}),
+            an_experience(1, 0.5, 6, info={"model_version": 4}),
+            an_experience(1, None, 4),
+            an_experience(2, float("nan"), 4),
+        ]
+    )
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == pytest.approx((1 / 6) ** 0.5)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert metrics["reward/format/mean"] == 0.5
+    assert metrics["response_length/clip_ratio"] == 0.2
+    assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [4.0, 6.0, 2.0]
+    assert metrics["prompt_length/mean"] == 3.0
+    assert metrics["sample/model_version/mean"] == 0.8
+
+
+def test_metrics_without_a_reward_have_no_mean() -> None:
+    metrics = experience_metrics([an_experience(0, None)])
+    assert "reward/mean" not in metrics
+    assert metrics["frac_reward_zero_std"] == 1.0
+
+
+def test_spread_and_gathered() -> None:
+    assert spread("x", []) == {}
+    assert gathered([{"a": 1.0, "b": 2.0}, {"a": 3.0}], "rollout") == {
+        "rollout/a/mean": 2.0, "rollout/a/max": 3.0, "rollout/a/min": 1.0,
+        "rollout/b/mean": 2.0, "rollout/b/max": 2.0, "rollout/b/min": 2.0,
+    }  # fmt: skip
+
+
+def test_evaluation_metrics_take_the_largest_group_for_k_and_leave_empty_ones_out() -> None:
+    metrics = evaluation_metrics("held", [[1.0, 0.0, 0.5], [0.25], []])
+    assert metrics == {
+        "eval/held/mean@3": 0.375,
+        "eval/held/best@3": 0.625,
+        "eval/held/worst@3": 0.125,
+        "eval/held/pass@3": 0.5,
+    }
+    assert evaluation_metrics("held", []) == evaluation_metrics("held", [[]]) == {}

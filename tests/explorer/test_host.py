@@ -1,0 +1,409 @@
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_lightning.common.errors import PromptTooLongError, RolloutError, WeightSyncError
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.explorer import host as host_module
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+
+
+class CountingEngine(InProcessEngine):
+    """Answers a request with its prompt after as many steps as `steps` says; notes on which thread it is driven."""
+
+    def __init__(self) -> None:
+        super().__init__(max_model_len=8)
+        self.left: dict[str, int] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.aborted: list[str] = []
+        self.threads: set[int] = set()
+        self.steps = 0
+        self.loads = 0
+        self.frees = 0
+        self.taken: dict[str, torch.Tensor] = {}
+        self.before_step: Callable[[], None] = lambda: None
+
+    @property
+    def tokenizer(self) -> Any:
+        return SimpleNamespace(
+            encode=lambda text: [ord(c) for c in text],
+            apply_chat_template=lambda messages, **_: [ord(c) for c in messages[0]["content"]],
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def weight_shapes(self) -> dict[str, Shape]:
+        return {"w": (2,)}
+
+    def _load(self) -> None:
+        self.loads += 1
+
+    def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
+        if "refused" in sampling:
+            raise ValueError("refused")
+        self.left[request_id] = sampling.get("steps", 1)
+        self.prompts[request_id] = token_ids
+
+    def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
+        self._add(request_id, token_ids, 1, {})
+
+    def _abort(self, request_id: str) -> None:
+        self.left.pop(request_id, None)
+        self.aborted.append(request_id)
+
+    def _abort_all(self) -> None:
+        self.left.clear()
+
+    def _has_work(self) -> bool:
+        return bool(self.left)
+
+    def _step(self) -> Iterable[tuple[str, Any]]:
+        self.threads.add(threading.get_ident())
+        self.steps += 1
+        self.before_step()
+        self.left = {key: steps - 1 for key, steps in self.left.items()}
+        done = [key for key, steps in self.left.items() if steps <= 0]
+        for key in done:
+            del self.left[key]
+        return [(key, [Completion([], self.prompts[key], [], "", "stop")]) for key in done]
+
+    def _take_weights(self, stream: WeightStream) -> None:
+        self.taken = dict(stream)
+
+    def _free(self) -> None:
+        self.frees += 1
+
+
+@pytest.fixture
+def engine() -> CountingEngine:
+    return CountingEngine()
+
+
+@pytest.fixture
+def host(engine: CountingEngine) -> Iterator[Host]:
+    host = Host([engine])
+    yield host
+    host.close()
+
+
+def tokens(completions: list[Completion]) -> list[int]:
+    return list(completions[0].token_ids)
+
+
+def raises_once(error: BaseException) -> Callable[[], None]:
+    errors = [error]
+
+    def raise_it() -> None:
+        if errors:
+            raise errors.pop()
+
+    return raise_it
+
+
+# -- results and errors -----------------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_runs_elsewhere_and_the_engine_here(host: Host, engine: CountingEngine) -> None:
+    async def ask() -> tuple[int, list[int]]:
+        return threading.get_ident(), tokens(await engine.generate("AB"))
+
+    where, answer = host.run(ask())
+    assert answer == [65, 66]
+    assert where != threading.get_ident()
+    assert engine.threads == {threading.get_ident()}
+
+
+def test_many_coroutines_share_the_steps(host: Host, engine: CountingEngine) -> None:
+    async def ask() -> list[list[int]]:
+        answers = await asyncio.gather(*[engine.generate([i], steps=1 + i % 5) for i in range(200)])
+        return [tokens(answer) for answer in answers]
+
+    assert host.run(ask()) == [[i] for i in range(200)]
+    assert engine.steps < 20
+    assert engine.loads == 1
+
+
+def test_a_run_ends_as_soon_as_its_coroutine_does(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may wait for the clock: a wake-up lost between two looks would cost a whole interval each."""
+    monkeypatch.setattr(host_module, "SIGNAL_CHECK_SECONDS", 5.0)
+
+    async def nothing() -> None:
+        pass
+
+    start = time.perf_counter()
+    for _ in range(300):
+        host.run(nothing())
+    assert time.perf_counter() - start < 4.0
+
+
+def test_an_exception_of_the_coroutine_is_raised_here(host: Host) -> None:
+    async def fail() -> None:
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        host.run(fail())
+
+
+def test_a_refused_request_is_its_callers_and_the_engine_goes_on(host: Host, engine: CountingEngine) -> None:
+    async def ask() -> tuple[Any, ...]:
+        calls = [engine.generate([1], refused=True), engine.generate([2]), engine.generate([3] * 8)]
+        return tuple(await asyncio.gather(*calls, return_exceptions=True))
+
+    refused, answer, too_long = host.run(ask())
+    assert isinstance(refused, ValueError)
+    assert tokens(answer) == [2]
+    assert isinstance(too_long, PromptTooLongError)
+    assert "8 tokens" in str(too_long)
+    assert not engine._waiting
+
+
+@pytest.mark.parametrize("driven", [True, False])
+def test_a_step_that_raises_fails_all_waiters_and_the_engine_goes_on(engine: CountingEngine, driven: bool) -> None:
+    engine.before_step = raises_once(ArithmeticError("no good"))
+
+    async def ask() -> tuple[list[Any], list[int]]:
+        failed = await asyncio.gather(*[engine.generate([i], steps=3) for i in range(5)], return_exceptions=True)
+        return failed, tokens(await engine.generate([7]))
+
+    if driven:
+        host = Host([engine])
+        failed, answer = host.run(ask())
+        host.close()
+    else:
+        failed, answer = asyncio.run(ask())
+    assert [type(error) for error in failed] == [RolloutError] * 5
+    assert str(failed[0]) == "the engine failed while generating: ArithmeticError: no good"
+    assert answer == [7]
+
+
+def test_chat_and_scoring_come_through_the_same_door(host: Host, engine: CountingEngine) -> None:
+    assert tokens(host.run(engine.chat([{"role": "user", "content": "C"}]))) == [67]
+    host.run(engine.logprobs([1, 2]))
+    with pytest.raises(PromptTooLongError):
+        host.run(engine.logprobs([1] * 9))
+
+
+# -- cancelling and interrupting --------------------------------------------------------------------------------------
+
+
+def test_cancelling_a_coroutine_aborts_its_request(host: Host, engine: CountingEngine) -> None:
+    async def ask() -> list[int]:
+        endless = asyncio.create_task(engine.generate([1], steps=10**9))
+        other = asyncio.create_task(engine.generate([2], steps=50))
+        while engine.steps < 3:  # noqa: ASYNC110 - the steps are another thread's
+            await asyncio.sleep(0.001)
+        endless.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await endless
+        return tokens(await other)
+
+    assert host.run(ask()) == [2]
+    assert engine.aborted == ["1"]
+    assert not engine.left
+
+
+def test_an_abort_posted_by_the_last_breath_is_carried_out(host: Host, engine: CountingEngine) -> None:
+    async def ask() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await engine.generate([1], steps=10**9)
+
+    host.run(ask())
+    assert engine.aborted == ["1"]
+    assert not engine.left
+    assert not engine._waiting
+
+
+def test_a_request_cancelled_before_it_was_started_never_reaches_the_engine(engine: CountingEngine) -> None:
+    async def ask() -> None:
+        await engine.load()
+        engine.attach(lambda: None)  # nobody pumps
+        request = asyncio.create_task(engine.generate([1], steps=5))
+        await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+    asyncio.run(ask())
+    engine.pump()
+    assert engine.prompts == {}
+
+
+def test_an_interruption_cancels_cleans_up_and_is_raised(engine: CountingEngine) -> None:
+    reasons: list[BaseException] = []
+    cleaned: list[str] = []
+    host = Host([engine], lambda: reasons[0] if reasons else None)
+
+    async def ask() -> None:
+        try:
+            await engine.generate([1], steps=10**9)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned.append("yes")
+
+    def interrupt() -> None:
+        if engine.steps == 5:
+            reasons.append(SystemExit("enough"))
+
+    engine.before_step = interrupt
+    with pytest.raises(SystemExit, match="enough"):
+        host.run(ask())
+    assert cleaned == ["yes"]
+    assert engine.aborted == ["1"]
+    reasons.clear()
+    assert tokens(host.run(engine.generate([4]))) == [4]
+    host.close()
+
+
+def test_what_must_not_be_interrupted_is_not(engine: CountingEngine) -> None:
+    host = Host([engine], lambda: KeyboardInterrupt())
+    assert tokens(host.run(engine.generate([4], steps=5), interruptible=False)) == [4]
+    host.close()
+
+
+def test_ctrl_c_inside_a_step_is_raised_and_the_engine_goes_on(host: Host, engine: CountingEngine) -> None:
+    engine.before_step = raises_once(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        host.run(engine.generate([1], steps=5))
+    assert not engine.left
+    assert tokens(host.run(engine.generate([4]))) == [4]
+
+
+def test_what_fails_while_it_is_cancelled_is_logged(
+    host: Host, engine: CountingEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask() -> None:
+        try:
+            await engine.generate([1], steps=5)
+        finally:
+            raise OSError("disk full")
+
+    engine.before_step = raises_once(KeyboardInterrupt())
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        host.run(ask())
+    assert "OSError: disk full" in caplog.text
+
+
+def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left(
+    host: Host, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_module, "CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr(host_module, "SIGNAL_CHECK_SECONDS", 0.02)
+    released = threading.Event()
+
+    async def stubborn() -> None:
+        await engine.load()
+        while not released.is_set():
+            try:
+                await engine.generate([1], steps=2)
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+    engine.before_step = raises_once(KeyboardInterrupt())
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        host.run(stubborn())
+    assert "did not end within 0.1 s" in caplog.text
+    released.set()
+
+
+# -- inline, life -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_host_awaiting_coroutines_step_the_engine(engine: CountingEngine) -> None:
+    async def ask() -> list[list[int]]:
+        answers = await asyncio.gather(*[engine.generate([i], steps=1 + i % 3) for i in range(20)])
+        return [tokens(answer) for answer in answers]
+
+    assert asyncio.run(ask()) == [[i] for i in range(20)]
+    assert asyncio.run(ask()) == [[i] for i in range(20)]  # another loop, same engine
+
+
+def test_after_close_an_engine_steps_itself_again(engine: CountingEngine) -> None:
+    host = Host([engine])
+    assert tokens(host.run(engine.generate([1]))) == [1]
+    host.close()
+    host.close()
+    assert tokens(asyncio.run(engine.generate([2]))) == [2]
+
+
+def test_close_cancels_what_was_left_running(engine: CountingEngine) -> None:
+    host = Host([engine])
+    left: list[asyncio.Task[Any]] = []
+
+    async def leave() -> None:
+        left.append(asyncio.create_task(engine.generate([1], steps=10**9)))
+        await asyncio.sleep(0.01)
+
+    host.run(leave())
+    host.close()
+    assert left[0].cancelled()
+    assert engine.aborted == ["1"]
+    left.clear()
+    gc.collect()
+
+
+def test_shutdown_twice_and_load_again(host: Host, engine: CountingEngine) -> None:
+    host.run(engine.shutdown())
+    assert engine.frees == 0  # nothing was loaded
+    host.run(engine.generate([1]))
+    host.run(engine.shutdown())
+    host.run(engine.shutdown())
+    assert (engine.loads, engine.frees) == (1, 1)
+    host.run(engine.generate([1]))
+    assert engine.loads == 2
+
+
+def test_shutdown_fails_the_requests_under_way(host: Host, engine: CountingEngine) -> None:
+    async def ask() -> None:
+        request = asyncio.create_task(engine.generate([1], steps=10**9))
+        while engine.steps < 2:  # noqa: ASYNC110 - the steps are another thread's
+            await asyncio.sleep(0.001)
+        await engine.shutdown()
+        with pytest.raises(RolloutError, match="shut down"):
+            await request
+
+    host.run(ask())
+
+
+def test_a_failed_load_is_told_to_every_waiter(host: Host, engine: CountingEngine) -> None:
+    def fail() -> None:
+        raise LookupError("no such model")
+
+    engine._load = fail
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*[engine.generate([i]) for i in range(3)], return_exceptions=True)
+
+    assert [str(error) for error in host.run(ask())] == ["no such model"] * 3
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_version_change_together(host: Host, engine: CountingEngine) -> None:
+    assert engine.model_version == 0
+    host.run(engine.sync_weights([("w", torch.ones(2))], 3))
+    assert engine.model_version == 3
+    assert engine.taken["w"].tolist() == [1.0, 1.0]
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_engine_sees_them(host: Host, engine: CountingEngine) -> None:
+    with pytest.raises(WeightSyncError, match=r"1 wrong shape: 'w' \(3,\), expected \(2,\)"):
+        host.run(engine.sync_weights([("w", torch.ones(3))], 1))
+    with pytest.raises(WeightSyncError, match="1 missing: 'w'"):
+        host.run(engine.sync_weights([], 1))
+    assert (engine.taken, engine.model_version) == ({}, 0)

@@ -1,0 +1,249 @@
+import asyncio
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.explorer.rewards import (
+    REWARDS,
+    contains_digits,
+    exact_match,
+    last_number,
+    math_boxed_or_last,
+    reasoning_gym,
+    resolve_rewards,
+    score,
+)
+from trinity_lightning.explorer.rewards.math import find_last_boxed, same_answer
+from trinity_lightning.explorer.rewards.text import find_last_number
+from trinity_lightning.explorer.tasks.task import Task
+
+
+def a_task(answer: Any = None, **raw_task: Any) -> Task:
+    return Task("simple", {"answer": answer, **raw_task} if answer is not None else raw_task)
+
+
+def scored(reward_fn: Any, response: str = "x", task: Task | None = None) -> tuple[float | None, dict[str, float]]:
+    return asyncio.run(score(resolve_rewards(reward_fn), response, task or a_task("x")))
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 42.", "42"),
+        ("3 + 4 = 7", "7"),
+        ("7-3", "3"),
+        ("7 - 3 = -4", "-4"),
+        ("it is -4!", "-4"),
+        ("(-4)", "-4"),
+        ("f(x)-4", "4"),
+        ("−12", "-12"),
+        ("about 3.50 dollars", "3.5"),
+        ("$1,234,567.89", "1234567.89"),
+        ("-1,000", "-1000"),
+        ("1,2,3", "3"),
+        ("10,20", "20"),
+        ("12,3456", "3456"),
+        ("0.5 or .25", "0.25"),
+        ("007", "7"),
+        ("none at all", None),
+        ("", None),
+        ("- . ,", None),
+    ],
+)
+def test_find_last_number(text: str, number: str | None) -> None:
+    assert find_last_number(text) == (None if number is None else Decimal(number))
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=4, min_value=-(10**12), max_value=10**12))
+def test_any_number_is_found_with_and_without_separators(number: Decimal) -> None:
+    for text in (f"{number:f}", f"{number:,.4f}", f"so it is {number:,.4f}, I think."):
+        assert find_last_number(text) == number
+
+
+def test_last_number_compares_values() -> None:
+    assert last_number("first 1, then 1,000.0", a_task("1000")) == 1.0
+    assert last_number("1000, no: 5", a_task(1000)) == 0.0
+    assert last_number("no idea", a_task(5)) == 0.0
+    assert last_number("-0.50", a_task(-0.5)) == 1.0
+    assert last_number("18", a_task("6 * 3 = 18 #### 18")) == 1.0
+    with pytest.raises(ValueError, match="holds no number"):
+        last_number("5", a_task("five"))
+    with pytest.raises(ValueError, match="has no 'answer'"):
+        last_number("5", a_task())
+
+
+def test_exact_match_and_digits() -> None:
+    assert exact_match(" yes\n", a_task("yes")) == 1.0
+    assert exact_match("Yes", a_task("yes")) == 0.0
+    assert exact_match("5", a_task(5)) == 1.0
+    assert contains_digits("a1b2", a_task()) == 0.5
+    assert contains_digits("", a_task()) == 0.0
+
+
+# -- maths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"\boxed{1} and then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{4} and \boxed{", "4"),
+        (r"{ \boxed{4}", "4"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{}", ""),
+        ("boxed 4", None),
+        ("}}{", None),
+    ],
+)
+def test_find_last_boxed(text: str, boxed: str | None) -> None:
+    assert find_last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "same"),
+    [
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\dfrac{2}{4}", "1/2", True),
+        (r"-\frac{1}{3}", "-1/3", True),
+        ("0.333", "1/3", False),
+        ("1,234", "1234", True),
+        (r"1{,}234", "1234", True),
+        ("5.0", "5", True),
+        ("5.", "5", True),
+        ("$5$", "5", True),
+        (r"50\%", "50", True),
+        (r"90^\circ", "90", True),
+        (r"\left( 1, 2 \right)", "(1,2)", True),
+        (r"\text{blue}", "blue", True),
+        (r"x + 1", "x+1", True),
+        ("x+1", "x+2", False),
+        (r"1\frac{1}{2}", "11/2", False),
+        ("1/0", "1/0", True),
+        ("1/0", "2/0", False),
+        ("", "0", False),
+        ("9" * 5000, "9" * 5000, True),
+        ("9" * 5000, "1", False),
+    ],
+)
+def test_same_answer(given: str, expected: str, same: bool) -> None:
+    assert same_answer(given, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"\boxed{4} is it, 5 is not", "4", 1.0),
+        (r"\boxed{5}, not 4", "4", 0.0),
+        ("I get 4.", 4, 1.0),
+        ("I get 4.0", r"so $\boxed{4}$", 1.0),
+        ("1,000", "a lot of text 3 #### 1000", 1.0),
+        ("no number", "4", 0.0),
+        (r"\boxed{", "4", 0.0),
+    ],
+)
+def test_math_boxed_or_last(response: str, answer: Any, reward: float) -> None:
+    assert math_boxed_or_last(response, a_task(answer)) == reward
+
+
+# -- reasoning-gym ----------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_gym_asks_the_datasets_verifier() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset("chain_sum", size=3, seed=1)[2]
+    task = a_task(entry["answer"], reasoning_gym={"name": "chain_sum", "entry": entry})
+    assert reasoning_gym(entry["answer"], task) == 1.0
+    assert reasoning_gym(f"12 ... <answer> {entry['answer']} </answer>", task) == 1.0
+    assert reasoning_gym("I do not know", task) == 0.0
+    with pytest.raises(ValueError, match="no reasoning-gym entry"):
+        reasoning_gym("1", a_task("1"))
+
+
+# -- several, and their failures --------------------------------------------------------------------------------------
+
+
+async def asynchronous(response: str, task: Task) -> float:
+    await asyncio.sleep(0)
+    return 0.5
+
+
+def parts(response: str, task: Task) -> dict[str, float]:
+    return {"length": 0.25, "form": 0.5}
+
+
+def test_registered_names() -> None:
+    assert set(REWARDS) == {"last_number", "exact_match", "contains_digits", "math", "reasoning_gym"}
+
+
+def test_no_reward_function_gives_no_reward() -> None:
+    assert scored(None) == (None, {})
+
+
+def test_names_paths_functions_lists_and_weights() -> None:
+    assert scored("exact_match") == (1.0, {"reward/exact_match": 1.0})
+    path = "trinity_lightning.explorer.rewards.text.exact_match"
+    assert scored(path) == (1.0, {"reward/exact_match": 1.0})
+    assert scored(asynchronous) == (0.5, {"reward/asynchronous": 0.5})
+    metrics = {"reward/exact_match": 1.0, "reward/asynchronous": 0.5}
+    assert scored(["exact_match", asynchronous]) == (1.5, metrics)
+    assert scored({"exact_match": 2, asynchronous: -1.0}) == (1.5, metrics)
+    assert scored([("exact_match", 2.0), asynchronous]) == (2.5, metrics)
+    assert scored({parts: 2.0}) == (
+        1.5,
+        {"reward/parts/length": 0.25, "reward/parts/form": 0.5, "reward/parts": 0.75},
+    )
+
+
+@pytest.mark.parametrize("value", [1, True, np.float32(1.0), np.int64(1), torch.tensor(1.0), torch.ones(1)])
+def test_any_kind_of_number_is_a_reward(value: Any) -> None:
+    reward, _ = scored(lambda response, task: value)
+    assert type(reward) is float
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "value", ["1", None, float("nan"), float("inf"), [1.0], torch.ones(2), {"a": "b"}, {"a": float("nan")}, 1j]
+)
+def test_a_reward_that_is_no_number_says_so(value: Any) -> None:
+    def judge(response: str, task: Task) -> Any:
+        return value
+
+    with pytest.raises(RolloutError, match=r"(?s)reward function 'judge' returned .*expected a finite number"):
+        scored(judge)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(1)])
+def test_a_reward_that_raises_is_named(error: BaseException) -> None:
+    async def judge(response: str, task: Task) -> float:
+        raise error
+
+    with pytest.raises(RolloutError, match=f"reward function 'judge' raised {type(error).__name__}: {error}"):
+        scored(judge)
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "message"),
+    [
+        ("exact_mach", "Did you mean 'exact_match'"),
+        ("no_such_module.judge", "no module 'no_such_module'"),
+        ("math.pi", "cannot be called"),
+        (5, "cannot be called"),
+        ({"math": "much"}, "weight of reward function 'math' must be a finite number, not 'much'"),
+        ({"math": float("nan")}, "must be a finite number"),
+        (["math", "math"], "two reward functions are called math"),
+        ([lambda response, task: 1.0, lambda response, task: 2.0], "two reward functions are called <lambda>"),
+    ],
+)
+def test_wrong_reward_functions_are_refused(reward_fn: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_rewards(reward_fn)

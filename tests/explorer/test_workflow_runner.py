@@ -1,0 +1,337 @@
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.explorer import Status, WorkflowRunner
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflows import PartialFailure, Workflow
+
+
+def run_task(task: Task, repeat_times: int = 1, run_id_base: int = 0, model: FakeModel | None = None) -> Any:
+    runner = WorkflowRunner(ExplorerConfig(seed=11), model or FakeModel())
+    return asyncio.run(runner.run_task(task, repeat_times, run_id_base))
+
+
+def test_status_needs_no_message() -> None:
+    assert Status(True, {"a": 1.0}) == Status(ok=True, metric={"a": 1.0}, message=None)
+
+
+def test_a_workflow_that_does_not_repeat_itself_is_run_n_times_concurrently() -> None:
+    together = asyncio.Barrier(3)
+
+    async def body(workflow: Any) -> list[Experience]:
+        await together.wait()  # ends only if all three are under way
+        return [an_experience(), Experience(eid=EID(step=1), tokens=[1, 2], metrics={"x": 1.0})]
+
+    model = FakeModel()
+    model.model_version = 6
+    task = scripted(body, batch_id=4, task_id=2)
+    status, experiences = run_task(task, 3, run_id_base=5, model=model)
+    assert [(e.eid.batch, e.eid.task, e.eid.run, e.eid.step) for e in experiences] == [
+        (4, 2, run, step) for run in (5, 6, 7) for step in (0, 1)
+    ]
+    assert all(e.info["model_version"] == 6 for e in experiences)
+    assert status.ok
+    assert status.message is None
+    assert status.metric.keys() == {"x", "time_per_task"}
+
+
+def test_a_workflow_that_repeats_itself_gets_the_n_at_once_and_numbers_its_runs() -> None:
+    calls = []
+
+    async def body(workflow: Any) -> list[Experience]:
+        calls.append((workflow.repeat_times, workflow.run_id_base))
+        return [an_experience(workflow.run_id_base + i) for i in range(workflow.repeat_times)]
+
+    _, experiences = run_task(scripted(body, ScriptedRepeatable, batch_id="3/e"), 4, run_id_base=2)
+    assert calls == [(4, 2)]
+    assert [(e.eid.batch, e.eid.run) for e in experiences] == [("3/e", 2), ("3/e", 3), ("3/e", 4), ("3/e", 5)]
+
+
+def test_repeatable_may_be_a_property() -> None:
+    class Sometimes(Scripted):
+        @property
+        def repeatable(self) -> bool:  # type: ignore[override]
+            return self.task.raw_task["together"]
+
+    async def body(workflow: Any) -> list[Experience]:
+        calls.append(workflow.repeat_times)
+        return [an_experience(workflow.run_id_base + i) for i in range(workflow.repeat_times)]
+
+    for together, expected in ((True, [3]), (False, [1, 1, 1])):
+        calls: list[int] = []
+        task = scripted(body, Sometimes, raw_task={"together": together})
+        assert [e.eid.run for e in run_task(task, 3)[1]] == [0, 1, 2]
+        assert calls == expected
+
+
+def test_metrics_are_means_over_the_experiences_that_have_them() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        return [
+            an_experience(0, metrics={"a": 1.0, "b": 2, "note": "text"}),
+            an_experience(1, metrics={"a": 4.0}),
+            an_experience(2),
+        ]
+
+    status, _ = run_task(scripted(body, ScriptedRepeatable), 3)
+    assert status.metric.pop("time_per_task") >= 0
+    assert status.metric == {"a": 2.5, "b": 2.0}
+
+
+async def _nothing(workflow: Any) -> list[Experience]:
+    return []
+
+
+async def _raises(workflow: Any) -> list[Experience]:
+    raise ValueError("the tool broke")
+
+
+async def _wrong(workflow: Any) -> Any:
+    return [1, "a"]
+
+
+async def _none(workflow: Any) -> Any:
+    return None
+
+
+@pytest.mark.parametrize("workflow", [Scripted, ScriptedRepeatable])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (_nothing, "run returned no experience"),
+        (_raises, "2 of 2 runs failed: 2 x ValueError: the tool broke"),
+        (_wrong, "run returned a list with int, str, expected a list of Experience"),
+        (_none, "run returned NoneType, expected a list of Experience"),
+    ],
+)
+def test_without_an_experience_the_task_failed(workflow: type[Workflow], body: Any, message: str) -> None:
+    status, experiences = run_task(scripted(body, workflow), 2)
+    assert not status.ok
+    assert status.metric.keys() == {"time_per_task"}
+    assert message in (status.message or "")
+    assert experiences == []
+
+
+def test_the_message_has_the_types_and_texts_of_all_exceptions() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        raise [ValueError("a"), KeyError("b")][workflow.model._run]
+
+    status, _ = run_task(scripted(body), 2)
+    assert status.message == "2 of 2 runs failed: ValueError: a; KeyError: 'b'"
+
+
+def test_a_run_that_fails_leaves_the_others() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        if workflow.model._run == 1:
+            raise ValueError("one of them")
+        return [an_experience()]
+
+    status, experiences = run_task(scripted(body), 3)
+    assert [e.eid.run for e in experiences] == [0, 2]
+    assert status.message == "1 of 3 runs failed: ValueError: one of them"
+
+
+def test_a_partial_failure_keeps_the_runs_that_succeeded() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        raise PartialFailure([an_experience(2), an_experience(4)], {3: ValueError("unlucky")})
+
+    status, experiences = run_task(scripted(body, ScriptedRepeatable, batch_id=1, task_id=9), 3, run_id_base=2)
+    assert [(e.eid.batch, e.eid.task, e.eid.run) for e in experiences] == [(1, 9, 2), (1, 9, 4)]
+    assert all(e.info["model_version"] == 0 for e in experiences)
+    assert status.message == "1 of 3 runs failed: ValueError: unlucky"
+
+
+def test_an_attempt_at_some_runs_asks_for_each_stretch_of_them_at_once() -> None:
+    calls = []
+
+    async def body(workflow: Any) -> list[Experience]:
+        calls.append((workflow.run_id_base, workflow.repeat_times))
+        await workflow.model.generate([1], n=workflow.repeat_times)
+        return [an_experience(workflow.run_id_base + i) for i in range(workflow.repeat_times)]
+
+    model = FakeModel()
+    runner = WorkflowRunner(ExplorerConfig(seed=3), model)
+    task = scripted(body, ScriptedRepeatable, batch_id=1, task_id=2)
+    attempt = asyncio.run(runner.attempt(task, [1, 2, 5]))
+    assert calls == [(1, 2), (5, 1)]
+    assert [e.eid.run for e in attempt.experiences] == [1, 2, 5]
+    assert [call["seed"] for call in model.calls] == [rollout_seed(3, 1, 2, 0, run) for run in (1, 5)]
+
+
+def test_evaluation_experiences_stay_with_the_status() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        return [an_experience(metrics={"reward/x": 0.25})]
+
+    status, experiences = run_task(scripted(body, is_eval=True), 2)
+    assert experiences == []
+    assert [e.eid.run for e in status.eval_experiences] == [0, 1]
+    assert status.ok
+    assert status.metric["reward/x"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        ("simpel", "ConfigError: unknown workflow 'simpel'. Did you mean 'simple'?"),
+        ("no_such_module.Flow", "there is no module 'no_such_module'"),
+        ("collections.OrderedDict", "is no subclass of"),
+        (dict, "is no subclass of"),
+    ],
+)
+def test_an_unknown_workflow_is_a_failed_task_that_says_so(workflow: Any, message: str) -> None:
+    status, _ = run_task(Task(workflow))
+    assert message in (status.message or "")
+
+
+def test_a_constructor_that_raises_fails_every_run() -> None:
+    class Picky(Workflow):
+        def __init__(self, **arguments: Any) -> None:
+            raise OSError("no sandbox")
+
+        async def run(self) -> list[Experience]:
+            return []
+
+    assert run_task(Task(Picky), 2)[0].message == "2 of 2 runs failed: 2 x OSError: no sandbox"
+
+
+def test_auxiliary_models_are_handed_on_with_seeds_and_without_the_tasks_sampling() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        (judge,) = workflow.auxiliary_models
+        await workflow.model.generate([1])
+        await judge.generate([1])
+        return [an_experience()]
+
+    model, judge = FakeModel(), FakeModel()
+    runner = WorkflowRunner(ExplorerConfig(), model, [judge])
+    asyncio.run(runner.run_task(scripted(body, rollout_args={"temperature": 0.5})))
+    assert model.calls[0]["temperature"] == 0.5
+    assert judge.calls[0].keys() == {"prompt", "n", "seed"}
+
+
+def test_info_has_the_version_that_the_run_began_with() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        await workflow.model.generate([1])
+        model.model_version = 4
+        await workflow.model.generate([1])
+        return [an_experience()]
+
+    model = FakeModel()
+    model.model_version = 3
+    assert run_task(scripted(body), model=model)[1][0].info["model_version"] == 3
+
+
+# -- workflows that block ---------------------------------------------------------------------------------------------
+
+
+class Blocking(Workflow):
+    """A plain `def run` that talks to the model, `turns` times."""
+
+    def run(self) -> list[Experience]:  # type: ignore[override]
+        turns = self.task.workflow_args.get("turns", 1)
+        texts = [self.model.chat([{"role": "user", "content": "hi"}])[0].text for _ in range(turns)]  # type: ignore
+        assert self.model.max_model_len == 100
+        assert self.model.logprobs([1, 2, 3]) == [-1.0, -1.0]
+        return [an_experience(info={"texts": texts, "thread": threading.get_ident()})]
+
+
+def test_a_plain_run_works_in_a_thread_of_its_own_with_a_model_that_blocks() -> None:
+    model = FakeModel(latency=0.01)
+    status, experiences = run_task(Task(Blocking, workflow_args={"turns": 2}), 12, model=model)
+    assert status.ok, status.message
+    assert len({e.info["thread"] for e in experiences} - {threading.get_ident()}) > 1
+    for run, experience in enumerate(experiences):
+        assert experience.eid.run == run
+        assert experience.info["texts"] == [str(rollout_seed(11, "", "", turn, run)) for turn in (0, 1)]
+
+
+def test_a_plain_run_that_is_cut_off_aborts_its_request_and_gets_no_more() -> None:
+    seen: list[BaseException] = []
+    ended = threading.Event()
+
+    class Stubborn(Workflow):
+        def run(self) -> list[Experience]:  # type: ignore[override]
+            model: Any = self.model
+            for _ in range(2):
+                try:
+                    model.generate([1])
+                except Exception as error:
+                    seen.append(error)
+            ended.set()
+            return []
+
+    async def main() -> None:
+        model = FakeModel(latency=100)
+        attempt = await WorkflowRunner(ExplorerConfig(), model).attempt(Task(Stubborn), [0], 0.5)
+        assert isinstance(attempt.errors[0], TimeoutError)
+        assert await asyncio.to_thread(ended.wait, 5)
+        assert model.aborted == 1
+        assert len(model.calls) == 1
+
+    asyncio.run(main())
+    assert [type(error).__name__ for error in seen] == ["CancelledError", "RolloutError"]
+    assert "the run is over" in str(seen[1])
+
+
+def test_a_plain_run_that_hangs_holds_nothing_up() -> None:
+    release = threading.Event()
+
+    class Hanging(Workflow):
+        def run(self) -> list[Experience]:  # type: ignore[override]
+            release.wait(20)
+            return [an_experience()]
+
+    async def main() -> Any:
+        return await WorkflowRunner(ExplorerConfig(), FakeModel()).attempt(Task(Hanging), range(40), 0.05)
+
+    began = time.perf_counter()
+    attempt = asyncio.run(main())
+    assert time.perf_counter() - began < 5
+    assert len(attempt.errors) == 40
+    release.set()
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), StopIteration("empty"), SystemExit(2)])
+def test_what_a_plain_run_raises_fails_the_run(error: BaseException) -> None:
+    class Raising(Workflow):
+        def run(self) -> list[Experience]:  # type: ignore[override]
+            raise error
+
+    status, _ = run_task(Task(Raising))
+    assert f"{type(error).__name__}: {error}" in (status.message or "")
+
+
+def test_a_constructor_that_calls_a_blocking_model_is_told_not_to() -> None:
+    class Eager(Blocking):
+        def __init__(self, task: Task, model: Any, auxiliary_models: Any = None) -> None:
+            super().__init__(task, model, auxiliary_models)
+            model.generate([1])
+
+    assert "call the model in run(), not in the constructor" in (run_task(Task(Eager))[0].message or "")
+
+
+def test_cancelling_a_task_cancels_its_runs() -> None:
+    async def main() -> int:
+        model = FakeModel(latency=100)
+
+        async def body(workflow: Any) -> list[Experience]:
+            await workflow.model.generate([1])
+            return await succeed(workflow)
+
+        runner = WorkflowRunner(ExplorerConfig(), model)
+        for task in (scripted(body), scripted(hang)):
+            running = asyncio.create_task(runner.run_task(task, 3))
+            await asyncio.sleep(0.01)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return model.aborted
+
+    assert asyncio.run(main()) == 3

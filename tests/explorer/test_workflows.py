@@ -1,0 +1,176 @@
+import asyncio
+from typing import Any
+
+import pytest
+from fake_model import FakeModel
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflows import WORKFLOWS, MathWorkflow, SimpleWorkflow, resolve_workflow
+
+
+def tried(task: Task, model: FakeModel | None = None, repeat_times: int = 2, run_id_base: int = 0) -> Any:
+    runner = RunnerWrapper(0, model or FakeModel(), None, ExplorerConfig())
+    status, experiences, _ = asyncio.run(runner.run_with_retry(TaskWrapper(task, 3, run_id_base, repeat_times)))
+    return status, experiences
+
+
+def counting(answers: list[str]) -> FakeModel:
+    """Answers one after the other, and then always the last."""
+    remaining = list(answers)
+    return FakeModel(lambda seed: remaining.pop(0) if len(remaining) > 1 else remaining[0])
+
+
+def test_names() -> None:
+    assert resolve_workflow("simple") is SimpleWorkflow
+    assert resolve_workflow("math") is MathWorkflow
+    assert resolve_workflow("trinity_lightning.explorer.workflows.MathWorkflow") is MathWorkflow
+    assert resolve_workflow(MathWorkflow) is MathWorkflow
+    assert list(WORKFLOWS) == ["simple", "math"]
+
+
+def test_simple_makes_one_experience_a_response() -> None:
+    task = Task(
+        "simple",
+        {"prompt": "hé", "answer": "7", "task_index": {"taskset_id": "sums", "index": 4}},
+        rollout_args={"temperature": 0.8},
+        reward_fn="last_number",
+        task_id=9,
+    )
+    model = counting(["it is 7", "it is 8"])
+    status, (right, wrong) = tried(task, model, run_id_base=4)
+    assert len(model.calls) == 1
+    assert right.tokens.tolist() == [ord(c) for c in "héit is 7"]
+    assert right.prompt_length == 2
+    assert right.logprobs is not None
+    assert right.logprobs.tolist() == [-0.5] * 7
+    assert right.action_mask is not None
+    assert right.action_mask.tolist() == [True] * 7
+    assert (right.prompt_text, right.response_text) == ("hé", "it is 7")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.metrics == {"reward/last_number": 1.0}
+    assert right.info == {
+        "temperature": 0.8,
+        "finish_reason": "stop",
+        "task_index": {"taskset_id": "sums", "index": 4},
+        "model_version": 0,
+    }
+    assert [(e.eid.batch, e.eid.task, e.eid.run) for e in (right, wrong)] == [(3, 9, 4), (3, 9, 5)]
+    assert status.metric["reward/last_number"] == 0.5
+
+
+def test_a_conversation_or_a_prompt_after_a_system_prompt() -> None:
+    model = FakeModel()
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    _, (one,) = tried(Task("simple", {"messages": messages}), model, 1)
+    _, (two,) = tried(Task("simple", {"prompt": "hi"}, workflow_args={"system_prompt": "be brief"}), model, 1)
+    assert one.prompt_text == two.prompt_text == "system: be brief\nuser: hi"
+    assert model.calls[0]["prompt"] == model.calls[1]["prompt"] == "be brief\nhi"
+    assert (one.reward, one.metrics, one.info["temperature"]) == (None, {}, 1.0)
+
+
+def test_an_entry_without_a_prompt_names_what_it_has() -> None:
+    status, _ = tried(Task("simple", {"question": "?", "answer": 1}))
+    assert "needs 'messages' or a 'prompt' text; it has: question, answer" in status.message
+
+
+def test_a_response_cut_off_is_marked() -> None:
+    model = FakeModel()
+    model.finish_reason = "length"
+    _, experiences = tried(Task("simple", {"prompt": "hi"}), model)
+    assert [e.truncate_status for e in experiences] == ["response_truncated"] * 2
+
+
+def test_an_aborted_request_is_a_failure() -> None:
+    model = FakeModel()
+    model.finish_reason = "abort"
+    status, experiences = tried(Task("simple", {"prompt": "hi"}), model)
+    assert experiences == []
+    assert "aborted the request" in status.message
+
+
+def test_a_prompt_that_is_too_long_is_a_counted_failure_with_its_lengths() -> None:
+    model = FakeModel(max_model_len=3)
+    status, experiences = tried(Task("simple", {"prompt": "hello"}), model)
+    assert experiences == []
+    assert len(model.calls) == 1
+    expected = "PromptTooLongError: prompt_truncated: the prompt has 5 tokens, the context 3"
+    assert status.message == f"2 of 2 runs failed: 2 x {expected}"
+
+
+def test_a_reward_that_raises_fails_its_run_only() -> None:
+    def picky(response: str, task: Task) -> float:
+        if response == "b":
+            raise ZeroDivisionError("no b")
+        return 1.0
+
+    model = FakeModel(lambda seed: "abc"[seed - model.calls[0]["seed"]])
+    status, experiences = tried(Task("simple", {"prompt": "hi"}, reward_fn=picky), model, 3)
+    assert [e.response_text for e in experiences] == ["a", "c"]
+    assert [e.eid.run for e in experiences] == [0, 2]
+    cause = "RolloutError: reward function 'picky' raised ZeroDivisionError: no b"
+    assert status.message == f"1 of 3 runs failed: {cause}"
+    assert [call["n"] for call in model.calls] == [3, 1, 1]
+    assert model.calls[1]["seed"] == model.calls[0]["seed"] + 1  # the same sample again
+
+
+def test_a_reward_that_works_the_second_time_completes_the_group() -> None:
+    failures = 1
+
+    async def judge(response: str, task: Task) -> float:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise ConnectionError("try later")
+        return 0.5
+
+    status, experiences = tried(Task("simple", {"prompt": "hi"}, reward_fn=judge), repeat_times=4)
+    assert status.ok
+    assert [e.eid.run for e in experiences] == [0, 1, 2, 3]
+
+
+def test_an_unknown_reward_fails_without_asking_the_model() -> None:
+    model = FakeModel()
+    status, _ = tried(Task("simple", {"prompt": "hi"}, reward_fn="exact_mach"), model)
+    assert "Did you mean 'exact_match'?" in status.message
+    assert model.calls == []
+
+
+def test_math_is_judged_by_the_boxed_answer_unless_told_otherwise() -> None:
+    model = FakeModel(lambda seed: r"so \boxed{4}, not 5")
+    task = Task("math", {"prompt": "2 + 2", "answer": "4"})
+    assert [e.metrics for e in tried(task, model)[1]] == [{"reward/math": 1.0}] * 2
+    task = Task("math", {"prompt": "2 + 2", "answer": "4"}, reward_fn="last_number")
+    assert [e.metrics for e in tried(task, model)[1]] == [{"reward/last_number": 0.0}] * 2
+
+
+def test_reset_takes_another_task() -> None:
+    workflow: Any = SimpleWorkflow(Task("simple", {"prompt": "one"}), FakeModel(lambda seed: "x"))
+    workflow.reset(Task("simple", {"prompt": "two", "answer": "x"}, reward_fn="exact_match"))
+    assert workflow.messages == [{"role": "user", "content": "two"}]
+    assert [reward.name for reward in workflow.rewards] == ["exact_match"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"repeat_times": 0}, "repeat_times must be an integer of at least 1"),
+        ({"repeat_times": 2.0}, "repeat_times must be an integer"),
+        ({"rollout_args": {"n": 4}}, "must not hold 'n': set repeat_times"),
+        ({"rollout_args": {"seed": 4}}, "must not hold 'seed'"),
+        ({"raw_task": "a prompt"}, "raw_task must be a mapping, not str"),
+        ({"workflow_args": None}, "workflow_args must be a mapping, not NoneType"),
+    ],
+)
+def test_wrong_tasks_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Task("simple", **fields)
+
+
+def test_experiences_of_a_task_are_ready_to_train_on() -> None:
+    _, experiences = tried(Task("simple", {"prompt": "hi"}, reward_fn="contains_digits"))
+    assert all(isinstance(e, Experience) and e.experience_type == "single_turn" for e in experiences)
+    assert all(e.reward == 1.0 for e in experiences)  # the fake answers with its seed

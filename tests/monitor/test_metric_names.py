@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+
+from trinity_lightning.monitor.metric_names import METRICS, find_metric, metric_globs, metrics_page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    command = "python -m trinity_lightning.monitor.metric_names > docs/metrics.md"
+    assert PAGE.read_text() == metrics_page(), f"generate it again: {command}"
+
+
+def test_no_name_stands_twice() -> None:
+    patterns = [metric.pattern for metric in METRICS]
+    assert sorted(set(patterns)) == sorted(patterns)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("response_length/clip_ratio", "response_length/clip_ratio"),
+        ("prompt_length/max", "prompt_length/{mean,max,min}"),
+        ("reward/math/mean", "reward/<function>/mean"),
+        ("reward/mean", "reward/mean"),
+        ("eval/heldout/pass@4", "eval/<taskset>/pass@<k>"),
+        ("time/operator/0_RewardFilter", "time/operator/<index>_<class>"),
+        ("group_advantages/group_baseline/min", "group_advantages/<statistic>/{mean,max,min}"),
+        ("actor/is_weight/clipfrac", "actor/<metric>"),
+    ],
+)
+def test_a_name_is_found_by_its_pattern(name: str, pattern: str) -> None:
+    metric = find_metric(name)
+    assert metric is not None
+    assert metric.pattern == pattern
+
+
+@pytest.mark.parametrize("name", ["reward", "prompt_length/median", "explore_step/mean", "loss", "xactor/lr"])
+def test_other_names_are_not_documented(name: str) -> None:
+    assert find_metric(name) is None
+
+
+def test_globs_cover_every_metric_but_the_axis() -> None:
+    globs = metric_globs()
+    assert {"rollout/*", "actor/*", "frac_reward_zero_std"} < set(globs)
+    assert "explore_step" not in globs
+    assert not [glob for glob in globs if "<" in glob or "{" in glob]

@@ -1,0 +1,67 @@
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.monitor.run_monitor import RunMonitor
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",  # no worker processes
+    "ignore:.*LeafSpec.*",
+    "ignore:Checkpoint directory .* exists and is not empty",  # a resumed run goes on in its folder
+    "ignore:Using ModelCheckpoint with manual optimization",  # checkpoints after the step are what is wanted
+)
+
+ITEMS, SKIPPED = 4, 1  # items an explore step; the one that takes no optimizer step, so that global_step lags behind
+
+
+class SkippingModel(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"item": float(batch_idx), "explore_step": float(self.current_epoch + 1)}, on_step=True)
+        if batch_idx != SKIPPED:
+            optimizer = self.optimizers()
+            self.manual_backward(self.step(batch))
+            optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fit(folder: Path, checkpoint: Path | None = None) -> list[tuple[str, str, str]]:
+    """Train two explore steps into a folder; its rows as (step, explore_step, item)."""
+    trainer = Trainer(
+        max_epochs=2,
+        limit_train_batches=ITEMS,
+        limit_val_batches=0,
+        logger=MetricsCSVLogger(folder),
+        log_every_n_steps=1,
+        callbacks=[
+            RunMonitor(folder, total_steps=2),
+            ModelCheckpoint(folder / "checkpoints", filename="{step}", save_top_k=-1, every_n_train_steps=1),
+        ],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(SkippingModel(), ckpt_path=checkpoint, weights_only=True)
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [(row["step"], row["explore_step"], row["item"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("optimizer_steps", [2, 3, 4])  # within an explore step, at its end, within the next
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Path, optimizer_steps: int) -> None:
+    rows = fit(tmp_path)
+    assert rows == [(str(i), str(1 + i // ITEMS), str(float(i % ITEMS))) for i in range(2 * ITEMS)]
+    assert fit(tmp_path, tmp_path / "checkpoints" / f"step={optimizer_steps}.ckpt") == rows
+
+
+def test_a_line_is_printed_for_each_explore_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]

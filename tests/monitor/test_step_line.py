@@ -1,0 +1,51 @@
+import pytest
+from rich.console import Console
+
+from trinity_lightning.monitor import step_line
+from trinity_lightning.monitor.step_line import format_seconds, format_step_line, summary_table
+
+
+def test_the_line_has_what_people_look_at() -> None:
+    metrics = {
+        "reward/mean": 0.421,
+        "reward/std": 0.49,
+        "frac_reward_zero_std": 0.25,
+        "response_length/mean": 11.4,
+        "actor/logprob_diff/mean": 0.0212,
+        "actor/grad_norm": 1.304,
+        "time/rollout": 2.8,
+        "time/train": 8.0,
+        "time/sync_weight": 0.3,
+        "time/collate": 1.0,  # within training: not counted twice
+        "custom": 1.0,
+    }
+    assert format_step_line(metrics, step=3, total_steps=30) == (
+        "step 3/30  reward 0.42 ± 0.49  no signal 25%  length 11.4  logprob diff 0.021  grad norm 1.30  "
+        "rollout 2.8s  train 8.0s  sync 0.3s  left 5m 0s"
+    )
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert format_step_line({}, step=1, total_steps=2) == "step 1/2"
+    assert format_step_line({"reward/mean": 1.0}, step=2, total_steps=2) == "step 2/2  reward 1.00"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.4, "59s"), (59.6, "1m 0s"), (3599, "59m 59s"), (12000, "3h 20m"), (187200, "2d 4h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_the_table_is_plain_text_outside_a_terminal() -> None:
+    long = "/a/folder/" * 12
+    lines = summary_table([("prompts", "8"), ("output [bold]", long)]).splitlines()
+    assert [line.split() for line in lines] == [["prompts", "8"], ["output", "[bold]", long]]
+
+
+def test_the_table_has_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        step_line, "Console", lambda **_: Console(force_terminal=True, color_system="standard", width=80)
+    )
+    assert "\x1b[1m" in summary_table([("prompts", "8")])

@@ -1,0 +1,124 @@
+"""The architecture as tests: imports go one way, heavy libraries load late, files stay readable."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "trinity_lightning"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+}
+
+# What joins the rooms, and may import all of them.
+TOP = {f"{PACKAGE}.{name}" for name in ("train", "build", "evaluate", "explorer.callback", "buffer.datamodule")}
+# The packages that offer a module of the top under their own name.
+RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}
+EXPLORER_PARTS = ("explorer.tasks", "explorer.rewards", "explorer.workflows", "explorer.models")
+# Longest prefix first: `explorer.tasks` is a room of its own within `explorer`.
+ROOMS = (*EXPLORER_PARTS, "buffer.operators", "explorer", "buffer", "algorithm", "trainer", "monitor", "common")
+MAY_IMPORT = {
+    "common": {"common"},
+    **{room: {"common", *EXPLORER_PARTS} for room in EXPLORER_PARTS},
+    "explorer": {"common", *EXPLORER_PARTS, "explorer"},
+    "buffer.operators": {"common", "buffer.operators"},
+    "algorithm": {"common", "algorithm"},
+    "buffer": {"common", "buffer.operators", "algorithm", "buffer"},
+    "trainer": {"common", "algorithm", "trainer"},
+    "monitor": {"common", "monitor"},
+}
+MAY_USE_LIGHTNING = {*TOP, f"{PACKAGE}.trainer.policy", f"{PACKAGE}.trainer.checkpoint_io"}
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need
+
+
+def room_of(module: str) -> str:
+    """The room a module lives in; "top" for what joins the rooms, "root" for what is in none."""
+    if module in TOP:
+        return "top"
+    inside = module.removeprefix(PACKAGE).removeprefix(".")
+    return next((room for room in ROOMS if inside == room or inside.startswith(room + ".")), "root")
+
+
+def imports_in(source: str) -> Iterator[str]:
+    """Dotted names imported anywhere in a module, also within functions; `from a import b` is a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ("." * node.level + f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def wrong_imports(module: str, source: str) -> list[str]:
+    """What this module must not import, in words."""
+    wrong = []
+    for name in imports_in(source):
+        target = name if name in MODULES else name.rpartition(".")[0]
+        room, other = room_of(module), room_of(target)
+        if name.startswith("."):
+            wrong.append(f"{module}: relative import {name}")
+        elif name.split(".")[0] in {"lightning", "pytorch_lightning"}:
+            if module not in MAY_USE_LIGHTNING and room != "monitor":
+                wrong.append(f"{module} imports {name}")
+        elif target.split(".")[0] == PACKAGE and room != "top" and other != "root":
+            re_exported = module in RE_EXPORTERS and target.startswith(module + ".")
+            if other not in MAY_IMPORT[room] and not re_exported:
+                wrong.append(f"{module} ({room}) imports {target} ({other})")
+    return wrong
+
+
+def test_imports_go_one_way() -> None:
+    wrong = [line for module, path in MODULES.items() for line in wrong_imports(module, path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "statement"),
+    [
+        ("common.seeds", "from trinity_lightning.algorithm import kl"),
+        ("algorithm.kl", "import trinity_lightning.buffer.operators"),
+        ("explorer.tasks.task", "from trinity_lightning.explorer.scheduler import Scheduler"),
+        ("explorer.scheduler", "from trinity_lightning.explorer.callback import ExplorerCallback"),
+        ("trainer.weight_sync", "def f():\n    from trinity_lightning.explorer import models"),
+        ("trainer.weight_sync", "import lightning.pytorch as pl"),
+        ("common.seeds", "from .errors import TrinityError"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, statement: str) -> None:
+    assert len(wrong_imports(f"{PACKAGE}.{module}", statement)) == 1
+
+
+def test_every_module_has_a_room() -> None:
+    root = {module for module in MODULES if room_of(module) == "root"}
+    assert root == {PACKAGE}
+
+
+@pytest.mark.parametrize("module", ["common.config", "train"])
+def test_configuration_is_read_without_heavy_imports(module: str) -> None:
+    heavy = ["torch", "lightning", "transformers", "vllm", "datasets", "wandb"]
+    code = f"import sys, {PACKAGE}.{module}; print(*(name for name in {heavy} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_files_and_functions_stay_short() -> None:
+    long = []
+    for module, path in MODULES.items():
+        source = path.read_text()
+        lines = len(source.splitlines())
+        if lines > MAX_FILE_LINES:
+            long.append(f"{module}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                code = node.body[1:] if ast.get_docstring(node) else node.body
+                length = (code[-1].end_lineno or 0) - code[0].lineno + 1 if code else 0
+                if length > MAX_FUNCTION_LINES:
+                    long.append(f"{module}.{node.name}: {length} lines")
+    assert not long, "\n".join(long)

@@ -1,0 +1,52 @@
+"""What the README shows is run: its script, its reward, its recipe."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_script_without_hydra_trains(tmp_path: Path) -> None:
+    [script] = [block for block in blocks("python") if "L.Trainer" in block]
+    assert len([line for line in script.splitlines() if line.strip()]) <= 28
+    # The same script on the small model, for three steps, with a reward that a random model varies in.
+    script = script.replace("smollm2", "tiny").replace("max_epochs=30", "max_epochs=3")
+    script = script.replace('response.strip().endswith(task.raw_task["answer"])', "sum(map(str.isdigit, response))")
+    (tmp_path / "script.py").write_text(script + "\nprint('steps', trainer.global_step)\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=420
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "steps 3" in done.stdout
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["reward", "recipe"])
+def test_a_reward_and_a_recipe_of_ones_own(kind: str, run_train: RunTrain, tmp_path: Path) -> None:
+    [reward] = [block for block in blocks("python") if "short_and_right" in block]
+    [recipe] = blocks("yaml")
+    (tmp_path / "my_rewards.py").write_text(reward)
+    (tmp_path / "my_conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "my_conf" / "recipe" / "subtraction.yaml").write_text(recipe)
+    tasks = [{"prompt": f"What is 9 - {n}? Reply with only the number.", "answer": str(9 - n)} for n in range(8)]
+    (tmp_path / "subtraction.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    arguments = {
+        "reward": ["+recipe=grpo", "reward=my_rewards.short_and_right", "explorer.eval_on_startup=false"],
+        "recipe": ["--config-dir", "my_conf", "+recipe=subtraction"],
+    }[kind]
+    done = run_train(tmp_path, *arguments, "model=tiny", "steps=1", "explorer.eval_interval=0", "logger=csv")
+    assert done.returncode == 0, done.stdout[-4000:]
+    [completions] = tmp_path.glob("outputs/*/*/completions/step_1.jsonl")
+    first = json.loads(completions.read_text().splitlines()[0])
+    assert {"reward/short_and_right", "reward/short_and_right/right", "reward/short_and_right/short"} <= first.keys()

@@ -1,0 +1,203 @@
+"""Whole runs on the tiny model: what they write, that they learn something, and that they survive being killed."""
+
+import csv
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import environment, train_command
+from safetensors.torch import load_file
+from wandb_reader import read_wandb_run
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+# Small steps, a checkpoint after each.
+QUICK = ("+recipe=grpo", "model=tiny", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12")
+QUICK += ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "callbacks.checkpoint.every_n_epochs=1")
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    assert len(found) == 1, (pattern, found)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def initial_weights() -> dict[str, torch.Tensor]:
+    from trinity_lightning.common.model_files import resolve_model
+
+    return load_file(Path(resolve_model("tiny")) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def sweep(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `--multirun +recipe=grpo model=tiny seed=1,2`, evaluations included."""
+    folder = tmp_path_factory.mktemp("sweep")
+    done = run_train(folder, "--multirun", "+recipe=grpo", "model=tiny", "seed=1,2", "steps=3", "explorer.eval_interval=3")
+    assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, "outputs/grpo/*")
+
+
+def test_a_sweep_has_a_run_a_job(sweep: Path, initial_weights: dict[str, torch.Tensor]) -> None:
+    models = []
+    for job in ("0", "1"):
+        steps = rows(sweep / job)
+        assert [row["explore_step"] for row in steps if row["reward/mean"]] == ["1", "2", "3"]
+        trained = [row for row in steps if row["actor/pg_loss"]]
+        assert len(trained) == 3
+        assert all(float(row["actor/trained_rows"]) > 0 and float(row["actor/grad_norm"]) > 0 for row in trained)
+        assert all(float(row["actor/logprob_diff/mean"]) < 1e-4 for row in trained)  # float32 on both sides
+        assert any(float(row["frac_reward_zero_std"]) < 1 for row in trained)  # a random model's reward varies
+        weights = load_file(sweep / job / "model" / "model.safetensors")
+        assert any(not torch.equal(weights[name], initial_weights[name]) for name in weights)
+        models.append(weights)
+    assert any(not torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_a_sweep_writes_completions_and_evaluations(sweep: Path) -> None:
+    lines = (sweep / "0" / "completions" / "step_1.jsonl").read_text().splitlines()
+    completions = [json.loads(line) for line in lines]
+    assert len(completions) == 64
+    assert {"prompt", "completion", "reward", "advantage", "length", "truncated"} <= completions[0].keys()
+    assert len({c["reward"] for c in completions}) > 1
+    evaluated = (sweep / "0" / "completions" / "eval_addition_heldout_step_3.jsonl").read_text().splitlines()
+    assert len(evaluated) == 128
+    assert sum(row["eval/addition_heldout/mean@1"] != "" for row in rows(sweep / "0")) == 2  # before and after
+
+
+def test_a_sweep_logs_to_wandb_in_one_group(sweep: Path) -> None:
+    runs = [read_wandb_run(only(sweep / job, "wandb/offline-run-*")) for job in ("0", "1")]
+    assert runs[0].group == runs[1].group
+    assert runs[0].group.startswith("grpo/")
+    for seed, run in enumerate(runs, start=1):
+        assert run.config["seed"] == seed
+        assert run.config["model"]["name"] == "tiny"
+        rewards = [entry["reward/mean"] for entry in run.history if "reward/mean" in entry]
+        assert len(rewards) == 3
+        assert run.summary["explore_step"] == 3
+        assert "eval/addition_heldout/mean@1" in run.summary
+        assert "actor/grad_norm" in run.summary
+        assert "completions" in run.tables
+    assert runs[0].name != runs[1].name or runs[0] is not runs[1]
+
+
+def test_the_saved_model_loads_in_transformers(sweep: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(sweep / "0" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(sweep / "0" / "model")
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], return_tensors="pt", return_dict=True)
+    made = model.generate(**tokens, max_new_tokens=4, do_sample=False)
+    assert made.shape[1] > tokens["input_ids"].shape[1]
+
+
+def test_a_saved_model_is_trained_on(sweep: Path, run_train: RunTrain, tmp_path: Path) -> None:
+    """A folder of one's own loads in vLLM and in the trainer; the transformers engine and CSV alone run too."""
+    model = ("model=custom", f"model.name={sweep / '0' / 'model'}", "model.dtype=fp32", "reward=contains_digits")
+    quick = [argument for argument in QUICK if argument != "model=tiny"]
+    for engine in ("vllm", "transformers"):
+        done = run_train(tmp_path, *quick, *model, f"engine={engine}", "logger=csv", "steps=2", f"name={engine}")
+        assert done.returncode == 0, done.stdout[-4000:]
+        folder = only(tmp_path, f"outputs/{engine}/*")
+        trained = [row for row in rows(folder) if row["actor/pg_loss"]]
+        assert len(trained) == 2
+        assert all(float(row["actor/logprob_diff/mean"]) < 1e-4 for row in trained)
+        assert not (folder / "wandb").exists()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be interrupted"
+        assert time.monotonic() < end, "the run did not get there in time"
+        time.sleep(0.01)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        train_command(*arguments),
+        cwd=folder,
+        env=environment(),
+        stdout=(folder / "stdout").open("w"),
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def steps_done(folder: Path) -> int:
+    return len(list(folder.glob("outputs/grpo/*/completions/step_*.jsonl")))
+
+
+def resumable(folder: Path, steps: int) -> bool:
+    """Whether a checkpoint exists and step `steps` is under way."""
+    return steps_done(folder) >= steps and any(folder.glob("outputs/grpo/*/checkpoints/*.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = run_train(folder, *QUICK, "steps=5", "algorithm.optimizer_steps=2", "logger=csv")
+    assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, "outputs/grpo/*")
+
+
+# What is measured in seconds, tokens a second or bytes differs between runs.
+MEASURED = ("time", "perf", "seconds", "per_second", "sync/")
+
+
+def same_metrics(a: Path, b: Path) -> None:
+    left, right = rows(a), rows(b)
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        names = [name for name in one if not any(part in name for part in MEASURED)]
+        assert {name: one[name] for name in names} == {name: other.get(name, "") for name in names}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_equals_an_uninterrupted_one(
+    how: signal.Signals, uninterrupted: Path, run_train: RunTrain, tmp_path: Path
+) -> None:
+    arguments = (*QUICK, "steps=5", "algorithm.optimizer_steps=2", "logger=csv")
+    process = start(tmp_path, *arguments)
+    wait_for(lambda: resumable(tmp_path, 3), process)
+    process.send_signal(how)
+    process.wait(timeout=120)
+    assert process.returncode != 0
+    assert steps_done(tmp_path) < 5
+    if how == signal.SIGINT:
+        assert "ckpt_path=last" in (tmp_path / "stdout").read_text()
+    done = run_train(tmp_path, *arguments, "ckpt_path=last")
+    assert done.returncode == 0, done.stdout[-4000:]
+    folder = only(tmp_path, "outputs/grpo/*")  # it went on in the same folder
+    expected, resumed = (load_file(path / "model" / "model.safetensors") for path in (uninterrupted, folder))
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    same_metrics(uninterrupted, folder)
+    for step in range(1, 6):
+        name = f"completions/step_{step}.jsonl"
+        assert (folder / name).read_text() == (uninterrupted / name).read_text()
+
+
+def test_smollm2_trains_in_bfloat16(run_train: RunTrain, tmp_path: Path) -> None:
+    small = ("explorer.batch_size=4", "explorer.repeat_times=4", "explorer.eval_on_startup=false")
+    done = run_train(tmp_path, "+recipe=grpo", *small, "explorer.eval_interval=0", "steps=2", "logger=csv")
+    assert done.returncode == 0, done.stdout[-4000:]
+    folder = only(tmp_path, "outputs/grpo/*")
+    trained = [row for row in rows(folder) if row["actor/pg_loss"]]
+    assert trained
+    assert all(float(row["actor/logprob_diff/mean"]) < 0.06 for row in trained)
+    assert all(float(row["actor/trained_rows"]) > 0 for row in trained)
+    weights = load_file(folder / "model" / "model.safetensors")
+    from trinity_lightning.common.model_files import resolve_model
+
+    before = load_file(Path(resolve_model("smollm2")) / "model.safetensors")
+    assert any(not torch.equal(weights[name], before[name]) for name in before if name in weights)

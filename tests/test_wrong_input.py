@@ -1,0 +1,102 @@
+"""Wrong input: one readable sentence, at once; or a failure that is counted while the run goes on."""
+
+import csv
+import importlib.util
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import config_dir
+from trinity_lightning.common.errors import ConfigError
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+REFUSED = {
+    "unknown recipe": (["+recipe=grop"], ["unknown recipe 'grop'", "Did you mean 'grpo'"]),
+    "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
+    "misspelt nested key": (["+recipe=grpo", "explorer.batch_sise=4"], ["Did you mean 'explorer.batch_size'"]),
+    "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
+    "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
+    "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
+    "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
+    "impossible value": (["+recipe=grpo", "steps=0"], ["steps is 0", "1 or more"]),
+    "no room for a prompt": (["+recipe=grpo", "sampling.max_tokens=256"], ["sampling.max_tokens", "engine.max_model_len"]),
+    "unknown group choice": (["+recipe=grpo", "engine=vlm"], ["unknown engine 'vlm'", "Did you mean 'vllm'"]),
+    "missing model folder": (["+recipe=grpo", "model=custom", "model.name=./missing"], ["./missing", "no model folder"]),
+    "unknown model": (["+recipe=grpo", "model=custom", "model.name=smolm2"], ["Did you mean 'smollm2'"]),
+    "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], ["unknown workflow 'mth'", "Did you mean 'math'"]),
+    "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
+    "reward that cannot be imported": (["+recipe=grpo", "reward=nowhere.reward"], ["no module 'nowhere'"]),
+    "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], ["Did you mean 'reasoning_gym'"]),
+    "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
+    "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_once_with_one_sentence(case: str, run_train: RunTrain, tmp_path: Path) -> None:
+    arguments, expected = REFUSED[case]
+    run_train(tmp_path, "--help")  # warms the file cache, so that what is timed is the program
+    start = time.process_time(), time.monotonic()
+    done = run_train(tmp_path, *arguments)
+    assert done.returncode == 2, done.stdout
+    assert time.monotonic() - start[1] < 30  # within 3 s on an idle machine; the figure is the benchmark's
+    assert all(part in done.stdout for part in expected), done.stdout
+    assert "Traceback" not in done.stdout
+    assert len(done.stdout.strip().splitlines()) <= 3
+
+
+def test_vllm_not_installed_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", ["+recipe=grpo", "model=tiny"])
+    compose.validate(config)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find_spec(name, *a))
+    with pytest.raises(ConfigError, match=r"trinity-lightning\[cpu\].*engine=transformers"):
+        compose.validate(config)
+
+
+def write_tasks(folder: Path, prompts: list[str]) -> None:
+    lines = [json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts]
+    (folder / "tasks.jsonl").write_text("\n".join(lines))
+
+
+QUICK = ("+recipe=grpo", "model=tiny", "taskset=dataset", "taskset.path=tasks.jsonl", "logger=csv", "steps=1")
+QUICK += ("eval_tasksets={}", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8")
+
+
+def test_failed_tasks_are_counted_and_the_run_goes_on(run_train: RunTrain, tmp_path: Path) -> None:
+    """One prompt is longer than the context, one makes the reward raise: the other two are trained on."""
+    write_tasks(tmp_path, ["short", "long" * 200, "raise", "fine"])
+    (tmp_path / "my_reward.py").write_text(
+        "def reward(response, task):\n"
+        "    if task.raw_task['prompt'] == 'raise':\n"
+        "        raise RuntimeError('no reward for this one')\n"
+        "    return sum(map(str.isdigit, response)) / max(len(response), 1)\n"
+    )
+    done = run_train(tmp_path, *QUICK, "reward=my_reward.reward")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "prompt_truncated" in done.stdout
+    assert "RuntimeError: no reward for this one" in done.stdout
+    [path] = tmp_path.glob("outputs/grpo/*/metrics.csv")
+    with path.open() as file:
+        [row] = csv.DictReader(file)
+    assert (float(row["rollout/tasks"]), float(row["rollout/failed_tasks"])) == (4, 2)
+    assert float(row["rollout/experiences"]) == 8
+
+
+def test_a_step_of_which_nothing_succeeded_stops_the_run(run_train: RunTrain, tmp_path: Path) -> None:
+    write_tasks(tmp_path, ["one", "two"])
+    (tmp_path / "my_reward.py").write_text("def reward(response, task):\n    return 'not a number'\n")
+    done = run_train(tmp_path, *QUICK, "reward=my_reward.reward")
+    assert done.returncode != 0
+    assert "expected a finite number" in done.stdout
+    assert "RolloutError" in done.stdout

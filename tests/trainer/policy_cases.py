@@ -1,0 +1,167 @@
+"""What the tests of PolicyModule share: ragged experiences, a loader of optimizer batches, a naive GRPO, a Trainer."""
+
+import warnings
+
+import lightning as L
+import torch
+
+from trinity_lightning.common.config import AlgorithmConfig, OptimizerConfig
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.trainer.policy import PolicyModule
+
+VOCABULARY = 100
+
+
+def make_experiences(count=8, seed=0, batch=1, temperature=1.0, zero_every=None):
+    """Ragged groups of 4 with masks, engine log-probabilities and advantages; each `zero_every`-th has advantage 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    experiences = []
+    for index in range(count):
+        prompt, response = integer(1, 9), integer(1, 12)
+        mask = torch.rand(response, generator=generator) < 0.8
+        mask[0] = True
+        score = 0.0 if zero_every and index % zero_every == 0 else float(torch.randn((), generator=generator))
+        experiences.append(
+            Experience(
+                eid=EID(batch=batch, task=index // 4, run=index % 4),
+                tokens=torch.randint(4, VOCABULARY, (prompt + response,), generator=generator),
+                prompt_length=prompt,
+                action_mask=mask,
+                logprobs=-4.6 + 0.3 * torch.randn(response, generator=generator),
+                advantages=mask.float() * score,
+                info={"temperature": temperature},
+            )
+        )
+    return experiences
+
+
+class Items(L.LightningDataModule):
+    """Optimizer batches, one epoch each `per_epoch` of them."""
+
+    def __init__(self, batches, prepare=None):
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self):
+        return ListLoader(self.batches)
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+class ListLoader:
+    def __init__(self, items):
+        self.items = items
+        self.position = 0
+
+    def __len__(self):
+        return len(self.items)
+
+    def __iter__(self):
+        if self.position >= len(self.items):
+            self.position = 0
+        for index in range(self.position, len(self.items)):
+            self.position = index + 1
+            yield self.items[index]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Gradients(L.Callback):
+    """Keeps the gradient that each optimizer step used."""
+
+    def __init__(self):
+        self.steps = []
+        self.losses = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        named = pl_module.policy.named_parameters()
+        self.steps.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item() if outputs else None)
+
+
+def make_policy(optimizer=None, dtype="fp32", **algorithm):
+    """The tiny model, without clipping and with plain importance weights unless told otherwise."""
+    settings = {"max_grad_norm": None, "max_tokens_per_micro_batch": 64} | algorithm
+    return PolicyModule("tiny", AlgorithmConfig(**settings), optimizer or OptimizerConfig(lr=1e-3), dtype=dtype)
+
+
+def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):
+    """Train one epoch over the batches; the Trainer."""
+    settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    settings |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        trainer = L.Trainer(**(settings | trainer_settings), callbacks=list(callbacks))
+        trainer.fit(policy, Items(batches), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    return trainer
+
+
+def naive_logprobs(model, experiences):
+    """Log-probabilities [B, R] of response tokens, from padded logits of the whole batch and an attention mask."""
+    width = max(len(e.tokens) for e in experiences)
+    response = max(e.response_length for e in experiences)
+    tokens = torch.zeros(len(experiences), width, dtype=torch.int64)
+    attention = torch.zeros(len(experiences), width, dtype=torch.int64)
+    for row, e in enumerate(experiences):
+        tokens[row, : len(e.tokens)] = e.tokens
+        attention[row, : len(e.tokens)] = 1
+    logits = model(input_ids=tokens, attention_mask=attention).logits.float()
+    rows = []
+    for row, e in enumerate(experiences):
+        log_p = torch.log_softmax(logits[row, e.prompt_length - 1 : len(e.tokens) - 1] / e.info["temperature"], -1)
+        picked = log_p.gather(-1, e.tokens[e.prompt_length :].long()[:, None]).squeeze(-1)
+        rows.append(torch.nn.functional.pad(picked, (0, response - len(picked))))
+    return torch.stack(rows)
+
+
+def padded(experiences, name):
+    return torch.nn.utils.rnn.pad_sequence([getattr(e, name) for e in experiences], batch_first=True)
+
+
+def naive_grpo(model, experiences, *, old=None, ref=None, kl=0.0, entropy=None):
+    """Clipped policy loss with importance weights truncated at 2, token mean, plus k3; written out by hand."""
+    logprobs = naive_logprobs(model, experiences)
+    mask, advantages = padded(experiences, "action_mask").bool(), padded(experiences, "advantages")
+    old = logprobs.detach() if old is None else old
+    weight = (old - padded(experiences, "logprobs")).exp().clamp(max=2.0)
+    ratio = (logprobs - old).exp()
+    advantages = advantages * weight
+    token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if kl:
+        d = ref - logprobs
+        token = token + kl * (d.exp() - d - 1)
+    return (token * mask).sum() / mask.sum()
+
+
+def naive_gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(mine, expected, tolerance=1e-5):
+    """Every gradient, relative to its own largest entry."""
+    assert mine.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(
+            mine[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max()), msg=name
+        )
+
+
+def batch_of(experiences, step=1, **columns):
+    batch = OptimizerBatch.of(experiences, explore_step=step)
+    batch.columns = columns
+    return batch

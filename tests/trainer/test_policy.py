@@ -1,0 +1,454 @@
+"""PolicyModule on the tiny model in float32, through a real Trainer: its losses and gradients against plain code."""
+
+import copy
+import math
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from policy_cases import (
+    Gradients,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    make_experiences,
+    make_policy,
+    naive_gradients,
+    naive_grpo,
+    naive_logprobs,
+)
+
+from trinity_lightning.common.config import KLConfig, OptimizerConfig
+from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
+from trinity_lightning.common.experience import EID, Experience
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The tiny model as transformers loads it, never trained."""
+    policy = make_policy()
+    policy.configure_model()
+    return policy.policy
+
+
+def one_step(experiences, **settings):
+    """Loss and gradients of the first optimizer step."""
+    seen = Gradients()
+    fit(make_policy(**settings), [batch_of(experiences)], seen)
+    return seen.losses[0], seen.steps[0]
+
+
+def nothing_to_train():
+    return [Experience(eid=EID(batch=1, task=9), tokens=[5, 6, 7], prompt_length=1, advantages=[0.0, 0.0])]
+
+
+# -- loss and gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_loss_and_every_gradient_equal_the_naive_ones(tiny, temperature):
+    experiences = make_experiences(temperature=temperature)
+    loss, gradients = one_step(experiences)
+    expected = naive_grpo(tiny, experiences)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients, naive_gradients(tiny, expected))
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_cutting_changes_neither_loss_nor_gradient(budget):
+    experiences = make_experiences()
+    loss, gradients = one_step(experiences)
+    other_loss, other_gradients = one_step(experiences, max_tokens_per_micro_batch=budget)
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(other_gradients, gradients)
+
+
+@pytest.mark.parametrize("policy_loss", ["gspo", "cispo", "sapo"])
+def test_cutting_and_row_order_change_nothing_for_other_losses(policy_loss):
+    experiences = make_experiences()
+    loss, gradients = one_step(experiences, policy_loss=policy_loss, max_tokens_per_micro_batch=10_000)
+    other_loss, other_gradients = one_step(experiences[::-1], policy_loss=policy_loss, max_tokens_per_micro_batch=30)
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(other_gradients, gradients)
+
+
+def test_row_order_changes_neither_loss_nor_gradient():
+    experiences = make_experiences()
+    loss, gradients = one_step(experiences)
+    other_loss, other_gradients = one_step(experiences[3:] + experiences[2::-1])
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(other_gradients, gradients)
+
+
+def test_leaving_out_rows_without_advantage_is_exact(tiny):
+    experiences = make_experiences(zero_every=2)
+    seen = Gradients()
+    trainer = fit(make_policy(), [batch_of(experiences)], seen)
+    expected = naive_grpo(tiny, experiences)  # with all rows
+    assert trainer.logged_metrics["actor/trained_rows"] == 4
+    assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(seen.steps[0], naive_gradients(tiny, expected))
+
+
+def test_a_loss_that_ignores_advantages_trains_rows_without_any(tiny):
+    experiences = make_experiences(zero_every=2)
+    for experience in experiences[:3]:
+        experience.logprobs = None  # not made by an engine
+    loss, gradients = one_step(experiences, policy_loss="sft")
+    mask = torch.nn.utils.rnn.pad_sequence([e.action_mask for e in experiences], batch_first=True)
+    expected = -(naive_logprobs(tiny, experiences) * mask).sum() / mask.sum()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients, naive_gradients(tiny, expected))
+    for experience in experiences:
+        experience.advantages = None
+    assert one_step(experiences, policy_loss="sft")[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_rows_that_no_engine_made_are_not_corrected_however_the_batch_is_cut(tiny):
+    experiences = make_experiences()
+    with torch.no_grad():
+        own = naive_logprobs(tiny, experiences)
+    as_if_sampled = [copy.copy(e) for e in experiences]
+    for row in (0, 3):
+        experiences[row].logprobs = None
+        as_if_sampled[row].logprobs = own[row, : experiences[row].response_length]
+    expected = naive_grpo(tiny, as_if_sampled)
+    gradients = naive_gradients(tiny, expected)
+    for budget in (1, 10_000):
+        loss, mine = one_step(experiences, max_tokens_per_micro_batch=budget)
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert_same_gradients(mine, gradients)
+
+
+def test_neighbours_are_isolated():
+    experiences = make_experiences()
+    policy = make_policy(max_tokens_per_micro_batch=10_000, optimizer_steps=2)
+    policy.configure_model()
+    before = policy._column(policy.policy, experiences)
+    experiences[2].tokens = torch.cat([experiences[2].tokens[:-1], torch.tensor([4])])
+    after = policy._column(policy.policy, experiences)
+    assert not torch.equal(before[2], after[2])
+    assert all(torch.equal(a, b) for row, (a, b) in enumerate(zip(before, after, strict=True)) if row != 2)
+
+
+def test_entropy_bonus_and_its_gradient(tiny):
+    experiences = make_experiences(zero_every=2)
+    loss, gradients = one_step(experiences, entropy_coef=0.3)
+    tokens = [(tiny(input_ids=e.tokens.long()[None]).logits[0, e.prompt_length - 1 : -1], e) for e in experiences]
+    entropies = torch.cat([torch.distributions.Categorical(logits=l).entropy()[e.action_mask] for l, e in tokens])
+    expected = naive_grpo(tiny, experiences) - 0.3 * entropies.mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients, naive_gradients(tiny, expected))
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    experiences = make_experiences()
+    policy, seen = make_policy(), Gradients()
+    policy._gradient_checkpointing = True
+    fit(policy, [batch_of(experiences)], seen)
+    assert policy.policy.is_gradient_checkpointing
+    assert_same_gradients(seen.steps[0], one_step(experiences)[1])
+
+
+def test_sequence_logprobs_are_those_of_the_whole_model(tiny):
+    policy = make_policy()
+    policy.configure_model()
+    tokens = [5, 17, 4, 60, 33]
+    log_p = torch.log_softmax(tiny(input_ids=torch.tensor([tokens])).logits[0], -1)
+    expected = [log_p[i, token].item() for i, token in enumerate(tokens[1:])]
+    assert policy.sequence_logprobs(tokens) == pytest.approx(expected, abs=1e-5)
+
+
+# -- old log-probabilities and the reference -----------------------------------------------------------------------------
+
+
+class Prepare(L.Callback):
+    """Does what the explorer's callback does: columns before the first update."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def on_train_start(self, trainer, pl_module):
+        everything = [e for batch in self.batches for e in batch.experiences]
+        columns = pl_module.prepare_step(everything)
+        for batch in self.batches:
+            count = len(batch.experiences)
+            batch.columns = {name: column[:count] for name, column in columns.items()}
+            columns = {name: column[count:] for name, column in columns.items()}
+
+
+def test_second_optimizer_step_uses_log_probabilities_from_before_the_first(tiny):
+    first, second = make_experiences(seed=1), make_experiences(seed=2)
+    batches = [batch_of(first), batch_of(second)]
+    policy, seen, start = make_policy(optimizer_steps=2), Gradients(), copy.deepcopy(tiny)
+    after_first = {}
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                after_first.update({k: v.clone() for k, v in pl_module.policy.state_dict().items()})
+
+    fit(policy, batches, Prepare(batches), seen, Keep())
+    with torch.no_grad():
+        old = naive_logprobs(start, second)
+    moved = copy.deepcopy(tiny)
+    moved.load_state_dict(after_first)
+    expected = naive_grpo(moved, second, old=old)
+    assert seen.losses[1] == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(seen.steps[1], naive_gradients(moved, expected))
+    assert seen.losses[1] != pytest.approx(naive_grpo(moved, second).item(), rel=1e-4)  # what it is not
+
+
+def test_one_on_policy_step_prepares_nothing():
+    batches = [batch_of(make_experiences())]
+    fit(make_policy(), batches, Prepare(batches))
+    assert batches[0].columns == {}
+
+
+def test_columns_that_were_never_prepared_are_an_error():
+    with pytest.raises(ConfigError, match="old_logprobs"):
+        fit(make_policy(inner_epochs=2), [batch_of(make_experiences())])
+    with pytest.raises(ConfigError, match="ref_logprobs"):
+        fit(make_policy(kl=KLConfig(coef=0.1)), [batch_of(make_experiences())])
+
+
+def test_kl_to_the_frozen_reference(tiny, tmp_path):
+    experiences = make_experiences(zero_every=2)
+    batches = [batch_of(experiences), batch_of(experiences)]
+    policy, seen = make_policy(kl=KLConfig("k3", 0.5)), Gradients()
+    after_first = {}
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                after_first.update({k: v.clone() for k, v in pl_module.policy.state_dict().items()})
+
+    trainer = fit(policy, batches, Prepare([batches[0]]), Copy(batches), seen, Keep())
+    with torch.no_grad():
+        ref = naive_logprobs(tiny, experiences)
+    moved = copy.deepcopy(tiny)
+    moved.load_state_dict(after_first)
+    expected = naive_grpo(moved, experiences, ref=ref, kl=0.5)
+    assert seen.losses[1] == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(seen.steps[1], naive_gradients(moved, expected))
+    assert trainer.logged_metrics["actor/kl_loss"] > 0
+    assert trainer.logged_metrics["actor/trained_rows"] == len(experiences)
+
+    assert not policy.reference.training
+    assert all(torch.equal(a, b) for a, b in zip(policy.reference.parameters(), tiny.parameters(), strict=True))
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    state = torch.load(tmp_path / "it.ckpt", weights_only=True)["state_dict"]
+    assert state
+    assert not any(name.startswith("reference") for name in state)
+    fresh = make_policy(kl=KLConfig("k3", 0.5))
+    fresh.configure_model()
+    fresh.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.policy.parameters(), policy.policy.parameters(), strict=True))
+
+
+class Copy(L.Callback):
+    """The second batch has the columns of the first."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def on_train_start(self, trainer, pl_module):
+        self.batches[1].columns = self.batches[0].columns
+
+
+# -- steps and counters ------------------------------------------------------------------------------------------------
+
+
+def test_items_are_steps_plus_skipped_and_skipping_takes_no_step():
+    schedule = OptimizerConfig(lr=1e-3, lr_scheduler="linear", total_steps=4)
+    policy, seen = make_policy(optimizer=schedule), Gradients()
+    weights, rates = [], []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            weights.append([p.detach().clone() for p in pl_module.policy.parameters()])
+            rates.append(pl_module.lr_schedulers().get_last_lr()[0])
+            assert trainer.global_step + pl_module.skipped_items == batch_idx + 1
+
+    batches = [batch_of(make_experiences()), batch_of(nothing_to_train()), batch_of(make_experiences()), batch_of([])]
+    trainer = fit(policy, batches, seen, Watch())
+    assert (trainer.global_step, policy.skipped_items, len(seen.steps)) == (2, 2, 2)
+    assert rates == pytest.approx([0.75e-3, 0.75e-3, 0.5e-3, 0.5e-3])
+    assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
+    assert trainer.logged_metrics["actor/skipped_items"] == 2
+
+
+def test_the_rate_that_is_logged_is_the_one_that_was_used():
+    schedule = OptimizerConfig(lr=1e-3, lr_scheduler="linear", total_steps=2)
+    trainer = fit(make_policy(optimizer=schedule), [batch_of(make_experiences())] * 2)
+    assert trainer.logged_metrics["actor/lr"] == pytest.approx(0.5e-3)
+
+
+def test_a_constant_rate_warms_up_where_asked():
+    rates = []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    config = OptimizerConfig(lr=1e-3, lr_scheduler="constant", warmup_steps=2)
+    fit(make_policy(optimizer=config), [batch_of(make_experiences())] * 4, Watch())
+    assert rates == pytest.approx([0.0, 0.5e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_logged(share):
+    experiences = make_experiences()
+    _, gradients = one_step(experiences)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    seen = Gradients()
+    trainer = fit(make_policy(max_grad_norm=share * norm), [batch_of(experiences)], seen)
+    assert trainer.logged_metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    factor = min(share, 1.0)
+    assert_same_gradients(seen.steps[0], {name: factor * g for name, g in gradients.items()})
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(tiny):
+    experiences = make_experiences()
+    experiences[1].advantages = experiences[1].advantages + float("nan")
+    policy = make_policy()
+    with pytest.raises(TrinityError, match="explore step 3 has norm nan"):
+        fit(policy, [batch_of(experiences, step=3)])
+    assert all(torch.equal(a, b) for a, b in zip(policy.policy.parameters(), tiny.parameters(), strict=True))
+
+
+def test_experiences_without_advantages_are_an_error():
+    experiences = make_experiences()
+    for experience in experiences:
+        experience.advantages = None
+    with pytest.raises(ConfigError, match="add strategy"):
+        fit(make_policy(), [batch_of(experiences)])
+
+
+def test_costs_are_logged():
+    experiences = make_experiences(zero_every=2)
+    trainer = fit(make_policy(), [batch_of(experiences, step=7)])
+    metrics = trainer.logged_metrics
+    assert metrics["explore_step"] == 7
+    assert 0 < metrics["time/collate"] < metrics["time/train"]
+    computed = [e for index, e in enumerate(experiences) if index % 2]
+    tokens, trained = sum(len(e.tokens) for e in computed), sum(int(e.action_mask.sum()) for e in computed)
+    assert metrics["perf/tokens_per_second"] == pytest.approx(tokens / float(metrics["time/train"]), rel=1e-5)
+    assert metrics["perf/trained_tokens_per_second"] == pytest.approx(trained / float(metrics["time/train"]), rel=1e-5)
+    assert metrics["perf/padding_ratio"] >= 1
+
+
+# -- precision, set-up, saving -----------------------------------------------------------------------------------------
+
+
+def test_bf16_mixed_trains_float32_weights():
+    experiences = make_experiences()
+    loss, gradients = one_step(experiences)
+    seen = Gradients()
+    trainer = fit(make_policy(max_grad_norm=1e9), [batch_of(experiences)], seen, precision="bf16-mixed")
+    assert trainer.global_step == 1
+    assert all(g.dtype == torch.float32 for g in seen.steps[0].values())
+    flat, expected = (torch.cat([g.flatten() for g in gs.values()]) for gs in (seen.steps[0], gradients))
+    assert torch.nn.functional.cosine_similarity(flat, expected, dim=0) > 0.99
+    assert seen.losses[0] == pytest.approx(loss, abs=0.02)
+    assert not torch.equal(flat, expected)  # it was computed in bfloat16
+
+
+def test_first_ratio_is_one_under_mixed_precision():
+    batches = [batch_of(make_experiences())]
+    trainer = fit(
+        make_policy(optimizer_steps=2, max_tokens_per_micro_batch=10_000),
+        batches,
+        Prepare(batches),
+        precision="bf16-mixed",
+    )
+    assert trainer.logged_metrics["actor/ppo_kl"] == 0.0
+
+
+def test_bf16_weights_train_with_float32_masters(tiny):
+    experiences = make_experiences()
+    seen = Gradients()
+    policy = make_policy(OptimizerConfig(lr=1e-5), dtype="bf16")  # far below the resolution of most weights
+    fit(policy, [batch_of(experiences)] * 3, seen)
+    assert policy.policy.dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in seen.steps[0].values())
+    masters = policy.optimizers().state_dict()["state"]["masters"]
+    start = [p.detach() for p in tiny.parameters()]
+    assert all((m - p.bfloat16().float()).abs().max() > 1e-5 for m, p in zip(masters, start, strict=True))
+
+
+def test_configure_model_is_idempotent_and_trains():
+    policy = make_policy(kl=KLConfig(coef=0.1))
+    with pytest.raises(ModelLoadError, match="configure_model"):
+        _ = policy.policy
+    policy.configure_model()
+    model, reference = policy.model, policy.reference
+    policy.configure_model()
+    assert policy.model is model
+    assert policy.reference is reference
+    assert model.training
+
+
+def test_no_reference_without_a_kl_term():
+    for kl in (KLConfig("k3", 0.0), KLConfig("none", 0.5)):
+        policy = make_policy(kl=kl)
+        policy.configure_model()
+        assert policy.reference is None
+
+
+def test_save_pretrained_writes_what_transformers_loads(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = make_policy()
+    fit(policy, [batch_of(make_experiences())])
+    policy.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for (name, mine), (other, theirs) in zip(policy.policy.named_parameters(), loaded.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(mine, theirs)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("7") == policy.tokenizer.encode("7")
+
+
+# -- resuming ------------------------------------------------------------------------------------------------------------
+
+
+class Draws(L.Callback):
+    """Draws a random number where an explorer might, and where training might."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_step:
+            self.drawn.append(torch.rand(()).item())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step + pl_module.skipped_items > 3:
+            self.drawn.append(torch.rand(()).item())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path):
+    optimizer = OptimizerConfig(lr=1e-3, lr_scheduler="cosine", total_steps=10, warmup_steps=1)
+    batches = [batch_of(nothing_to_train())] + [batch_of(make_experiences(seed=seed)) for seed in range(4)]
+
+    def run(ckpt_path=None):
+        L.seed_everything(3, verbose=False)
+        policy, draws = make_policy(optimizer, dtype=dtype), Draws()
+        checkpoints = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = fit(policy, batches, checkpoints, draws, ckpt_path=ckpt_path, enable_checkpointing=True)
+        return trainer, policy, draws.drawn
+
+    trainer, policy, drawn = run()
+    assert (trainer.global_step, policy.skipped_items) == (4, 1)
+    resumed_trainer, resumed, resumed_draws = run(tmp_path / "step=2.ckpt")
+    assert (resumed_trainer.global_step, resumed.skipped_items) == (4, 1)
+    assert resumed_draws[: len(drawn)] == drawn
+    for mine, theirs in zip(policy.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert resumed.lr_schedulers().get_last_lr() == policy.lr_schedulers().get_last_lr()
+    flat = [torch.utils._pytree.tree_leaves(p.optimizers().state_dict()["state"]) for p in (policy, resumed)]
+    assert len(flat[0]) > 10
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*flat, strict=True))

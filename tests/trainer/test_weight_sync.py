@@ -1,0 +1,289 @@
+"""Do the probe and the drill see an engine that does not have the trainer's weights?"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from trinity_lightning.common.config import EngineDtype
+from trinity_lightning.common.errors import WeightSyncError
+from trinity_lightning.common.model_files import load_tokenizer, resolve_model
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models import in_process
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.trainer import weight_sync
+from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, compare, perturbed, weight_stream
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FP32 = Tolerance.of(torch.float32)
+WRONG = "are not the trainer's"
+
+
+def tiny_model(dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def probe() -> list[int]:
+    return load_tokenizer("tiny").encode(PROBE_TEXT)
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model()
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, tokens: list[int]) -> list[float]:
+    ids = torch.tensor([tokens])
+    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist()
+
+
+class CopyEngine:
+    """An engine with weights of its own, the head a tensor apart from the embedding; `change` happens on the way."""
+
+    def __init__(self, change: Callable[[str, Tensor], Tensor | None] = lambda name, tensor: tensor) -> None:
+        self.model = tiny_model()
+        self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.detach().clone())
+        self.change = change
+        self.syncs = 0
+
+    def take(self, stream: Any) -> None:
+        self.syncs += 1
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in stream:
+                if (changed := self.change(name, tensor)) is not None:
+                    own[name].copy_(changed)
+
+
+def synchronizer(
+    model: Any, engine: CopyEngine, probe: list[int], check_interval: int = 1, drill: bool = True
+) -> Synchronizer:
+    return Synchronizer(
+        model,
+        send=lambda: engine.take(weight_stream(model)),
+        trainer_logprobs=lambda: logprobs_of(model, probe),
+        engine_logprobs=lambda: [logprobs_of(engine.model, probe)],
+        tolerance=FP32,
+        check_interval=check_interval,
+        with_drill=drill,
+    )
+
+
+def train_a_little(model: Any, scale: float = 0.05) -> None:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def ignoring(*names: str) -> Callable[[str, Tensor], Tensor | None]:
+    return lambda name, tensor: None if not names or name in names else tensor
+
+
+# -- the stream -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_is_streamed_under_both_names(model: Any) -> None:
+    stream = weight_stream(model)
+    tensors = dict(stream)
+    assert list(tensors) == list(stream.shapes)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == stream.shapes
+    assert tensors[HEAD].data_ptr() == tensors[EMBEDDING].data_ptr()
+    assert set(tensors) == {*model.state_dict()}
+    assert not any(tensor.requires_grad for tensor in tensors.values())
+    assert dict(stream).keys() == tensors.keys()  # it can be read again
+
+
+def test_a_stream_shows_the_present_weights(model: Any) -> None:
+    stream = weight_stream(model)
+    train_a_little(model)
+    assert torch.equal(dict(stream)[EMBEDDING], model.get_input_embeddings().weight)
+
+
+# -- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_gives_mean_and_maximum() -> None:
+    assert compare([-1.0, -2.0], [-1.0, -2.0005], FP32, "probe") == pytest.approx((0.00025, 0.0005))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "tolerance"),
+    [
+        ([-1.0] * 100, [-1.0] * 99 + [-1.6], Tolerance(0.06, 0.5)),
+        ([-1.0] * 100, [-1.07] * 100, Tolerance(0.06, 0.5)),
+        ([-1.0, -2.0], [-1.0, float("nan")], Tolerance(0.06, 0.5)),
+        ([-1.0, -2.0], [-1.0, float("-inf")], Tolerance(0.06, 0.5)),
+        ([-1.0, -2.0], [-1.0, -2.002], FP32),
+    ],
+)
+def test_compare_refuses_what_is_beyond_the_tolerance(
+    trainer: list[float], engine: list[float], tolerance: Tolerance
+) -> None:
+    with pytest.raises(WeightSyncError, match=f"^probe 3: .*{WRONG}.*allowed {tolerance.mean:g}"):
+        compare(trainer, engine, tolerance, "probe 3")
+
+
+@pytest.mark.parametrize("engine", [[], [-1.0], [-1.0, -1.0, -1.0]])
+def test_compare_refuses_another_number_of_tokens(engine: list[float]) -> None:
+    with pytest.raises(WeightSyncError, match=f"2 log-probabilities of the trainer, {len(engine)} of the engine"):
+        compare([-1.0, -1.0], engine, FP32, "probe")
+
+
+def test_one_16_bit_side_is_enough_for_the_wider_tolerance() -> None:
+    assert Tolerance.of(torch.float32, torch.float32) == Tolerance(1e-3, 1e-3)
+    assert Tolerance.of(torch.float32, torch.bfloat16) == Tolerance(0.06, 0.5)
+
+
+# -- perturbed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_perturbed_moves_every_tensor_and_restores_it_bit_for_bit(dtype: torch.dtype) -> None:
+    config = Qwen2Config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(dtype)  # its biases are zeros
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    with perturbed(model, 0.1):
+        assert not [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
+        first = copy.deepcopy(model.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(LookupError), perturbed(model, 0.1):
+        assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+        raise LookupError
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- Synchronizer -----------------------------------------------------------------------------------------------------
+
+
+def test_a_faithful_engine_passes_and_has_the_weights(model: Any, probe: list[int]) -> None:
+    engine = CopyEngine()
+    before = copy.deepcopy(model.state_dict())
+    sync = synchronizer(model, engine, probe)
+    metrics = sync.sync()
+    assert metrics.keys() == {"time/sync_weight", "sync/probe_diff/mean", "sync/probe_diff/max"}
+    assert metrics["sync/probe_diff/max"] < 1e-5
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert engine.syncs == 2  # the drill and the true weights
+    train_a_little(model)
+    sync.sync()
+    assert engine.syncs == 3  # one drill a run
+    assert logprobs_of(engine.model, probe) == pytest.approx(logprobs_of(model, probe), abs=1e-6)
+
+
+MATRICES = [name for name, p in tiny_model().named_parameters() if p.ndim == 2 and name != EMBEDDING]
+
+
+@pytest.mark.parametrize("ignored", [(), (HEAD,), (EMBEDDING,), *[(name,) for name in MATRICES]])
+def test_the_drill_catches_what_is_ignored_while_the_weights_are_still_equal(
+    model: Any, probe: list[int], ignored: tuple[str, ...]
+) -> None:
+    engine = CopyEngine(ignoring(*ignored))
+    synchronizer(model, engine, probe, drill=False).sync()  # a plain probe sees nothing: the weights are equal
+    with pytest.raises(WeightSyncError, match=f"drill with perturbed weights.*{WRONG}"):
+        synchronizer(model, engine, probe).sync()
+
+
+def test_the_drill_catches_an_engine_that_takes_weights_only_once(model: Any, probe: list[int]) -> None:
+    engine = CopyEngine()
+    engine.change = lambda name, tensor: tensor if engine.syncs == 1 else None
+    with pytest.raises(WeightSyncError, match=f"probe of weight sync 1.*{WRONG}"):
+        synchronizer(model, engine, probe).sync()
+
+
+def test_a_model_that_does_not_depend_on_its_weights_is_no_drill(model: Any, probe: list[int]) -> None:
+    sync = synchronizer(model, CopyEngine(), probe)
+    sync._trainer_logprobs = lambda: [-1.0] * 10
+    with pytest.raises(WeightSyncError, match="drill=false"):
+        sync.sync()
+
+
+def test_a_probe_is_made_at_the_first_and_then_every_check_interval(model: Any, probe: list[int]) -> None:
+    sync = synchronizer(model, CopyEngine(), probe, check_interval=3)
+    probed = ["sync/probe_diff/max" in sync.sync() for _ in range(7)]
+    assert probed == [True, False, False, True, False, False, True]
+
+
+def test_a_tensor_negated_in_flight_stops_at_the_next_probe(model: Any, probe: list[int]) -> None:
+    engine = CopyEngine()
+    sync = synchronizer(model, engine, probe, check_interval=2)
+    sync.sync()
+    engine.change = lambda name, tensor: -tensor if name == "model.layers.1.mlp.down_proj.weight" else tensor
+    sync.sync()
+    with pytest.raises(WeightSyncError, match=rf"probe of weight sync 3: .*{WRONG}.*trainer -\d.*engine -\d"):
+        sync.sync()
+
+
+def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> None:
+    engines = [CopyEngine(), CopyEngine(ignoring())]
+    sync = synchronizer(model, engines[0], probe, drill=False)
+    sync._engine_logprobs = lambda: [logprobs_of(engine.model, probe) for engine in engines]
+    train_a_little(model)
+    with pytest.raises(WeightSyncError, match=WRONG):
+        sync.sync()
+
+
+# -- with vLLM, in bfloat16 too ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def vllm(request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Host, Any]]:
+    """An engine, its host, and a policy of the same dtype."""
+    dtype = EngineDtype.fp32 if request.param == torch.float32 else EngineDtype.bf16
+    engine = VLLMEngine("tiny", dtype=dtype, max_model_len=320, max_num_seqs=4, kv_cache_gb=0.05)
+    host = Host([engine])
+    host.run(engine.load())
+    yield engine, host, tiny_model(request.param)
+    host.run(engine.shutdown())
+    host.close()
+
+
+def vllm_synchronizer(vllm: tuple[VLLMEngine, Host, Any], probe: list[int]) -> Synchronizer:
+    engine, host, model = vllm
+    return Synchronizer(
+        model,
+        send=lambda: host.run(engine.sync_weights(weight_stream(model), 1)),
+        trainer_logprobs=lambda: logprobs_of(model, probe),
+        engine_logprobs=lambda: [host.run(engine.logprobs(probe))],
+        tolerance=Tolerance.of(model.dtype, engine.dtype),
+        check_interval=1,
+        with_drill=True,
+    )
+
+
+def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Host, Any], probe: list[int]) -> None:
+    model = vllm[2]
+    sync = vllm_synchronizer(vllm, probe)
+    sync.sync()
+    original = copy.deepcopy(model.state_dict())
+    train_a_little(model)
+    metrics = sync.sync()
+    assert metrics["sync/probe_diff/max"] < (1e-4 if model.dtype == torch.float32 else 0.2)
+    model.load_state_dict(original)
+
+
+def test_the_drill_catches_vllms_stale_tied_head(
+    vllm: tuple[VLLMEngine, Host, Any], probe: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent without the head, past the check of names: vLLM takes the weights without a word, and keeps its old head."""
+
+    def without_head(model: nn.Module) -> weight_sync.WeightStream:
+        return weight_sync.WeightStream.of((n, t) for n, t in weight_stream(model) if n != HEAD)
+
+    monkeypatch.setattr(in_process, "check_shapes", lambda *_: None)
+    sync = vllm_synchronizer(vllm, probe)
+    sync._send = lambda: vllm[1].run(vllm[0].sync_weights(without_head(vllm[2]), 1))
+    with pytest.raises(WeightSyncError, match=f"drill.*{WRONG}"):
+        sync.sync()
