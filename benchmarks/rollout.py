@@ -2,7 +2,7 @@
 
     python benchmarks/rollout.py
 
-64 seeded requests of SmolLM2-135M-Instruct in bfloat16, 32 to 95 new tokens each. Both drivers take turns and the median
+64 seeded requests of SmolLM2-135M-Instruct in bfloat16, 32 to 95 new tokens each. Both drivers take turns, the median
 of the rounds counts. Prints one JSON line.
 """
 
@@ -17,7 +17,7 @@ from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 
 REQUESTS = 64
-ROUNDS = 5
+ROUNDS = 3
 
 
 class SharedEngine(VLLMEngine):

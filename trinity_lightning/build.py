@@ -17,7 +17,7 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.tasks.task_source import TaskSource
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table

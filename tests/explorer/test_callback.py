@@ -9,7 +9,13 @@ import pytest
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.config import EngineDtype, ExplorerConfig, OptimizerConfig, SamplingConfig, SynchronizerConfig
+from trinity_lightning.common.config import (
+    EngineDtype,
+    ExplorerConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    SynchronizerConfig,
+)
 from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.callback import ExplorerCallback
@@ -17,12 +23,15 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.tasks.task_source import TaskSource
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.policy import PolicyModule
 
-# Lightning warns of its own use of torch.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own use of torch
+    # Lightning takes vLLM's process group of one for several devices.
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
+]
 
 STEPS = 3
 SYNCS_BEFORE_TRAINING = 2  # the drill's, and the true weights
@@ -58,7 +67,10 @@ def fit(engine: InProcessEngine, folder: Path) -> tuple[lightning.Trainer, list[
         default_root_dir=folder,
     )
     policy = PolicyModule("tiny", optimizer=OptimizerConfig(lr=1e-2), dtype="fp32")
-    trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
+    try:
+        trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
+    finally:
+        callback.teardown(trainer, policy, "fit")  # Lightning leaves this hook out when fit fails
     return trainer, recorder.metrics
 
 
@@ -108,7 +120,7 @@ class DeafEngine(TamperedEngine):
 
 def test_an_engine_that_ignores_syncs_stops_the_run_at_its_start(tmp_path: Path) -> None:
     engine = DeafEngine(lambda syncs, name, tensor: tensor)
-    with pytest.raises(WeightSyncError, match="drill with perturbed weights: .*are not the trainer's"):
+    with pytest.raises(WeightSyncError, match=r"drill with perturbed weights: .*are not the trainer's"):
         fit(engine, tmp_path)
     assert engine.syncs == 1
 

@@ -15,7 +15,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, spread
-from trinity_lightning.explorer.tasks.task_source import TaskSource, check_training_sampling
+from trinity_lightning.explorer.task_source import TaskSource, check_training_sampling
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 Reward = Callable[[str, Any], float]
@@ -63,7 +63,8 @@ WEIGHTS = {"model.embed_tokens.weight": torch.arange(4.0), "lm_head.weight": tor
 
 def explorer(train: TaskSource | None = None, sink: Sink | None = None, **fields: Any) -> Explorer:
     """2 tasks a step, 3 runs a task, no retries."""
-    settings = {"batch_size": 2, "repeat_times": 3, "runner_per_model": 2, "max_retry_times": 0, "eval_on_startup": False}
+    settings = {"batch_size": 2, "repeat_times": 3, "runner_per_model": 2, "max_retry_times": 0}
+    settings["eval_on_startup"] = False
     rest = {key: fields.pop(key) for key in ("models", "evals", "auxiliary_models") if key in fields}
     made = Explorer(ExplorerConfig(**(settings | fields)), rest.pop("models", [FakeModel()]), train or source(), **rest)
     made.connect(sink or Sink(), lambda: WeightStream.of(WEIGHTS.items()))
@@ -160,7 +161,7 @@ def test_when_nothing_succeeds_the_error_says_why() -> None:
 
 def test_when_nothing_is_done_in_time_the_error_says_so() -> None:
     explored = explorer(models=[FakeModel(latency=30.0)], max_timeout=0.05)
-    with pytest.raises(RolloutError, match="not done within 0.05 s|max_timeout"):
+    with pytest.raises(RolloutError, match=r"not done within 0\.05 s|max_timeout"):
         running(explored, explored.explore_step)
 
 
@@ -241,9 +242,7 @@ def test_failed_evaluation_tasks_are_counted_and_none_succeeded_is_an_error(capl
         running(hopeless, hopeless.eval)
 
 
-@pytest.mark.parametrize(
-    ("interval", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3])]
-)
+@pytest.mark.parametrize(("interval", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3])])
 def test_an_evaluation_is_due_every_interval(interval: int, due: list[int]) -> None:
     explored = explorer(evals=[source(name="held")], eval_interval=interval)
     found = []
@@ -380,7 +379,7 @@ def test_a_usual_temperature_is_accepted() -> None:
 
 @pytest.mark.parametrize("fields", [{"sync_interval": 2}, {"sync_offset": 1}])
 def test_lagging_engines_are_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="sync_interval must be 1 and explorer.sync_offset 0"):
+    with pytest.raises(ConfigError, match=r"sync_interval must be 1 and explorer\.sync_offset 0"):
         explorer(**fields)
 
 

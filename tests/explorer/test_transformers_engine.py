@@ -259,7 +259,9 @@ def test_without_a_model_it_says_what_to_do() -> None:
 
 def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, host: Host, model: Any) -> None:
     rows: list[int] = []
-    handle = model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
 
     async def cancel() -> list[Completion]:
         endless = asyncio.create_task(engine.generate(PROMPT, n=4, seed=1, max_tokens=110))

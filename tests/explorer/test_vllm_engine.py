@@ -49,7 +49,7 @@ def on_a_host(engine: VLLMEngine, coroutine: Coroutine[Any, Any, Any]) -> Any:
         host.close()
 
 
-# -- what cannot be loaded: before the shared engine exists, which then shows that nothing was left behind --------------
+# -- what cannot be loaded: before the shared engine exists, which then shows that nothing was left behind ------------
 
 
 def test_a_folder_whose_weights_do_not_fit_is_a_load_error(tmp_path: Path) -> None:
@@ -58,8 +58,9 @@ def test_a_folder_whose_weights_do_not_fit_is_a_load_error(tmp_path: Path) -> No
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
     engine = tiny_engine(str(folder))
-    with pytest.raises(ModelLoadError, match="vLLM cannot load '.*broken'"):
+    with pytest.raises(ModelLoadError, match=r"vLLM cannot load '.*broken'"):
         on_a_host(engine, engine.load())
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_folder_without_a_model_is_a_load_error(tmp_path: Path) -> None:
@@ -397,7 +398,7 @@ def test_vllm_failing_in_the_middle_of_a_sync_is_told(
         raise MemoryError("too much")
 
     monkeypatch.setattr(engine._engine, "collective_rpc", fail)
-    with pytest.raises(WeightSyncError, match="MemoryError: too much.*built anew"):
+    with pytest.raises(WeightSyncError, match=r"MemoryError: too much.*built anew"):
         host.run(engine.sync_weights(weight_stream(reference), 9))
     assert engine.model_version == 0
 
@@ -409,4 +410,5 @@ def test_shutdown_twice_and_an_engine_after_it(engine: VLLMEngine, host: Host) -
     before = ask(engine, host)
     host.run(engine.shutdown())
     host.run(engine.shutdown())
+    assert not torch.distributed.is_initialized()
     assert ask(engine, host) == before

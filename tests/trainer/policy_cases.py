@@ -43,7 +43,7 @@ def make_experiences(count=8, seed=0, batch=1, temperature=1.0, zero_every=None)
 class Items(L.LightningDataModule):
     """Optimizer batches, one epoch each `per_epoch` of them."""
 
-    def __init__(self, batches, prepare=None):
+    def __init__(self, batches):
         super().__init__()
         self.batches = batches
 
@@ -102,7 +102,8 @@ def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):
     settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     settings |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        # Lightning uses a deprecated check of torch's.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         trainer = L.Trainer(**(settings | trainer_settings), callbacks=list(callbacks))
         trainer.fit(policy, Items(batches), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return trainer

@@ -1,4 +1,4 @@
-"""Float32 masters behind bfloat16 weights: nothing is lost to rounding, in the weights, the gradients or a checkpoint."""
+"""Float32 masters behind bfloat16 weights: nothing is lost to rounding, in weights, gradients or a checkpoint."""
 
 import io
 

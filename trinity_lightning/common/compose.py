@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -89,7 +89,8 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
         name = f"{prefix}{key}"
         if fields is not None and key not in fields:
             raise ConfigError(unknown_name("key", name, [f"{prefix}{field}" for field in fields]))
-        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig) and fields is not None:
+        apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
+        if fields is not None and not apart and isinstance(node[key], DictConfig):
             _check_keys(node[key], f"{name}.")
 
 
@@ -134,6 +135,8 @@ CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
 def explain(error: BaseException) -> str:
     """One readable message of a configuration error: the key, what is allowed, the nearest match."""
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override '{error.override}': {str(error).strip().splitlines()[0]}."
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return unknown_name(group or "config", name, error.options)

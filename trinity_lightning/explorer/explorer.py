@@ -17,8 +17,8 @@ from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, valid_rewards
 from trinity_lightning.explorer.scheduler import Scheduler
+from trinity_lightning.explorer.task_source import TaskSource, check_training_sampling
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.tasks.task_source import TaskSource, check_training_sampling
 from trinity_lightning.explorer.workflow_runner import Status
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,6 @@ class PolicyModule(L.LightningModule):
 
     Attributes:
         skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
-        reference: the frozen initial policy, where the objective has a KL term; never in a checkpoint.
 
     Raises:
         ValueError, TypeError: an unknown policy loss, or an argument that it does not have.
@@ -72,14 +71,14 @@ class PolicyModule(L.LightningModule):
         self.objective = Objective(self.algorithm)
         self.skipped_items = 0
         self.model: nn.Module | None = None
-        self.reference: nn.Module | None = None
+        self._reference: list[
+            Any
+        ] = []  # in a list it is no submodule: not saved, not synchronized, never in train mode
         self._optimizer_factory = optimizer_factory
         self._dtype = TORCH_DTYPES[WeightDtype(dtype) if isinstance(dtype, str) else dtype]
         self._gradient_checkpointing = gradient_checkpointing
         self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
-        self.register_state_dict_post_hook(_leave_out_reference)
-        self.register_load_state_dict_post_hook(_expect_no_reference)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ class PolicyModule(L.LightningModule):
             if self._gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
             if self.objective.needs_reference:
-                self.reference = self._load_model().eval().requires_grad_(False)
+                self._reference = [self._load_model().eval().requires_grad_(False)]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
@@ -121,6 +120,11 @@ class PolicyModule(L.LightningModule):
         if self.model is None:
             raise ModelLoadError("the policy is not loaded yet: call configure_model() first.")
         return self.model
+
+    @property
+    def reference(self) -> Any:
+        """The frozen initial policy, where the objective has a KL term, else None; never in a checkpoint."""
+        return self._reference[0] if self._reference else None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -236,7 +240,7 @@ class PolicyModule(L.LightningModule):
             if self.objective.needs_old_logprobs:
                 columns["old_logprobs"] = self._column(self.policy, experiences)
             if self.reference is not None:
-                columns["ref_logprobs"] = self._column(self.reference, experiences)
+                columns["ref_logprobs"] = self._column(self.reference.to(self.device), experiences)
         return columns
 
     def _column(self, model: Any, experiences: Sequence[Experience]) -> list[Tensor]:
@@ -287,14 +291,3 @@ class PolicyModule(L.LightningModule):
 
 def _trained_tokens(batch: OptimizerBatch, parts: list[list[int]]) -> int:
     return sum(int(trained_mask(batch.experiences[row]).sum()) for part in parts for row in part)
-
-
-def _leave_out_reference(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The frozen reference is loaded anew on resume, not saved."""
-    for name in [name for name in state_dict if name.startswith(f"{prefix}reference.")]:
-        del state_dict[name]
-
-
-def _expect_no_reference(module: nn.Module, incompatible_keys: Any) -> None:
-    missing = incompatible_keys.missing_keys
-    missing[:] = [name for name in missing if not name.startswith("reference.")]

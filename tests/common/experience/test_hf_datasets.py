@@ -11,6 +11,7 @@ from trinity_lightning.common.experience import (
     EID,
     Experience,
     ExperienceError,
+    ExperienceFormatError,
     from_hf_datasets,
     to_hf_datasets,
 )
@@ -88,6 +89,17 @@ def test_foreign_datasets_and_edited_lengths_are_errors():
     dataset = to_hf_datasets([Experience(tokens=[1, 2, 3], logprobs=[0, 0])])
     with pytest.raises(ExperienceError, match="logprobs: expected length 2"):
         from_hf_datasets(dataset.map(lambda row: {"logprobs": [0.0]}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"exact": b"TRXP"}, {"info": "{"}, {"custom_fields": "[[1]]"}, {"tokens": None}, {"custom_fields": "[5]"}],
+)
+def test_damaged_cells_are_refused(change):
+    dataset = to_hf_datasets([Experience(tokens=[1, 2, 3])])
+    damaged = datasets.Dataset.from_list([dataset[0] | change], features=dataset.features)
+    with pytest.raises((ExperienceFormatError, ExperienceError)):
+        from_hf_datasets(damaged)
 
 
 def test_what_cannot_be_encoded_is_named():

@@ -49,8 +49,7 @@ class MemoryStorage(BufferWriter):
         """Restore what `state_dict` returned.
 
         Raises:
-            ExperienceFormatError: the payload is damaged.
+            ExperienceFormatError: the payload is damaged; the storage is as it was.
         """
-        self.batch = state["batch"]
-        self.experiences = Experience.deserialize_many(state["payload"])
-        self.columns = state["columns"]
+        experiences = Experience.deserialize_many(state["payload"])
+        self.batch, self.experiences, self.columns = state["batch"], experiences, state["columns"]

@@ -105,7 +105,7 @@ def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
 
 
 def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, str] | None:
-    """The first experience whose parts do not fit together, as (row, message).
+    """The first experience whose parts do not fit together, as (row, message): the constructor's rules, on columns.
 
     Args:
         columns: the plain fields.

@@ -44,11 +44,6 @@ def _check_widths(experiences: Sequence[Experience], lengths: Sequence[int], wid
     )
 
 
-def _staging(size: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-    """Host memory for a flat batch; page-locked, for asynchronous copies, where asked for and a GPU is there."""
-    return torch.empty(size, dtype=dtype, pin_memory=pin_memory and torch.cuda.is_available())
-
-
 def _to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:
     return batch if device is None else batch.to(device, non_blocking=pin_memory)
 
@@ -63,16 +58,17 @@ def _pad(
 ) -> Tensor:
     """Rows with `left[i]` and `right[i]` cells of padding, all of one width: [B, left + row + right]."""
     width = left[0] + rows[0].numel() + right[0]
-    dtype = rows[0].dtype
     # The right padding of a row and the left padding of the next are neighbours: one slice serves both.
     gaps = [left[0], *(after + before for after, before in zip(right, left[1:], strict=False)), right[-1]]
-    padding = torch.full((max(gaps),), pad_value, dtype=dtype)
+    padding = torch.full((max(gaps),), pad_value, dtype=rows[0].dtype, device=rows[0].device)
     slices = {gap: padding[:gap] for gap in set(gaps)}
     pieces = [slices[gaps[0]]]
     for row, gap in zip(rows, gaps[1:], strict=True):
         pieces += (row, slices[gap]) if gap else (row,)
+    pin_memory = pin_memory and rows[0].is_cpu and torch.cuda.is_available()
+    flat = torch.empty(len(rows) * width, dtype=rows[0].dtype, device=rows[0].device, pin_memory=pin_memory)
     with torch.no_grad():
-        flat = torch.cat(pieces, out=_staging(len(rows) * width, dtype, pin_memory))
+        torch.cat(pieces, out=flat)
     return _to_device(flat.view(len(rows), width), device, pin_memory)
 
 
@@ -125,14 +121,12 @@ def gather_attention_masks(
     """Which cells of `gather_token_ids` hold tokens, bool [B, P + R]; arguments and errors as there."""
     first(experiences)
     prompts, responses = _token_spans(experiences, max_prompt_length, max_response_length)
-    starts = torch.tensor([max_prompt_length - p for p in prompts], dtype=torch.int32)[:, None]
-    ends = torch.tensor([max_prompt_length + r for r in responses], dtype=torch.int32)[:, None]
-    width = max_prompt_length + max_response_length
-    positions = torch.arange(width, dtype=torch.int32)
-    masks = _staging(len(prompts) * width, torch.bool, pin_memory).view(len(prompts), width)
-    torch.ge(positions, starts, out=masks)
-    masks &= positions < ends
-    return _to_device(masks, device, pin_memory)
+    lengths = [p + r for p, r in zip(prompts, responses, strict=True)]
+    ones = torch.ones(max(lengths), dtype=torch.bool)
+    slices = {length: ones[:length] for length in set(lengths)}
+    left = [max_prompt_length - p for p in prompts]
+    right = [max_response_length - r for r in responses]
+    return _pad([slices[length] for length in lengths], left, right, 0, device, pin_memory)
 
 
 def gather_action_masks(

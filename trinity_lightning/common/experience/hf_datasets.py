@@ -15,8 +15,7 @@ import torch
 from trinity_lightning.common.experience import container
 from trinity_lightning.common.experience.columns import custom_field_rows, read_custom_fields
 from trinity_lightning.common.experience.dtypes import DTYPE_NAMES
-from trinity_lightning.common.experience.eid import EID
-from trinity_lightning.common.experience.errors import ExperienceError
+from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, TOKEN_FIELDS, Experience
 from trinity_lightning.common.experience.validation import INTEGER_DTYPES
 from trinity_lightning.common.experience.values import known_dtype
@@ -189,7 +188,7 @@ def from_hf_datasets(dataset: "Dataset") -> list[Experience]:
 
     Raises:
         ExperienceError: a column is missing, or per-token fields of a row differ in length.
-        ExperienceFormatError: a cell of the column `exact` is damaged.
+        ExperienceFormatError: a cell does not hold what `to_hf_datasets` puts there, or one of `exact` is damaged.
     """
     names = [*_PLAIN, *_TENSORS, EXACT]
     missing = [name for name in names if name not in dataset.column_names]
@@ -201,15 +200,23 @@ def from_hf_datasets(dataset: "Dataset") -> list[Experience]:
 
 def _from_row(row: dict[str, Any]) -> Experience:
     exact = {"dtypes": {}, "values": {}} if row[EXACT] is None else container.unpack(memoryview(row[EXACT]))
-    state: dict[str, Any] = {"multi_modal_inputs": None}
-    for name, column in _PLAIN.items():
-        state[name] = None if row[name] is None else column.from_cell(row[name])
-    for name, column in _TENSORS.items():
-        dtype = known_dtype(exact["dtypes"][name]) if name in exact["dtypes"] else column.default
-        state[name] = None if row[name] is None else torch.tensor(row[name], dtype=dtype)
-    state |= exact["values"]
-    state["eid"] = EID(**state["eid"])
-    state["custom_fields"] = read_custom_fields([state["custom_fields"]])[0]
-    experience = Experience._restore(state.items())
+    fields: dict[str, Any] = {}
+    try:
+        for name, column in _PLAIN.items():
+            fields[name] = None if row[name] is None else column.from_cell(row[name])
+        for name, column in _TENSORS.items():
+            dtype = known_dtype(exact["dtypes"][name]) if name in exact["dtypes"] else column.default
+            fields[name] = None if row[name] is None else torch.tensor(row[name], dtype=dtype)
+        fields |= exact["values"]
+        fields["custom_fields"] = read_custom_fields([fields["custom_fields"]])[0]
+        kind, mask = fields.pop("experience_type"), fields["action_mask"]
+        if kind != "multi_turn":
+            fields["action_mask"] = None  # the constructor takes a given one for several turns
+        experience = Experience(**fields)
+    except (ExperienceError, ExperienceFormatError):
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ExperienceFormatError(f"a row cannot be read: {type(error).__name__}: {error}") from error
+    experience.experience_type, experience.action_mask = kind, mask
     experience._check_lengths()
     return experience

@@ -84,10 +84,7 @@ def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> 
         for custom in item.get("custom_fields") or []
     ]
     if _is_single_turn(fields):
-        mask = fields.pop("action_mask")
-        experience = Experience(**fields)
-        experience.action_mask = mask
-        return experience
+        fields["action_mask"] = None  # the constructor makes it anew, and takes a given one for several turns
     return Experience(**fields)
 
 

@@ -113,8 +113,8 @@ def load_plain(data: bytes) -> Any:
     machine, stream = _Machine(), io.BytesIO(data)
     try:
         while (opcode := _OPCODES[stream.read(1)]).name != "STOP":
-            has_argument = opcode.arg is not None and opcode.name in _READ
-            machine.run(opcode.name, opcode.arg.reader(stream) if has_argument else None)
+            read = opcode.arg.reader if opcode.arg and opcode.name in _READ else None
+            machine.run(opcode.name, read(stream) if read else None)
     except ExperienceFormatError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -76,6 +76,7 @@ class VLLMEngine(InProcessEngine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         before = random_state()
+        self._owns_process_group = not torch.distributed.is_initialized()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # vLLM's imports warn of its dependencies' affairs
@@ -84,6 +85,7 @@ class VLLMEngine(InProcessEngine):
         except ConfigError:
             raise
         except Exception as error:
+            self._leave_process_group()
             raise ModelLoadError(f"vLLM cannot load '{path}': {type(error).__name__}: {error}") from error
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
@@ -179,7 +181,16 @@ class VLLMEngine(InProcessEngine):
     def _free(self) -> None:
         self._engine.engine_core.shutdown()
         del self._engine
+        self._leave_process_group()
         gc.collect()
+
+    def _leave_process_group(self) -> None:
+        """vLLM makes a process group even for itself alone; left behind, Lightning would take it for several ranks."""
+        if self._owns_process_group and torch.distributed.is_initialized():
+            from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 def _result(output: Any) -> list[Completion] | list[float]:

@@ -2,5 +2,4 @@
 
 from trinity_lightning.explorer.tasks.formatter import Formatter as Formatter
 from trinity_lightning.explorer.tasks.task import Task as Task
-from trinity_lightning.explorer.tasks.task_source import TaskSource as TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset as Taskset

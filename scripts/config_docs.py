@@ -1,0 +1,109 @@
+"""Write `docs/config/`: a page for each group of the configuration, from the schema's docstrings and the files of conf/.
+
+    python scripts/config_docs.py
+"""
+
+import dataclasses
+import inspect
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trinity_lightning.common import config as schema
+from trinity_lightning.common.config import config_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs" / "config"
+
+
+def pages() -> dict[str, str]:
+    """File name to text of every page."""
+    groups = {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
+    typed = {field.name: field for field in dataclasses.fields(schema.TrainConfig) if _schema_of(field)}
+    names = sorted(groups | set(typed))
+    written = {f"{name}.md": _page(name, typed.get(name)) for name in names}
+    return written | {"README.md": _index(names)}
+
+
+def _index(names: list[str]) -> str:
+    lines = ["# Configuration", "", "`conf/train.yaml` puts these together; a recipe overrides it, the command line both.", ""]
+    lines += ["| group or section | what it is |", "|---|---|"]
+    typed = {field.name: field for field in dataclasses.fields(schema.TrainConfig)}
+    for name in names:
+        cls = _schema_of(typed[name]) if name in typed else None
+        lines.append(f"| [{name}]({name}.md) | {_summary(cls) if cls else FREE.get(name, '')} |")
+    return "\n".join([*lines, "", "## The run itself", "", *_knobs(schema.TrainConfig, "", skip=set(names)), ""])
+
+
+FREE = {
+    "add_strategy": "How rewards become advantages: {name: arguments}, in order.",
+    "callbacks": "Lightning callbacks, as `_target_` nodes.",
+    "logger": "Lightning loggers, as `_target_` nodes.",
+    "trainer": "Arguments of `lightning.Trainer`.",
+}
+
+
+def _page(name: str, field: Any) -> str:
+    cls = _schema_of(field) if field is not None else None
+    lines = [f"# {name}", "", _summary(cls) if cls else FREE.get(name, ""), ""]
+    if cls is not None:
+        body = inspect.getdoc(cls) or ""
+        extra = re.split(r"\n\s*Attributes:", body.partition("\n")[2])[0].strip()
+        lines += [extra, ""] if extra else []
+        lines += [*_knobs(cls, f"{name}."), ""]
+    folder = config_dir("conf") / name
+    if folder.is_dir():
+        lines += ["## Choices", ""]
+        for path in sorted(folder.glob("*.yaml")):
+            lines += [f"`{name}={path.stem}`", "", "```yaml", path.read_text().strip(), "```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _knobs(cls: type, prefix: str, skip: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
+    lines = ["| knob | default | meaning |", "|---|---|---|"]
+    meanings = _meanings(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in skip:
+            continue
+        nested = _schema_of(field)
+        if nested is not None:
+            lines.append(f"| `{prefix}{field.name}` | | {_summary(nested)} |")
+            lines += _knobs(nested, f"{prefix}{field.name}.")[2:]
+        else:
+            lines.append(f"| `{prefix}{field.name}` | {_default(field)} | {meanings.get(field.name, '')} |")
+    return lines
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Texts of the `Attributes:` section by name; names that share a line share its text."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", section, re.MULTILINE)
+    return {name.strip(): " ".join(text.split()) for names, text in found for name in names.split(",")}
+
+
+def _summary(cls: type) -> str:
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+
+
+def _schema_of(field: Any) -> type | None:
+    return field.type if isinstance(field.type, type) and dataclasses.is_dataclass(field.type) else None
+
+
+def _default(field: Any) -> str:
+    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    if isinstance(value, Enum):
+        value = value.value
+    return "required" if value == "???" else f"`{'null' if value is None else value}`"
+
+
+def main() -> None:
+    DOCS.mkdir(parents=True, exist_ok=True)
+    for old in DOCS.glob("*.md"):
+        old.unlink()
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

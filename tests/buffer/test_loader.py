@@ -1,0 +1,118 @@
+"""ExperienceLoader: sized, lazy, stateful; whole groups in a seeded order."""
+
+from itertools import islice
+
+import pytest
+import torch
+from buffer_cases import filled, make_group, names, through_a_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_lightning.buffer.loader import ExperienceLoader
+from trinity_lightning.buffer.storage.memory import MemoryStorage
+from trinity_lightning.common.errors import ConfigError
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 5), max_size=8),
+    steps=st.integers(1, 4),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_each_pass_deals_every_group_once_and_whole(sizes, steps, epochs, seed):
+    storage = filled(sizes, columns=True)
+    loader = ExperienceLoader(storage, steps, epochs, seed)
+    items = list(loader)
+    assert len(items) == len(loader) == steps * epochs
+    everything = [e.eid.uid for e in storage.experiences]
+    for start in range(0, len(items), steps):
+        dealt = [names(item) for item in items[start : start + steps]]
+        assert sorted(name for item in dealt for name in item) == sorted(everything)
+        for task in range(len(sizes)):
+            holders = [item for item in dealt if any(name.startswith(f"1/{task}/") for name in item)]
+            assert len(holders) == 1
+    for item in items:
+        assert item.explore_step == 1
+        assert item.num_tokens == 2 * len(item.experiences)
+        for experience, column in zip(item.experiences, item.columns["old_logprobs"], strict=True):
+            row = everything.index(experience.eid.uid)
+            assert column.tolist() == [row, -row]
+
+
+def test_batches_are_evened_out_by_size():
+    sizes = [len(item.experiences) for item in ExperienceLoader(filled([4] * 6), optimizer_steps=3)]
+    assert sizes == [8, 8, 8]
+
+
+def test_the_length_is_constant_and_items_without_experiences_are_items_too():
+    storage = MemoryStorage()
+    loader = ExperienceLoader(storage, optimizer_steps=3, inner_epochs=2)
+    assert len(loader) == 6
+    storage.begin()
+    storage.write(make_group(0, 4))
+    storage.commit(1)
+    assert len(loader) == 6
+    items = list(loader)
+    assert sorted(len(item.experiences) for item in items) == [0, 0, 0, 0, 4, 4]
+    assert {item.num_tokens for item in items} == {0, 8}
+
+
+def test_the_buffer_is_read_only_at_the_first_next():
+    storage = filled([2], batch=1)
+    iterator = iter(ExperienceLoader(storage))
+    storage.begin()
+    storage.write(make_group(5, 3, batch=2))
+    storage.commit(2)
+    item = next(iterator)
+    assert item.explore_step == 2
+    assert len(item.experiences) == 3
+
+
+def test_the_dealing_is_a_function_of_seed_step_and_pass():
+    def dealt(seed=0, batch=1):
+        storage = filled([1] * 12, batch=batch)
+        return [[e.eid.task for e in item.experiences] for item in ExperienceLoader(storage, 2, 2, seed)]
+
+    assert dealt() == dealt()
+    assert dealt()[:2] != dealt()[2:]
+    assert dealt(seed=1) != dealt()
+    assert dealt(batch=2) != dealt()
+
+
+def test_dealing_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    list(ExperienceLoader(filled([2, 2]), 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("done", range(7))
+def test_a_resumed_epoch_yields_exactly_the_remaining_items(done):
+    storage = filled([2, 3, 1, 2], batch=3)
+    loader = ExperienceLoader(storage, optimizer_steps=3, inner_epochs=2, seed=5)
+    expected = [names(item) for item in ExperienceLoader(storage, 3, 2, 5)]
+    seen = [names(item) for item in islice(loader, done)]
+    state = through_a_file(loader.state_dict())
+
+    restored = MemoryStorage()
+    restored.load_state_dict(through_a_file(storage.state_dict()))
+    resumed = ExperienceLoader(restored, 3, 2, seed=5)
+    resumed.load_state_dict(state)
+    remaining = [names(item) for item in resumed]
+    assert seen + remaining == (expected if done < 6 else expected * 2)  # after the last item comes another epoch
+
+
+def test_a_new_explore_step_starts_at_its_first_item():
+    storage = filled([1, 1, 1], batch=1)
+    loader = ExperienceLoader(storage, optimizer_steps=3)
+    next(iter(loader))
+    storage.begin()
+    storage.write(make_group(0, 2, batch=2))
+    storage.commit(2)
+    assert [item.explore_step for item in loader] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("arguments", [{"optimizer_steps": 0}, {"inner_epochs": -1}])
+def test_numbers_below_one_are_refused(arguments):
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        ExperienceLoader(MemoryStorage(), **arguments)
