@@ -1,6 +1,6 @@
 """Write `docs/config/`: a page for each group of the configuration, from the schema's docstrings and the files of conf/.
 
-    python scripts/config_docs.py
+python scripts/config_docs.py
 """
 
 import dataclasses
@@ -27,7 +27,12 @@ def pages() -> dict[str, str]:
 
 
 def _index(names: list[str]) -> str:
-    lines = ["# Configuration", "", "`conf/train.yaml` puts these together; a recipe overrides it, the command line both.", ""]
+    lines = [
+        "# Configuration",
+        "",
+        "`conf/train.yaml` puts these together; a recipe overrides it, the command line both.",
+        "",
+    ]
     lines += ["| group or section | what it is |", "|---|---|"]
     typed = {field.name: field for field in dataclasses.fields(schema.TrainConfig)}
     for name in names:

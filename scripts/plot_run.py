@@ -1,6 +1,6 @@
 """Draw the README's picture of a run: reward, response length, log-probability difference, time split.
 
-    python scripts/plot_run.py outputs/grpo/<time> docs/grpo_smollm2.png
+python scripts/plot_run.py outputs/grpo/<time> docs/grpo_smollm2.png
 """
 
 import csv

@@ -43,7 +43,9 @@ def initial_weights() -> dict[str, torch.Tensor]:
 def sweep(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `--multirun +recipe=grpo model=tiny seed=1,2`, evaluations included."""
     folder = tmp_path_factory.mktemp("sweep")
-    done = run_train(folder, "--multirun", "+recipe=grpo", "model=tiny", "seed=1,2", "steps=3", "explorer.eval_interval=3")
+    done = run_train(
+        folder, "--multirun", "+recipe=grpo", "model=tiny", "seed=1,2", "steps=3", "explorer.eval_interval=3"
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return only(folder, "outputs/grpo/*")
 
@@ -88,7 +90,6 @@ def test_a_sweep_logs_to_wandb_in_one_group(sweep: Path) -> None:
         assert "eval/addition_heldout/mean@1" in run.summary
         assert "actor/grad_norm" in run.summary
         assert "completions" in run.tables
-    assert runs[0].name != runs[1].name or runs[0] is not runs[1]
 
 
 def test_the_saved_model_loads_in_transformers(sweep: Path) -> None:
@@ -96,7 +97,9 @@ def test_the_saved_model_loads_in_transformers(sweep: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(sweep / "0" / "model")
     tokenizer = AutoTokenizer.from_pretrained(sweep / "0" / "model")
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], return_tensors="pt", return_dict=True)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1"}], return_tensors="pt", return_dict=True
+    )
     made = model.generate(**tokens, max_new_tokens=4, do_sample=False)
     assert made.shape[1] > tokens["input_ids"].shape[1]
 
@@ -152,15 +155,15 @@ def uninterrupted(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory)
 
 
 # What is measured in seconds, tokens a second or bytes differs between runs.
-MEASURED = ("time", "perf", "seconds", "per_second", "sync/")
+MEASURED = ("time/", "perf/peak", "perf/tok", "perf/trained", "rollout/tokens_per_second", "sync/")
 
 
 def same_metrics(a: Path, b: Path) -> None:
     left, right = rows(a), rows(b)
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
-        names = [name for name in one if not any(part in name for part in MEASURED)]
-        assert {name: one[name] for name in names} == {name: other.get(name, "") for name in names}
+        names = [name for name in one.keys() | other.keys() if not name.startswith(MEASURED) and "time" not in name]
+        assert {name: one.get(name, "") for name in names} == {name: other.get(name, "") for name in names}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

@@ -16,6 +16,7 @@ from hydra import initialize_config_dir
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.validate import validate
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,15 +29,33 @@ REFUSED = {
     "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
     "impossible value": (["+recipe=grpo", "steps=0"], ["steps is 0", "1 or more"]),
-    "no room for a prompt": (["+recipe=grpo", "sampling.max_tokens=256"], ["sampling.max_tokens", "engine.max_model_len"]),
+    "no room for a prompt": (
+        ["+recipe=grpo", "sampling.max_tokens=256"],
+        ["sampling.max_tokens", "engine.max_model_len"],
+    ),
     "unknown group choice": (["+recipe=grpo", "engine=vlm"], ["unknown engine 'vlm'", "Did you mean 'vllm'"]),
-    "missing model folder": (["+recipe=grpo", "model=custom", "model.name=./missing"], ["./missing", "no model folder"]),
+    "missing model folder": (
+        ["+recipe=grpo", "model=custom", "model.name=./missing"],
+        ["./missing", "no model folder"],
+    ),
     "unknown model": (["+recipe=grpo", "model=custom", "model.name=smolm2"], ["Did you mean 'smollm2'"]),
     "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], ["unknown workflow 'mth'", "Did you mean 'math'"]),
     "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "reward that cannot be imported": (["+recipe=grpo", "reward=nowhere.reward"], ["no module 'nowhere'"]),
     "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], ["Did you mean 'reasoning_gym'"]),
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
+    "unknown loss": (["+recipe=grpo", "algorithm.policy_loss=grop"], ["algorithm.policy_loss", "Did you mean 'grpo'"]),
+    "unknown schedule": (["+recipe=grpo", "optimizer.lr_scheduler=cosin"], ["Did you mean 'cosine'"]),
+    "unknown correction": (["+recipe=grpo", "algorithm.rollout_correction.level=tokn"], ["Did you mean 'token'"]),
+    "unknown strategy": (
+        ["+recipe=grpo", "+add_strategy.rlo={}"],
+        ["unknown add_strategy 'rlo'", "Did you mean 'rloo'"],
+    ),
+    "no strategy": (["+recipe=grpo", "add_strategy=null"], ["add_strategy"]),
+    "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
+    "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "one device"]),
+    "negative rate": (["+recipe=grpo", "optimizer.lr=-1"], ["optimizer.lr", "0 or more"]),
+    "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
 }
 
@@ -54,7 +73,7 @@ except SystemExit as stop:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
-    """At once: before anything that takes seconds is imported (`benchmarks/refusal.py` has the time)."""
+    """At once: before anything that takes seconds is imported."""
     arguments, expected = REFUSED[case]
     done = subprocess.run(
         [sys.executable, "-c", DOOR, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
@@ -69,11 +88,11 @@ def test_vllm_not_installed_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> No
     compose.register()
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
         config = hydra_compose("train", ["+recipe=grpo", "model=tiny"])
-    compose.validate(config)
+    validate(config)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find_spec(name, *a))
     with pytest.raises(ConfigError, match=r"trinity-lightning\[cpu\].*engine=transformers"):
-        compose.validate(config)
+        validate(config)
 
 
 def write_tasks(folder: Path, prompts: list[str]) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import hydra.utils
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint
 from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TrainConfig
+from trinity_lightning.common.validate import strategies
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.in_process import InProcessEngine
@@ -48,6 +50,7 @@ class Run:
 
     def finish(self) -> None:
         """Write the trained policy and close W&B, so that the next job of a sweep gets a run of its own."""
+        self._save_last_checkpoint()
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
         parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
@@ -55,6 +58,13 @@ class Run:
         for each in self.trainer.loggers:
             if isinstance(each, WandbLogger):
                 each.experiment.finish()
+
+    def _save_last_checkpoint(self) -> None:
+        """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
+        checkpoint = self.trainer.checkpoint_callback
+        if isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath is not None:
+            if checkpoint._last_global_step_saved != self.trainer.global_step:
+                self.trainer.save_checkpoint(Path(checkpoint.dirpath) / "final.ckpt")
 
 
 def build(config: DictConfig) -> Run:
@@ -65,9 +75,11 @@ def build(config: DictConfig) -> Run:
     """
     typed: TrainConfig = OmegaConf.to_object(_typed_part(config))  # type: ignore[assignment]
     folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     L.seed_everything(typed.seed, verbose=False)
     data = ExperienceDataModule(
-        [(name, arguments) for name, arguments in _strategies(typed)],
+        _strategies(typed),
         optimizer_steps=typed.algorithm.optimizer_steps,
         inner_epochs=typed.algorithm.inner_epochs,
         seed=typed.seed,
@@ -99,11 +111,11 @@ def build(config: DictConfig) -> Run:
 def _typed_part(config: DictConfig) -> DictConfig:
     """The configuration without Lightning's own objects, which are instantiated apart."""
     free = ("trainer", "logger", "callbacks")
-    return OmegaConf.merge(config, {name: None for name in free})  # type: ignore[return-value]
+    return OmegaConf.merge(config, dict.fromkeys(free))  # type: ignore[return-value]
 
 
 def _strategies(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
-    entries = [(label, dict(arguments or {})) for label, arguments in config.add_strategy.items()]
+    entries = [(label, dict(arguments)) for label, arguments in strategies(config.add_strategy)]  # type: ignore[call-overload]
     return [(str(arguments.pop("name", label)), arguments) for label, arguments in entries]
 
 
@@ -139,9 +151,7 @@ def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
     callbacks += [hydra.utils.instantiate(node) for node in (config.callbacks or {}).values()]
     for logger in loggers:
         logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
-    return hydra.utils.instantiate(
-        config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()]
-    )
+    return hydra.utils.instantiate(config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()])
 
 
 def _summary(run: Run) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.validate import validate
 
 if TYPE_CHECKING:
     import lightning as L
@@ -22,7 +24,10 @@ def train(config: DictConfig) -> "L.Trainer":
     """Run a whole training: fit, then write the trained policy."""
     from trinity_lightning.build import build
 
-    run = build(config)
+    try:
+        run = build(config)
+    except (ValueError, TypeError) as error:  # an argument that a part does not have: the part's own words say it best
+        raise ConfigError(str(error)) from error
     run.announce()
     run.trainer.fit(run.policy, run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.finish()
@@ -39,7 +44,7 @@ def check_reward(config: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
-    compose.validate(config)
+    validate(config)
     check_reward(config)
     trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")
@@ -58,6 +63,9 @@ def main() -> None:
     except compose.CONFIG_ERRORS as error:
         print(f"trinity-lightning: {compose.explain(error)}", file=sys.stderr)
         sys.exit(2)
+    except SystemExit as stop:
+        # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
+        sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from buffer_cases import make_group, names, through_a_file
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.experience import gather_response_attrs
 
 WEIGHED = [0.0, 1.0, 1.0, 1.0]
 
@@ -26,7 +27,7 @@ def test_grpo_weighs_each_group_and_the_loader_hands_it_out():
     assert metrics["time/add_strategy"] > 0
     (item,) = data.train_dataloader()
     assert sorted(names(item)) == sorted(e.eid.uid for e in rollouts)
-    advantages = {e.eid.uid: e.advantages.tolist() for e in item.experiences}
+    advantages = {e.eid.uid: gather_response_attrs([e], "advantages", 2)[0].tolist() for e in item.experiences}
     mean, std = statistics.mean(WEIGHED), statistics.stdev(WEIGHED)
     for experience, reward in zip(rollouts[:4], WEIGHED, strict=True):
         assert advantages[experience.eid.uid] == pytest.approx([(reward - mean) / std] * 2, abs=1e-4)

@@ -63,7 +63,7 @@ WEIGHTS = {"model.embed_tokens.weight": torch.arange(4.0), "lm_head.weight": tor
 
 def explorer(train: TaskSource | None = None, sink: Sink | None = None, **fields: Any) -> Explorer:
     """2 tasks a step, 3 runs a task, no retries."""
-    settings = {"batch_size": 2, "repeat_times": 3, "runner_per_model": 2, "max_retry_times": 0}
+    settings: dict[str, Any] = {"batch_size": 2, "repeat_times": 3, "runner_per_model": 2, "max_retry_times": 0}
     settings["eval_on_startup"] = False
     rest = {key: fields.pop(key) for key in ("models", "evals", "auxiliary_models") if key in fields}
     made = Explorer(ExplorerConfig(**(settings | fields)), rest.pop("models", [FakeModel()]), train or source(), **rest)
@@ -82,7 +82,7 @@ def running(explorer: Explorer, body: Callable[[], Coroutine[Any, Any, Any]]) ->
     return asyncio.run(main())
 
 
-def indices(sink: Sink) -> list[list[float | None]]:
+def indices(sink: Sink) -> list[list[float]]:
     return [sorted({e.reward for e in experiences if e.reward is not None}) for _, experiences in sink.steps]
 
 
@@ -378,7 +378,7 @@ def test_a_usual_temperature_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"sync_interval": 2}, {"sync_offset": 1}])
-def test_lagging_engines_are_refused(fields: dict[str, int]) -> None:
+def test_lagging_engines_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"sync_interval must be 1 and explorer\.sync_offset 0"):
         explorer(**fields)
 

@@ -1,6 +1,7 @@
 """What the tests of PolicyModule share: ragged experiences, a loader of optimizer batches, a naive GRPO, a Trainer."""
 
 import warnings
+from typing import Any
 
 import lightning as L
 import torch
@@ -83,11 +84,11 @@ class Gradients(L.Callback):
         self.steps = []
         self.losses = []
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+    def on_before_optimizer_step(self, trainer, pl_module: Any, optimizer):
         named = pl_module.policy.named_parameters()
         self.steps.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_train_batch_end(self, trainer, pl_module: Any, outputs: Any, batch, batch_idx):
         self.losses.append(outputs["loss"].item() if outputs else None)
 
 
@@ -107,6 +108,16 @@ def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):
         trainer = L.Trainer(**(settings | trainer_settings), callbacks=list(callbacks))
         trainer.fit(policy, Items(batches), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return trainer
+
+
+def optimizer_of(policy) -> Any:
+    """The optimizer, not Lightning's list of one."""
+    return policy.optimizers()
+
+
+def rate_of(policy) -> float:
+    """The learning rate of the next step."""
+    return policy.lr_schedulers().get_last_lr()[0]
 
 
 def naive_logprobs(model, experiences):
@@ -131,7 +142,7 @@ def padded(experiences, name):
     return torch.nn.utils.rnn.pad_sequence([getattr(e, name) for e in experiences], batch_first=True)
 
 
-def naive_grpo(model, experiences, *, old=None, ref=None, kl=0.0, entropy=None):
+def naive_grpo(model, experiences, *, old=None, ref=None, kl=0.0):
     """Clipped policy loss with importance weights truncated at 2, token mean, plus k3; written out by hand."""
     logprobs = naive_logprobs(model, experiences)
     mask, advantages = padded(experiences, "action_mask").bool(), padded(experiences, "advantages")
@@ -140,7 +151,7 @@ def naive_grpo(model, experiences, *, old=None, ref=None, kl=0.0, entropy=None):
     ratio = (logprobs - old).exp()
     advantages = advantages * weight
     token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    if kl:
+    if ref is not None:
         d = ref - logprobs
         token = token + kl * (d.exp() - d - 1)
     return (token * mask).sum() / mask.sum()

@@ -66,6 +66,7 @@ def test_gradients_add_up_in_float32():
     MasterWeights([parameter], adamw)
     for gradient in [1.0] + [2.0**-9] * 8:  # each of the eight would vanish in bfloat16
         (parameter * gradient).sum().backward()
+    assert parameter.grad is not None
     assert parameter.grad.dtype == torch.float32
     assert parameter.grad.item() == 1.0 + 8 * 2.0**-9
 

@@ -100,10 +100,11 @@ def test_totals_count_what_collate_would_train(batch):
 
 
 def test_the_first_token_of_a_sequence_without_prompt_is_not_trained():
-    experience = Experience(tokens=[7, 8, 9], prompt_length=0, action_mask=[True, True, False], advantages=[1.0] * 3)
+    mask = torch.tensor([True, True, False])
+    experience = Experience(tokens=[7, 8, 9], prompt_length=0, action_mask=mask, advantages=[1.0] * 3)
     batch = OptimizerBatch.of([experience], explore_step=1)
     assert batch.num_tokens == 1
-    assert experience.action_mask.tolist() == [True, True, False]
+    assert mask.tolist() == [True, True, False]  # it is the experience's own, and was only read
     positions, targets, _ = collate(batch, [0], CPU).positions()
     assert (positions.tolist(), targets.tolist()) == ([0], [8])
 

@@ -151,7 +151,8 @@ def test_perturbed_moves_every_tensor_and_restores_it_bit_for_bit(dtype: torch.d
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=False,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config).to(dtype)  # its biases are zeros
+    model: Any = Qwen2ForCausalLM(config)  # its biases are zeros
+    model = nn.Module.to(model, dtype)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     with perturbed(model, 0.1):

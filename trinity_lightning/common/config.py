@@ -13,6 +13,18 @@ from omegaconf import MISSING
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
+# Names that the registries of torch code know, for a misspelt one to be refused before torch is imported.
+ADD_STRATEGIES = ("dr_grpo", "grpo", "opmd", "reinforce", "reinforce_plus_plus", "reward_variance", "rloo")
+POLICY_LOSSES = ("cispo", "grpo", "gspo", "opmd", "ppo", "reinforce", "sapo", "sft")
+KL_ESTIMATES = ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+CORRECTION_LEVELS = ("none", "token", "sequence")
+CORRECTION_MODES = ("truncate", "mask")
+WORKFLOWS = ("math", "simple")
+LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
+TASK_ORDERS = ("sequential", "shuffled")
+
 
 class WeightDtype(Enum):
     """How the policy's weights are held: `bf16` with float32 masters in the optimizer, or `fp32` throughout."""
@@ -80,6 +92,17 @@ class SamplingConfig:
 
     Training rollouts are drawn from the whole distribution at a temperature above 0, for log-probabilities to be those
     of the policy: `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only.
+
+    Attributes:
+        temperature: logits are divided by it; 0 is greedy.
+        max_tokens: longest response in tokens.
+        stop: strings that end a response.
+        top_p: sample from the most likely tokens that make up this probability.
+        top_k: sample from this many tokens.
+        min_p: sample from tokens at least this likely, relative to the likeliest.
+        presence_penalty: subtracted from the logits of tokens that have appeared.
+        frequency_penalty: the same for each appearance.
+        repetition_penalty: logits of tokens that have appeared are divided by it.
     """
 
     temperature: float = 1.0
@@ -126,7 +149,12 @@ class TasksetConfig:
 
 @dataclass
 class OverRolloutConfig:
-    """Finish a step when `1 - ratio` of its tasks are in, after waiting `wait_after_min` seconds for the rest."""
+    """Finish a step when most of its tasks are in.
+
+    Attributes:
+        ratio: share of a step's tasks that may be left out; 0: none.
+        wait_after_min: seconds to wait for the rest once `1 - ratio` of them are in.
+    """
 
     ratio: float = 0.0
     wait_after_min: float = 30.0
@@ -134,7 +162,13 @@ class OverRolloutConfig:
 
 @dataclass
 class DynamicTimeoutConfig:
-    """Time-out of train tasks = min(max_timeout, ratio * average), once `warmup_min_steps` steps are done."""
+    """Time-out of train tasks from how long they usually take.
+
+    Attributes:
+        enable: whether the time-out is min(max_timeout, ratio * average).
+        ratio: how many times the average a task may take.
+        warmup_min_steps: steps before it applies.
+    """
 
     enable: bool = False
     ratio: float = 3.0
@@ -152,9 +186,9 @@ class ExplorerConfig:
         max_timeout: seconds one attempt at a task may take.
         max_retry_times: further attempts after a failed one.
         max_repeat_times_per_runner: a task with more rollouts is cut into chunks of this many; null: never.
-        runner: `local` (asyncio tasks in this process) or `ray`.
-        sync_interval: explore steps between weight syncs.
-        sync_offset: steps the trainer lags behind the explorer; 0 is on-policy.
+        runner: `local`, asyncio tasks in this process.
+        sync_interval: explore steps between weight syncs; 1, for an engine in this process.
+        sync_offset: steps the trainer lags behind the explorer; 0, for an engine in this process.
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
@@ -178,7 +212,12 @@ class ExplorerConfig:
 
 @dataclass
 class KLConfig:
-    """KL penalty against the frozen initial policy, as a loss term; coefficient 0 means none, and no reference model."""
+    """KL penalty against the frozen initial policy, as a loss term.
+
+    Attributes:
+        name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
+        coef: its weight; 0 means none, and no reference model.
+    """
 
     name: str = "k3"
     coef: float = 0.0
@@ -236,7 +275,7 @@ class OptimizerConfig:
     Attributes:
         lr: peak learning rate.
         betas, eps, weight_decay: as in AdamW.
-        lr_scheduler: a name that `transformers.get_scheduler` knows: constant, linear, cosine, ...
+        lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial or inverse_sqrt.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: horizon of the schedule in optimizer steps; null: constant schedules only.
     """
@@ -267,14 +306,23 @@ class SynchronizerConfig:
 
 @dataclass
 class BufferConfig:
-    """Where the experiences of an explore step wait for the trainer."""
+    """Where the experiences of an explore step wait for the trainer.
+
+    Attributes:
+        storage: `memory`, of this process.
+    """
 
     storage: str = "memory"
 
 
 @dataclass
 class WorkflowConfig:
-    """How a task is tried: a registered name or a dotted path of your own class, and its arguments."""
+    """How a task is tried.
+
+    Attributes:
+        name: a registered name, or the dotted path of your own class.
+        args: its arguments.
+    """
 
     name: str = MISSING
     args: dict[str, Any] = field(default_factory=dict)
@@ -335,7 +383,9 @@ def config_dir(name: str) -> Path:
     for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
         if (parent / name).is_dir():
             return parent / name
-    raise FileNotFoundError(f"the folder '{name}' is neither inside {PACKAGE_DIR} nor beside it: reinstall the package.")
+    raise FileNotFoundError(
+        f"the folder '{name}' is neither inside {PACKAGE_DIR} nor beside it: reinstall the package."
+    )
 
 
 def options(group: str) -> list[str]:

@@ -6,7 +6,9 @@ hooks ran: a resumed run may skip some of them.
 
 import logging
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Coroutine
 from pathlib import Path
 from types import FrameType
@@ -56,8 +58,10 @@ class ExplorerCallback(L.Callback):
         self._observer = observer
         self._progress = progress
         self._host: Host | None = None
-        self._synced_at: int | None = None
+        self._synced_at: int | None = None  # global_step of the weights that the engines have
+        self._started = False
         self._interrupts = 0
+        self._previous_handler: Any = None
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -69,6 +73,8 @@ class ExplorerCallback(L.Callback):
             raise ConfigError("ExplorerCallback needs an ExperienceDataModule: trainer.fit(policy, datamodule).")
         if trainer.world_size > 1:
             raise ConfigError("one device only: with an in-process engine set trainer.devices=1.")
+        if not all(isinstance(model, InProcessEngine) for model in self.explorer.models):
+            raise ConfigError("ExplorerCallback drives engines in this process: VLLMEngine or TransformersEngine.")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""
@@ -77,17 +83,24 @@ class ExplorerCallback(L.Callback):
         for engine in engines:
             if isinstance(engine, TransformersEngine):
                 engine.bind(policy.policy)
+        self._interrupts, self._synced_at, self._started = 0, None, False
         self._host = Host(engines, lambda: self._interruption(trainer))
-        self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
+            self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
         self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), self._observer, self._progress)
         self._run(self.explorer.prepare())
         self._synchronizer = self._make_synchronizer(policy, engines)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop the runners, free the engines, give Ctrl-C back."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
+            self._previous_handler = None
         if self._host is not None:
             host, self._host = self._host, None
-            signal.signal(signal.SIGINT, self._previous_handler)
             host.run(self.explorer.shutdown(), interruptible=False)
             host.close()
 
@@ -107,7 +120,8 @@ class ExplorerCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the untrained policy where wished, then fill: a resumed run may not come by `on_train_epoch_start`."""
-        if self.explorer.step == 0 and self.explorer.config.eval_on_startup:
+        self._started = True
+        if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, step=0)
         self._fill(trainer)
 
@@ -115,19 +129,21 @@ class ExplorerCallback(L.Callback):
         """Fill the buffer for this epoch, if it does not hold it already."""
         self._fill(trainer)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Stop here on Ctrl-C: the state is whole between two items."""
-        self._stop_if_interrupted(trainer)
-
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate where due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
-        if self.explorer.need_eval() or (trainer.current_epoch + 1 == trainer.max_epochs and self._evaluates_at_end()):
-            self._evaluate(trainer, trainer.fit_loop.epoch_loop.total_batch_idx)
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        if self.explorer.need_eval() or (last and self.explorer.config.eval_interval > 0 and self.explorer.evaluates):
+            # Not to be interrupted: a resumed run would take this epoch's end as done.
+            self._evaluate(trainer, trainer.fit_loop.epoch_loop.total_batch_idx, interruptible=False)
         # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
-        pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1, sync_dist=True)
+        with warnings.catch_warnings():  # vLLM's process group of one makes Lightning believe in several devices
+            warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+            pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
     def _fill(self, trainer: L.Trainer) -> None:
         policy, data = self._parts(trainer)
+        if (reason := self._interruption(trainer)) is not None:
+            raise reason
         if data.batch == trainer.current_epoch + 1:
             return
         self.metrics = {}
@@ -143,31 +159,30 @@ class ExplorerCallback(L.Callback):
         self.metrics["time/prepare"] = time.perf_counter() - start
         self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1)
 
-    def _evaluates_at_end(self) -> bool:
-        return self.explorer.config.eval_interval > 0
-
-    def _evaluate(self, trainer: L.Trainer, step: int) -> None:
+    def _evaluate(self, trainer: L.Trainer, step: int, interruptible: bool = True) -> None:
         self._sync(trainer)
-        metrics = self._run(self.explorer.eval())
+        metrics = self._run(self.explorer.eval(), interruptible)
         self.metrics |= metrics
         self._log(trainer, metrics, step)
 
     def _sync(self, trainer: L.Trainer) -> None:
         """Send the weights, unless the engines have them: an item that trained nothing changed none."""
         if self._synced_at != trainer.global_step:
-            self.metrics |= self._synchronizer.sync()
+            metrics = self._synchronizer.sync()
             self._synced_at = trainer.global_step
+            self.metrics |= metrics
+            self._log(trainer, metrics, max(trainer.fit_loop.epoch_loop.total_batch_idx, 0))
 
     # -- bits ---------------------------------------------------------------------------------------------------------
 
     def _parts(self, trainer: L.Trainer) -> tuple[PolicyModule, ExperienceDataModule]:
         return trainer.lightning_module, trainer.datamodule  # type: ignore[return-value,attr-defined]
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
         if self._host is None:
             coroutine.close()
             raise RuntimeError("the explorer runs only inside Trainer.fit.")
-        return self._host.run(coroutine)
+        return self._host.run(coroutine, interruptible)
 
     def _log(self, trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
         for each in trainer.loggers:
@@ -179,7 +194,7 @@ class ExplorerCallback(L.Callback):
         self._interrupts += 1
         if self._interrupts > 1:
             raise KeyboardInterrupt
-        logger.warning("Ctrl-C: stopping after the item under way, with a checkpoint; press again to stop at once.")
+        logger.warning("Ctrl-C: stopping after the step under way, with a checkpoint; press again to stop at once.")
 
     def _interruption(self, trainer: L.Trainer) -> BaseException | None:
         if self._interrupts:
@@ -188,25 +203,26 @@ class ExplorerCallback(L.Callback):
             return SIGTERMException()
         return None
 
-    def _stop_if_interrupted(self, trainer: L.Trainer) -> None:
-        if (reason := self._interruption(trainer)) is not None:
-            raise reason
-
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """On a single Ctrl-C (or SIGTERM) write a checkpoint and say how to go on."""
-        if self._interrupts > 1 or not isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            return
-        if (checkpoint := trainer.checkpoint_callback) is not None and getattr(checkpoint, "dirpath", None):
-            path = Path(str(checkpoint.dirpath)) / "interrupted.ckpt"  # type: ignore[attr-defined]
-            trainer.save_checkpoint(path)
+        """On a single Ctrl-C or SIGTERM write a checkpoint and say how to go on; free everything in any case."""
+        asked_to_stop = isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._interrupts <= 1
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if asked_to_stop and not self._started:  # a resumed run's state is not restored yet: nothing worth saving
+            logger.warning("stopped before training began; there is no new checkpoint.")
+        elif asked_to_stop and folder is None:
+            logger.warning("stopped at explore step %d without a checkpoint: no ModelCheckpoint.", self.explorer.step)
+        elif asked_to_stop:
+            trainer.save_checkpoint(Path(str(folder)) / "interrupted.ckpt")
             logger.warning("stopped at explore step %d. Resume with ckpt_path=last", self.explorer.step)
+        self._close()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The explorer's: steps done and the taskset's cursor."""
-        return self.explorer.state_dict()
+        """Steps done, the taskset's cursor, and what was measured of the step under way."""
+        return {"explorer": self.explorer.state_dict(), "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the explorer."""
-        self.explorer.load_state_dict(state_dict)
+        """Restore what `state_dict` returned."""
+        self.explorer.load_state_dict(state_dict["explorer"])
+        self.metrics = dict(state_dict["metrics"])

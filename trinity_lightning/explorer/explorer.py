@@ -169,10 +169,15 @@ class Explorer:
 
     # -- evaluate -----------------------------------------------------------------------------------------------------
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self._evals)
+
     def need_eval(self) -> bool:
         """Whether an evaluation is due after the present number of steps."""
         interval = self.config.eval_interval
-        return bool(self._evals) and interval > 0 and self.step > 0 and self.step % interval == 0
+        return self.evaluates and interval > 0 and self.step > 0 and self.step % interval == 0
 
     async def eval(self) -> dict[str, float]:
         """Run every evaluation taskset once; metrics are `eval/<taskset>/...`.

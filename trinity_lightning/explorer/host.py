@@ -46,14 +46,16 @@ class Host:
         """The coroutine's result. An exception of its own is raised here.
 
         Ctrl-C and `interrupted` cancel the coroutine, let it clean up (cancelled requests are aborted in their
-        engines), and are raised then.
+        engines), and are raised then; where it came to its end all the same, `interrupted` waits for the next run.
         """
         job = _Job(self._loop, coroutine, self._wake.set)
         try:
             while not job.done:
                 self._pump(job)
                 if interruptible and not job.done and (reason := self._interrupted()) is not None:
-                    raise reason
+                    self._cancel(job)
+                    if not job.succeeded:
+                        raise reason
         except BaseException:
             self._cancel(job)
             raise
@@ -80,6 +82,8 @@ class Host:
             self._wake.wait(SIGNAL_CHECK_SECONDS)
 
     def _cancel(self, job: "_Job[Any]") -> None:
+        if job.done:
+            return
         job.cancel()
         deadline = time.monotonic() + CANCEL_SECONDS
         while not job.done:
@@ -115,6 +119,11 @@ class _Job(Generic[T]):
         if self._task is None:
             raise RuntimeError("the coroutine has not been started")
         return self._task.result()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether there is a result, cancelled in time or not."""
+        return self.done and self._task is not None and not self._task.cancelled() and self._task.exception() is None
 
     def report(self) -> None:
         """Log what a cancelled coroutine raised while it cleaned up: another exception is on its way to the caller."""

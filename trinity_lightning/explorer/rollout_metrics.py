@@ -45,7 +45,7 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     }
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
-    for name in {name for e in experiences for name in e.metrics if name.startswith("reward/")}:
+    for name in dict.fromkeys(name for e in experiences for name in e.metrics if name.startswith("reward/")):
         metrics[f"{name}/mean"] = statistics.fmean(float(e.metrics[name]) for e in experiences if name in e.metrics)
     metrics |= spread("response_length", responses)
     metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])

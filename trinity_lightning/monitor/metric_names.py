@@ -100,11 +100,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "time/{rollout,operators,add_strategy,collate,train,sync_weight}", "s", "Where the explore step's time went."
     ),
+    Metric(
+        "sync/probe_diff/{mean,max}",
+        "nats",
+        "Absolute difference of log-probabilities of engine and trainer on the probe.",
+    ),
     Metric("time/prepare", "s", "Time for log-probabilities needed before the first of several optimizer steps."),
     Metric("time/operator/<index>_<class>", "s", "Time within one operator."),
-    Metric("perf/tokens_per_second", "tokens/s", "Prompt and response tokens over the whole explore step's time."),
+    Metric("perf/tokens_per_second", "tokens/s", "Prompt and response tokens computed over the time spent training."),
     Metric("perf/trained_tokens_per_second", "tokens/s", "Trained tokens over the time spent training."),
-    Metric("perf/mfu", "", "Model FLOPs used while training over what the device can do."),
     Metric(
         "perf/padding_ratio", "", "Tokens computed over tokens there are: 1 is no padding; below 1, prompts are shared."
     ),

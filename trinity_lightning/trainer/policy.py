@@ -71,9 +71,8 @@ class PolicyModule(L.LightningModule):
         self.objective = Objective(self.algorithm)
         self.skipped_items = 0
         self.model: nn.Module | None = None
-        self._reference: list[
-            Any
-        ] = []  # in a list it is no submodule: not saved, not synchronized, never in train mode
+        # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
+        self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         self._dtype = TORCH_DTYPES[WeightDtype(dtype) if isinstance(dtype, str) else dtype]
         self._gradient_checkpointing = gradient_checkpointing
@@ -85,8 +84,7 @@ class PolicyModule(L.LightningModule):
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""
         if self.model is None:
-            self.model = self._load_model()
-            self.model.train()
+            self.model = self._load_model().train()
             if self._gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
             if self.objective.needs_reference:
@@ -247,10 +245,13 @@ class PolicyModule(L.LightningModule):
         batch = OptimizerBatch.of(experiences, explore_step=0)
         column = [torch.zeros(e.response_length) for e in experiences]
         rows = trainable_rows(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+        was_training = model.training
+        model.eval()  # dropout would make them another model's
         for part in self._cut(batch, rows):
             values, _ = self._logprobs(model, collate(batch, part, self.device))
             for row, value in zip(part, values.cpu(), strict=True):
                 column[row] = value[: len(column[row])].clone()
+        model.train(was_training)
         return column
 
     @torch.no_grad()

@@ -48,13 +48,13 @@ POLICY_LOSS_FN: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
-    """The policy loss `name` with its arguments set: `create_policy_loss("ppo", clip_range_high=0.28)`.
+    """The policy loss `name`, or at that dotted path, with its arguments set: `create_policy_loss("ppo", clip_range_high=0.28)`.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
         TypeError: unknown argument; the message lists the valid ones.
     """
-    fn = POLICY_LOSS_FN.get(name)
+    fn = cast(PolicyLossFn, POLICY_LOSS_FN.resolve(name))
     parameters = inspect.signature(fn).parameters.values()
     valid = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "ref_logprobs"]
     for arg in args:

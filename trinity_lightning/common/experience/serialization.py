@@ -69,9 +69,12 @@ def _write_rows(experiences: Sequence[Experience], name: str, streams: StreamWri
     kinds = [_kind_of(row) if isinstance(row, Tensor) else None for row in rows]
     lengths = np.full(len(tensors), -1)
     chunks = []
-    for kind in dict.fromkeys(kinds):  # one, as a rule
-        alike = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
-        pieces = rows if len(alike) == len(rows) else [tensors[index] for index in alike]
+    different = dict.fromkeys(kinds)
+    for kind in different:
+        alike, pieces = indices, rows
+        if len(different) > 1:
+            alike = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
+            pieces = [tensors[index] for index in alike]
         if kind is None or kind[1] != 1:
             uid = experiences[alike[0]].eid.uid
             raise ExperienceError(f"experience {uid}: {name}: expected a 1-D tensor, got {pieces[0]!r:.80}.")

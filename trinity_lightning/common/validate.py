@@ -1,0 +1,142 @@
+"""Values that cannot work are refused at the door: before torch is imported, with the key and the fix."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.common import config as known
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.model_files import check_model_name
+from trinity_lightning.common.suggest import unknown_name
+
+# Lightning's own objects have keys that we do not know.
+FREE = ("trainer", "logger", "callbacks")
+
+AT_LEAST_ONE = (
+    "steps",
+    "explorer.batch_size",
+    "explorer.repeat_times",
+    "explorer.runner_per_model",
+    "engine.max_model_len",
+    "engine.max_num_seqs",
+    "sampling.max_tokens",
+    "eval_sampling.max_tokens",
+    "eval_repeat_times",
+    "algorithm.optimizer_steps",
+    "algorithm.inner_epochs",
+    "algorithm.max_tokens_per_micro_batch",
+    "synchronizer.check_interval",
+)
+AT_LEAST_ZERO = ("seed", "explorer.eval_interval", "optimizer.lr", "optimizer.warmup_steps", "algorithm.kl.coef")
+
+# Keys that hold one of a few names; those of a second element take a dotted path too.
+NAMES = {
+    "workflow.name": (known.WORKFLOWS, True),
+    "algorithm.policy_loss": (known.POLICY_LOSSES, True),
+    "algorithm.loss_agg_mode": (known.LOSS_AGG_MODES, False),
+    "algorithm.kl.name": (known.KL_ESTIMATES, False),
+    "algorithm.rollout_correction.level": (known.CORRECTION_LEVELS, False),
+    "algorithm.rollout_correction.mode": (known.CORRECTION_MODES, False),
+    "optimizer.lr_scheduler": (known.LR_SCHEDULERS, False),
+    "buffer.storage": (("memory",), False),
+    "synchronizer.method": (("memory",), False),
+    "explorer.runner": (("local",), False),
+}
+
+
+def validate(config: DictConfig) -> None:
+    """Refuse values that cannot work, before anything heavy is imported.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    _check_keys(config, "")
+    _check_model_and_engine(config)
+    for key, (names, with_paths) in NAMES.items():
+        _check_name(key, OmegaConf.select(config, key), names, with_paths)
+    for label, arguments in strategies(config.add_strategy):
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"add_strategy.{label} is {arguments!r}; give its arguments as {{name: value}}.")
+        _check_name("add_strategy", str(arguments.get("name", label)), known.ADD_STRATEGIES, with_paths=True)
+    for source in (config.taskset, *config.eval_tasksets.values()):
+        _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
+        _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
+    _check_numbers(config)
+    _check_trainer(config)
+    if config.ckpt_path not in (None, "last") and not Path(config.ckpt_path).is_file():
+        raise ConfigError(f"ckpt_path: there is no file '{config.ckpt_path}'.")
+
+
+def strategies(config: DictConfig | None) -> list[tuple[str, object]]:
+    """Label and arguments of each add strategy of a config {label: {name: optional, ...}}, in order.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not config:
+        raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
+    plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    return [(str(label), {} if arguments is None else arguments) for label, arguments in dict(plain).items()]  # type: ignore[arg-type]
+
+
+def _check_model_and_engine(config: DictConfig) -> None:
+    if OmegaConf.is_missing(config.model, "name"):
+        raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
+    check_model_name(config.model.name)
+    if config.engine.kind.value == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
+            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
+        )
+
+
+def _check_keys(node: DictConfig, prefix: str) -> None:
+    """Refuse keys that the schema does not have; `+key=value` gets them past Hydra."""
+    schema = OmegaConf.get_type(node)
+    fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
+    for key in node:
+        name = f"{prefix}{key}"
+        if fields is not None and key not in fields:
+            raise ConfigError(unknown_name("key", name, [f"{prefix}{field}" for field in fields]))
+        apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
+        if not apart and isinstance(node[key], DictConfig):
+            _check_keys(node[key], f"{name}.")
+
+
+def _check_name(key: str, value: str | None, names: Sequence[str], with_paths: bool = False) -> None:
+    if value is None or value in names or (with_paths and "." in value):
+        return
+    raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
+
+
+def _check_numbers(config: DictConfig) -> None:
+    for key in AT_LEAST_ONE:
+        if OmegaConf.select(config, key) < 1:
+            raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give 1 or more.")
+    for key in AT_LEAST_ZERO:
+        if OmegaConf.select(config, key) < 0:
+            raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give 0 or more.")
+    if len(config.optimizer.betas) != 2:
+        raise ConfigError(f"optimizer.betas is {list(config.optimizer.betas)}; give two numbers.")
+    for sampling in ("sampling", "eval_sampling"):
+        if config[sampling].max_tokens >= config.engine.max_model_len:
+            raise ConfigError(
+                f"{sampling}.max_tokens ({config[sampling].max_tokens}) leaves no room for a prompt in "
+                f"engine.max_model_len ({config.engine.max_model_len})."
+            )
+
+
+def _check_trainer(config: DictConfig) -> None:
+    trainer = config.trainer or {}
+    for key in ("callbacks", "logger", "plugins"):
+        if trainer.get(key) is not None:
+            raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
+    if trainer.get("devices", 1) not in (1, "1"):
+        raise ConfigError(f"trainer.devices is {trainer.devices}: an engine in this process serves one device, give 1.")
+    if str(trainer.get("precision", "")).startswith("16"):
+        raise ConfigError(
+            "trainer.precision: 16-bit float needs a gradient scaler; use bf16-mixed, or model.dtype=bf16."
+        )
