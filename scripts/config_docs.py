@@ -1,4 +1,4 @@
-"""Write `docs/config/`: a page for each group of the configuration, from the schema's docstrings and the files of conf/.
+"""Write `docs/config/`: a page for each group of the configuration, from the schema's docstrings and from conf/.
 
 python scripts/config_docs.py
 """

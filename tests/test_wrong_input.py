@@ -39,7 +39,7 @@ REFUSED = {
         ["./missing", "no model folder"],
     ),
     "unknown model": (["+recipe=grpo", "model=custom", "model.name=smolm2"], ["Did you mean 'smollm2'"]),
-    "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], ["unknown workflow 'mth'", "Did you mean 'math'"]),
+    "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], ["workflow.name 'mth'", "Did you mean 'math'"]),
     "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "reward that cannot be imported": (["+recipe=grpo", "reward=nowhere.reward"], ["no module 'nowhere'"]),
     "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], ["Did you mean 'reasoning_gym'"]),

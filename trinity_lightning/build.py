@@ -62,9 +62,10 @@ class Run:
     def _save_last_checkpoint(self) -> None:
         """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
         checkpoint = self.trainer.checkpoint_callback
-        if isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath is not None:
-            if checkpoint._last_global_step_saved != self.trainer.global_step:
-                self.trainer.save_checkpoint(Path(checkpoint.dirpath) / "final.ckpt")
+        if not isinstance(checkpoint, ModelCheckpoint) or checkpoint.dirpath is None:
+            return
+        if checkpoint._last_global_step_saved != self.trainer.global_step:
+            self.trainer.save_checkpoint(Path(checkpoint.dirpath) / "final.ckpt")
 
 
 def build(config: DictConfig) -> Run:

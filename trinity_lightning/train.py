@@ -53,7 +53,7 @@ def _main(config: DictConfig) -> float | None:
 
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
-    # Large tensors come and go in every chunk of the vocabulary; on a CPU small pages make that cost twice the arithmetic.
+    # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from

@@ -32,7 +32,7 @@ class Completion:
 class InferenceModel(Protocol):
     """A model that generates. Workflows never see which engine it is.
 
-    `sampling` keywords are those of vLLM's SamplingParams: temperature, max_tokens, stop, seed, top_p, top_k, min_p, ...
+    `sampling` keywords are those of vLLM's SamplingParams: temperature, max_tokens, stop, seed, top_p, ...
     Cancelling an awaiting call aborts its request in the engine.
     """
 
@@ -65,7 +65,7 @@ class InferenceModel(Protocol):
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability, at temperature 1, of each token given those before it; the first token has none: [len - 1]."""
+        """Log-probability, at temperature 1, of each token given those before it; the first has none: [len - 1]."""
         ...
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

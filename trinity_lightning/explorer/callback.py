@@ -119,7 +119,7 @@ class ExplorerCallback(L.Callback):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate the untrained policy where wished, then fill: a resumed run may not come by `on_train_epoch_start`."""
+        """Evaluate the untrained policy, then fill: a resumed run may not come by `on_train_epoch_start`."""
         self._started = True
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, step=0)

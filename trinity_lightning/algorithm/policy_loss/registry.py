@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ POLICY_LOSS_FN: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
-    """The policy loss `name`, or at that dotted path, with its arguments set: `create_policy_loss("ppo", clip_range_high=0.28)`.
+    """The policy loss `name`, or at that dotted path, its arguments set: `create_policy_loss("ppo", dual_clip=None)`.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
