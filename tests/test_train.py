@@ -127,14 +127,15 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        train_command(*arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=(folder / "stdout").open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with (folder / "stdout").open("w") as stdout:
+        return subprocess.Popen(
+            train_command(*arguments),
+            cwd=folder,
+            env=environment(),
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 def steps_done(folder: Path) -> int:

@@ -51,7 +51,7 @@ REFUSED = {
         ["+recipe=grpo", "+add_strategy.rlo={}"],
         ["unknown add_strategy 'rlo'", "Did you mean 'rloo'"],
     ),
-    "no strategy": (["+recipe=grpo", "add_strategy=null"], ["add_strategy"]),
+    "no strategy": (["+recipe=grpo", "~add_strategy"], ["add_strategy is empty"]),
     "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
     "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "one device"]),
     "negative rate": (["+recipe=grpo", "optimizer.lr=-1"], ["optimizer.lr", "0 or more"]),
@@ -101,7 +101,13 @@ def write_tasks(folder: Path, prompts: list[str]) -> None:
 
 
 QUICK = ("+recipe=grpo", "model=tiny", "taskset=dataset", "taskset.path=tasks.jsonl", "logger=csv", "steps=1")
-QUICK += ("eval_tasksets={}", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8")
+QUICK += (
+    "explorer.eval_on_startup=false",
+    "explorer.eval_interval=0",
+    "explorer.batch_size=4",
+    "explorer.repeat_times=4",
+    "sampling.max_tokens=8",
+)
 
 
 def test_failed_tasks_are_counted_and_the_run_goes_on(run_train: RunTrain, tmp_path: Path) -> None:

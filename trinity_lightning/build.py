@@ -101,7 +101,7 @@ def build(config: DictConfig) -> Run:
     return Run(
         config=typed,
         folder=folder,
-        trainer=_trainer(config, [callback, monitor]),
+        trainer=_trainer(config, [monitor, callback]),
         policy=policy,
         data=data,
         monitor=monitor,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.common import config as known
+from trinity_lightning.common import known_names as known
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.suggest import unknown_name

@@ -60,6 +60,7 @@ class ExplorerCallback(L.Callback):
         self._host: Host | None = None
         self._synced_at: int | None = None  # global_step of the weights that the engines have
         self._started = False
+        self._filling = False
         self._interrupts = 0
         self._previous_handler: Any = None
 
@@ -83,7 +84,7 @@ class ExplorerCallback(L.Callback):
         for engine in engines:
             if isinstance(engine, TransformersEngine):
                 engine.bind(policy.policy)
-        self._interrupts, self._synced_at, self._started = 0, None, False
+        self._interrupts, self._synced_at, self._started, self._filling = 0, None, False, False
         self._host = Host(engines, lambda: self._interruption(trainer))
         if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
             self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
@@ -142,10 +143,14 @@ class ExplorerCallback(L.Callback):
 
     def _fill(self, trainer: L.Trainer) -> None:
         policy, data = self._parts(trainer)
+        self._filling = True
         if (reason := self._interruption(trainer)) is not None:
             raise reason
-        if data.batch == trainer.current_epoch + 1:
-            return
+        if data.batch != trainer.current_epoch + 1:
+            self._explore(trainer, policy, data)
+        self._filling = False
+
+    def _explore(self, trainer: L.Trainer, policy: PolicyModule, data: ExperienceDataModule) -> None:
         self.metrics = {}
         self._sync(trainer)
         self.explorer.step = trainer.current_epoch
@@ -212,6 +217,9 @@ class ExplorerCallback(L.Callback):
         elif asked_to_stop and folder is None:
             logger.warning("stopped at explore step %d without a checkpoint: no ModelCheckpoint.", self.explorer.step)
         elif asked_to_stop:
+            if self._filling:
+                # The loop still counts the items of the epoch before, and would take this epoch's as done on resume.
+                trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
             trainer.save_checkpoint(Path(str(folder)) / "interrupted.ckpt")
             logger.warning("stopped at explore step %d. Resume with ckpt_path=last", self.explorer.step)
         self._close()

@@ -1,6 +1,7 @@
 """Reward functions by name, and what a response is worth under several of them."""
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -83,7 +84,7 @@ async def _call(reward: Reward, response: str, task: Task) -> Any:
 
 def _number(reward: Reward, part: str, value: Any) -> float:
     # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
-    number = value.item() if getattr(value, "shape", None) == () else value
+    number = value.item() if hasattr(value, "shape") and math.prod(value.shape) == 1 else value
     if not isinstance(number, Real) or not is_valid_reward(float(number)):
         raise RolloutError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
     return float(number)
