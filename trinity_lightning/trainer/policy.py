@@ -24,6 +24,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.trainer.attention import attention_implementation
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
@@ -105,7 +106,7 @@ class PolicyModule(L.LightningModule):
         path = str(resolve_model(self.model_name))
         try:
             return AutoModelForCausalLM.from_pretrained(
-                path, dtype=self._dtype, attn_implementation=self._attn_implementation
+                path, dtype=self._dtype, attn_implementation=attention_implementation(self._attn_implementation)
             )
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"cannot load the model '{self.model_name}': {error}") from error
