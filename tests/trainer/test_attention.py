@@ -1,0 +1,87 @@
+"""Attention of short bfloat16 sequences on the CPU: that of transformers, closer to the truth."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from policy_cases import make_policy
+from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from trinity_lightning.trainer.attention import SHORT_TOKENS, attention_implementation, short_attention
+
+MODULE: Any = SimpleNamespace(is_causal=True, num_key_value_groups=3)
+
+
+def tensors(length, dtype, queries=None):
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(2, 6, queries or length, 16), (2, 2, length, 16), (2, 2, length, 16)]
+    return [(2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
+
+
+def run(attention, inputs, mask=None):
+    inputs = [each.detach().clone().requires_grad_() for each in inputs]
+    output, _ = attention(MODULE, *inputs, mask, scaling=0.25)
+    output.backward(torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype))
+    return [output.detach(), *(each.grad for each in inputs)]
+
+
+def errors(results, exact):
+    return [float((mine.double() - truth).norm() / truth.norm()) for mine, truth in zip(results, exact, strict=True)]
+
+
+@pytest.mark.parametrize("length", [1, 7, 69])
+def test_short_sequences_are_computed_in_float32(length):
+    inputs = tensors(length, torch.bfloat16)
+    exact = run(sdpa_attention_forward, [each.double() for each in inputs])
+    mine, theirs = run(short_attention, inputs), run(sdpa_attention_forward, inputs)
+    assert all(result.dtype == torch.bfloat16 for result in mine)
+    assert max(e for e, truth in zip(errors(mine[:1], exact[:1]), exact[:1], strict=True)) < 0.003
+    if length > 1:
+        assert max(errors(mine[1:3], exact[1:3])) < 0.003 < max(errors(theirs[1:3], exact[1:3]))
+
+
+def test_a_mask_is_obeyed():
+    inputs = tensors(5, torch.bfloat16)
+    diagonal = torch.eye(5, dtype=torch.bool)[None, None]  # each token attends to itself: its own value comes out
+    additive = torch.zeros(1, 1, 5, 5, dtype=torch.bfloat16).masked_fill(~diagonal, float("-inf"))
+    for mask in (diagonal, additive):
+        output, _ = short_attention(MODULE, *inputs, mask, scaling=0.25)
+        torch.testing.assert_close(output, inputs[2].repeat_interleave(3, 1).transpose(1, 2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "queries"),
+    [(SHORT_TOKENS + 1, torch.bfloat16, None), (12, torch.float32, None), (12, torch.bfloat16, 1)],
+    ids=["long", "float32", "one token before a cache"],
+)
+def test_everything_else_is_transformers_own(length, dtype, queries):
+    inputs = tensors(length, dtype, queries)
+    for mine, theirs in zip(run(short_attention, inputs), run(sdpa_attention_forward, inputs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_only_sdpa_is_replaced():
+    assert attention_implementation("eager") == "eager"
+    assert attention_implementation("sdpa") == "sdpa_short"
+
+
+def test_a_policy_uses_it_without_a_mask_and_saves_nothing_of_it(tmp_path, monkeypatch):
+    policy = make_policy(dtype="bf16")
+    policy.configure_model()
+    assert policy.policy.config._attn_implementation == "sdpa_short"
+    masks = []
+
+    def spy(query, key, value, attn_mask=None, is_causal=False, **settings):
+        masks.append((attn_mask, is_causal, query.dtype))
+        return original(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **settings)
+
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    policy.sequence_logprobs([5, 6, 7, 8])
+    assert masks == [(None, True, torch.float32)] * 2  # no mask: torch's fast causal path
+    policy.policy.save_pretrained(tmp_path)
+    assert "sdpa_short" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
