@@ -79,6 +79,8 @@ class ExplorerCallback(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""
+        # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         policy, data = self._parts(trainer)
         engines = [model for model in self.explorer.models if isinstance(model, InProcessEngine)]
         for engine in engines:
@@ -137,9 +139,7 @@ class ExplorerCallback(L.Callback):
             # Not to be interrupted: a resumed run would take this epoch's end as done.
             self._evaluate(trainer, trainer.fit_loop.epoch_loop.total_batch_idx, interruptible=False)
         # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
-        with warnings.catch_warnings():  # vLLM's process group of one makes Lightning believe in several devices
-            warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-            pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
+        pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
     def _fill(self, trainer: L.Trainer) -> None:
         policy, data = self._parts(trainer)
