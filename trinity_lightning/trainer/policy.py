@@ -25,6 +25,7 @@ from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.trainer.attention import attention_implementation
+from trinity_lightning.trainer.heap import return_free_memory
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
@@ -151,6 +152,8 @@ class PolicyModule(L.LightningModule):
         metrics |= {"actor/grad_norm": self._clip(batch), "actor/lr": optimizer.param_groups[0]["lr"]}
         optimizer.step()
         schedule.step()
+        if self.device.type == "cpu":
+            return_free_memory()
         self._log(metrics | self._costs(batch, parts, time.perf_counter() - start), batch)
         return {"loss": loss}
 
