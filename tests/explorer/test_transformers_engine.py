@@ -1,6 +1,7 @@
 """Generation with the training model itself; float32, so that batches agree with single requests to rounding."""
 
 import asyncio
+import threading
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -259,22 +260,31 @@ def test_without_a_model_it_says_what_to_do() -> None:
 
 def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, host: Host, model: Any) -> None:
     rows: list[int] = []
-    handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    all_posted, third_step, cancelled = threading.Event(), threading.Event(), threading.Event()
+
+    def note_rows(module: Any, args: Any, kwargs: Any) -> None:
+        rows.append(len(kwargs["input_ids"]))
+        if len(rows) == 3:
+            third_step.set()
+            assert cancelled.wait(60)
 
     async def cancel() -> list[Completion]:
+        engine._post(lambda: all_posted.wait(60) and None)  # so that the first batch has both
         endless = asyncio.create_task(engine.generate(PROMPT, n=4, seed=1, max_tokens=110))
         kept = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
         waiting = asyncio.create_task(engine.generate(PROMPT, n=8, seed=3))
-        while len(rows) < 3:  # noqa: ASYNC110 - the steps are another thread's
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        all_posted.set()
+        await asyncio.to_thread(third_step.wait, 60)
         endless.cancel()
         waiting.cancel()
         await asyncio.gather(endless, waiting, return_exceptions=True)
         assert endless.cancelled()
+        assert waiting.cancelled()
+        cancelled.set()
         return await kept
 
+    handle = model.register_forward_pre_hook(note_rows, with_kwargs=True)
     completions = host.run(cancel())
     handle.remove()
     assert completions[0].token_ids == ask(engine, host).token_ids

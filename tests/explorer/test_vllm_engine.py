@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -284,18 +285,38 @@ def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, host: Host) -> N
     assert answer == [ask(engine, host)]
 
 
-def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host) -> None:
+def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = engine._engine.model_executor
+    execute = executor.execute_model
+    all_posted, third_step, cancelled = threading.Event(), threading.Event(), threading.Event()
+    tokens: list[int] = []
+
+    def wait_at_the_third(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens.append(scheduled.total_num_scheduled_tokens)
+        if len(tokens) == 3:
+            third_step.set()
+            assert cancelled.wait(60)
+        return execute(scheduled, *args, **kwargs)
+
     async def cancel_two_of_three() -> Completion:
+        engine._post(lambda: all_posted.wait(60) and None)
         tasks = [asyncio.create_task(engine.generate(PROMPT, n=n, seed=3, ignore_eos=True)) for n in (1, 4)]
         kept = asyncio.create_task(engine.generate(PROMPT, seed=3, max_tokens=12))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
+        all_posted.set()
+        await asyncio.to_thread(third_step.wait, 60)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(task.cancelled() for task in tasks)
+        cancelled.set()
         return (await kept)[0]
 
-    assert host.run(cancel_two_of_three()) == ask(engine, host)
+    monkeypatch.setattr(executor, "execute_model", wait_at_the_third)
+    answer = host.run(cancel_two_of_three())
+    assert (tokens[1], tokens[-1]) == (6, 1)
+    monkeypatch.undo()
+    assert answer == ask(engine, host)
     assert engine._engine.get_num_unfinished_requests() == 0
 
 

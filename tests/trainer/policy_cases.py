@@ -120,6 +120,35 @@ def rate_of(policy) -> float:
     return policy.lr_schedulers().get_last_lr()[0]
 
 
+def load_tiny() -> Any:
+    """The tiny model as transformers loads it, never trained."""
+    policy = make_policy()
+    policy.configure_model()
+    return policy.policy
+
+
+def one_step(experiences, **settings):
+    """Loss and gradients of the first optimizer step."""
+    seen = Gradients()
+    fit(make_policy(**settings), [batch_of(experiences)], seen)
+    return seen.losses[0], seen.steps[0]
+
+
+class Prepare(L.Callback):
+    """Does what the explorer's callback does: columns before the first update."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def on_train_start(self, trainer, pl_module: Any):
+        everything = [e for batch in self.batches for e in batch.experiences]
+        columns = pl_module.prepare_step(everything)
+        for batch in self.batches:
+            count = len(batch.experiences)
+            batch.columns = {name: column[:count] for name, column in columns.items()}
+            columns = {name: column[count:] for name, column in columns.items()}
+
+
 def naive_logprobs(model, experiences):
     """Log-probabilities [B, R] of response tokens, from padded logits of the whole batch and an attention mask."""
     width = max(len(e.tokens) for e in experiences)

@@ -82,7 +82,7 @@ class _LogSoftmax(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(logits.device.type, enabled=False):  # it would round the entropy's sum
-            log_p = (logits / temperature[:, None]).log_softmax(-1)  # float32, as the temperature is
+            log_p = (logits.float() / temperature[:, None]).log_softmax(-1)  # dividing bfloat16 by float32 is slow
             entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(log_p, targets, temperature, entropy)
         ctx.set_materialize_grads(False)

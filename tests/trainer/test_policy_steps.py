@@ -1,0 +1,246 @@
+"""PolicyModule over several items: steps, counters, precision, saving and resuming."""
+
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from policy_cases import (
+    Gradients,
+    Prepare,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    load_tiny,
+    make_experiences,
+    make_policy,
+    one_step,
+    optimizer_of,
+    rate_of,
+)
+from torch.utils._pytree import tree_leaves
+
+from trinity_lightning.common.config import KLConfig, OptimizerConfig
+from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_tiny()
+
+
+def nothing_to_train():
+    return [Experience(eid=EID(batch=1, task=9), tokens=[5, 6, 7], prompt_length=1, advantages=[0.0, 0.0])]
+
+
+# -- steps and counters ------------------------------------------------------------------------------------------------
+
+
+def test_items_are_steps_plus_skipped_and_skipping_takes_no_step():
+    schedule = OptimizerConfig(lr=1e-3, lr_scheduler="linear", total_steps=4)
+    policy, seen = make_policy(optimizer=schedule), Gradients()
+    weights, rates = [], []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
+            weights.append([p.detach().clone() for p in pl_module.policy.parameters()])
+            rates.append(rate_of(pl_module))
+            assert trainer.global_step + pl_module.skipped_items == batch_idx + 1
+
+    batches = [batch_of(make_experiences()), batch_of(nothing_to_train()), batch_of(make_experiences()), batch_of([])]
+    trainer = fit(policy, batches, seen, Watch())
+    assert (trainer.global_step, policy.skipped_items, len(seen.steps)) == (2, 2, 2)
+    assert rates == pytest.approx([0.75e-3, 0.75e-3, 0.5e-3, 0.5e-3])
+    assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
+    assert trainer.logged_metrics["actor/skipped_items"] == 2
+
+
+def test_the_rate_that_is_logged_is_the_one_that_was_used():
+    schedule = OptimizerConfig(lr=1e-3, lr_scheduler="linear", total_steps=2)
+    trainer = fit(make_policy(optimizer=schedule), [batch_of(make_experiences())] * 2)
+    assert trainer.logged_metrics["actor/lr"] == pytest.approx(0.5e-3)
+
+
+def test_a_constant_rate_warms_up_where_asked():
+    rates = []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module: Any, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    config = OptimizerConfig(lr=1e-3, lr_scheduler="constant", warmup_steps=2)
+    fit(make_policy(optimizer=config), [batch_of(make_experiences())] * 4, Watch())
+    assert rates == pytest.approx([0.0, 0.5e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_logged(share):
+    experiences = make_experiences()
+    _, gradients = one_step(experiences)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    seen = Gradients()
+    trainer = fit(make_policy(max_grad_norm=share * norm), [batch_of(experiences)], seen)
+    assert trainer.logged_metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    factor = min(share, 1.0)
+    assert_same_gradients(seen.steps[0], {name: factor * g for name, g in gradients.items()})
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(tiny):
+    experiences = make_experiences()
+    experiences[1].advantages = experiences[1].advantages + float("nan")
+    policy = make_policy()
+    with pytest.raises(TrinityError, match="explore step 3 has norm nan"):
+        fit(policy, [batch_of(experiences, step=3)])
+    assert all(torch.equal(a, b) for a, b in zip(policy.policy.parameters(), tiny.parameters(), strict=True))
+
+
+def test_experiences_without_advantages_are_an_error():
+    experiences = make_experiences()
+    for experience in experiences:
+        experience.advantages = None
+    with pytest.raises(ConfigError, match="add strategy"):
+        fit(make_policy(), [batch_of(experiences)])
+
+
+def test_costs_are_logged():
+    experiences = make_experiences(zero_every=2)
+    trainer = fit(make_policy(), [batch_of(experiences, step=7)])
+    metrics = trainer.logged_metrics
+    assert metrics["explore_step"] == 7
+    assert 0 < metrics["time/collate"] < metrics["time/train"]
+    computed = [e for index, e in enumerate(experiences) if index % 2]
+    tokens, trained = sum(len(e.tokens) for e in computed), sum(int(e.action_mask.sum()) for e in computed)
+    assert metrics["perf/tokens_per_second"] == pytest.approx(tokens / float(metrics["time/train"]), rel=1e-5)
+    assert metrics["perf/trained_tokens_per_second"] == pytest.approx(trained / float(metrics["time/train"]), rel=1e-5)
+    assert metrics["perf/padding_ratio"] >= 1
+
+
+# -- precision, set-up, saving -----------------------------------------------------------------------------------------
+
+
+def test_bf16_mixed_trains_float32_weights():
+    experiences = make_experiences()
+    loss, gradients = one_step(experiences)
+    seen = Gradients()
+    trainer = fit(make_policy(max_grad_norm=1e9), [batch_of(experiences)], seen, precision="bf16-mixed")
+    assert trainer.global_step == 1
+    assert all(g.dtype == torch.float32 for g in seen.steps[0].values())
+    flat, expected = (torch.cat([g.flatten() for g in gs.values()]) for gs in (seen.steps[0], gradients))
+    assert torch.nn.functional.cosine_similarity(flat, expected, dim=0) > 0.99
+    assert seen.losses[0] == pytest.approx(loss, abs=0.02)
+    assert not torch.equal(flat, expected)  # it was computed in bfloat16
+
+
+def test_first_ratio_is_one_under_mixed_precision():
+    batches = [batch_of(make_experiences())]
+    trainer = fit(
+        make_policy(optimizer_steps=2, max_tokens_per_micro_batch=10_000),
+        batches,
+        Prepare(batches),
+        precision="bf16-mixed",
+    )
+    assert trainer.logged_metrics["actor/ppo_kl"] == 0.0
+
+
+def test_bf16_weights_train_with_float32_masters(tiny):
+    experiences = make_experiences()
+    seen = Gradients()
+    policy = make_policy(OptimizerConfig(lr=1e-5), dtype="bf16")  # far below the resolution of most weights
+    fit(policy, [batch_of(experiences)] * 3, seen)
+    assert policy.policy.dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in seen.steps[0].values())
+    masters = optimizer_of(policy).state_dict()["state"]["masters"]
+    start = [p.detach() for p in tiny.parameters()]
+    assert all((m - p.bfloat16().float()).abs().max() > 1e-5 for m, p in zip(masters, start, strict=True))
+
+
+def test_configure_model_is_idempotent_and_trains():
+    policy = make_policy(kl=KLConfig(coef=0.1))
+    with pytest.raises(ModelLoadError, match="configure_model"):
+        _ = policy.policy
+    policy.configure_model()
+    model, reference = policy.model, policy.reference
+    policy.configure_model()
+    assert policy.model is model
+    assert policy.reference is reference
+    assert policy.policy.training
+
+
+def test_no_reference_without_a_kl_term():
+    for kl in (KLConfig("k3", 0.0), KLConfig("none", 0.5)):
+        policy = make_policy(kl=kl)
+        policy.configure_model()
+        assert policy.reference is None
+
+
+def test_save_pretrained_writes_what_transformers_loads(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = make_policy()
+    fit(policy, [batch_of(make_experiences())])
+    policy.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for (name, mine), (other, theirs) in zip(policy.policy.named_parameters(), loaded.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(mine, theirs)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("7") == policy.tokenizer.encode("7")
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+class Draws(L.Callback):
+    """Draws a random number where an explorer might, and where training might."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def on_train_start(self, trainer, pl_module: Any):
+        if trainer.global_step:
+            self.drawn.append(torch.rand(()).item())
+
+    def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
+        if trainer.global_step + pl_module.skipped_items > 3:
+            self.drawn.append(torch.rand(()).item())
+
+
+class SaveAfter(L.Callback):
+    """Saves a checkpoint when so many items are done."""
+
+    def __init__(self, items, path):
+        self.items = items
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.items:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path):
+    optimizer = OptimizerConfig(lr=1e-3, lr_scheduler="cosine", total_steps=10, warmup_steps=1)
+    batches = [batch_of(nothing_to_train())] + [batch_of(make_experiences(seed=seed)) for seed in range(4)]
+
+    def run(*callbacks, **settings):
+        L.seed_everything(3, verbose=False)
+        policy, draws = make_policy(optimizer, dtype=dtype), Draws()
+        trainer = fit(policy, batches, draws, *callbacks, **settings)
+        return trainer, policy, draws.drawn
+
+    trainer, policy, drawn = run(SaveAfter(3, tmp_path / "it.ckpt"), plugins=[AtomicCheckpointIO()])
+    assert (trainer.global_step, policy.skipped_items) == (4, 1)
+    resumed_trainer, resumed, resumed_draws = run(ckpt_path=tmp_path / "it.ckpt")
+    assert (resumed_trainer.global_step, resumed.skipped_items) == (4, 1)
+    assert len(drawn) == 2
+    assert resumed_draws[:2] == drawn  # the first of them before training started
+    for mine, theirs in zip(policy.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert rate_of(resumed) == rate_of(policy)
+    mine, theirs = (tree_leaves(optimizer_of(each).state_dict()["state"]) for each in (policy, resumed))
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if isinstance(a, torch.Tensor)]
+    assert len(pairs) > 10
+    assert all(torch.equal(a, b) for a, b in pairs)
