@@ -1,8 +1,8 @@
 """Generation with the training model itself; float32, so that batches agree with single requests to rounding."""
 
 import asyncio
-import threading
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
