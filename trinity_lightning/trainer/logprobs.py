@@ -36,10 +36,34 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocabulary] of hidden states [n, hidden]: in float32 where anything is done to them."""
-        logits = self.projection(hidden)
+        logits = self._project(hidden)
         if self.softcap:
             logits = self.softcap * torch.tanh(logits.float() / self.softcap)
         return logits.float() * self.scale if self.scale != 1.0 else logits
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        plain = type(self.projection) is nn.Linear and self.projection.bias is None
+        if plain and hidden.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+            return _Projection.apply(hidden, self.projection.weight)
+        return self.projection(hidden)
+
+
+class _Projection(Function):
+    """hidden @ weight.T, whose gradient of the weight lies in memory as the weight does.
+
+    Autograd's lies transposed, and adding that to a float32 gradient took a sixth of a training step on the CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad
+        return grads[0] @ weight if wants_hidden else None, grads[0].T @ hidden if wants_weight else None
 
 
 def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

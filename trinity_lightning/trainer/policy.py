@@ -25,10 +25,10 @@ from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.trainer.attention import attention_implementation
-from trinity_lightning.trainer.heap import return_free_memory
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
+from trinity_lightning.trainer.onednn import bound_primitive_caches
 from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule
 from trinity_lightning.trainer.packing import MicroBatch, collate, cut, padding_ratio, trainable_rows
 
@@ -66,6 +66,7 @@ class PolicyModule(L.LightningModule):
         attn_implementation: str = "sdpa",
     ) -> None:
         super().__init__()
+        bound_primitive_caches()  # before anything is computed
         self.automatic_optimization = False
         self.model_name = model
         self.algorithm = algorithm or AlgorithmConfig()
@@ -152,8 +153,6 @@ class PolicyModule(L.LightningModule):
         metrics |= {"actor/grad_norm": self._clip(batch), "actor/lr": optimizer.param_groups[0]["lr"]}
         optimizer.step()
         schedule.step()
-        if self.device.type == "cpu":
-            return_free_memory()
         self._log(metrics | self._costs(batch, parts, time.perf_counter() - start), batch)
         return {"loss": loss}
 
