@@ -17,17 +17,17 @@ from trinity_lightning.trainer.policy import PolicyModule
 PolicyModule("tiny")
 weight = torch.randn(1536, 576).bfloat16()
 def products(first):
-    for rows in range(first, first + 900):
+    for rows in range(first, first + 300):
         torch.randn(rows, 576).bfloat16() @ weight.T
 products(50)
 before = resident_gb()
-products(950)
+products(350)
 print(resident_gb() - before)
 """
 
 
 def grown(**variables: str) -> float:
-    """GB that 900 products of different shapes leave behind, in a process of its own."""
+    """GB that 300 products of different shapes leave behind, in a process of its own."""
     environment = {key: value for key, value in os.environ.items() if key not in BOUNDS}
     result = subprocess.run(
         [sys.executable, "-c", GROWTH], env=environment | variables, capture_output=True, text=True, check=True
@@ -37,4 +37,4 @@ def grown(**variables: str) -> float:
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no bfloat16 products")
 def test_products_of_many_shapes_do_not_pile_up() -> None:
-    assert grown() < 0.5 < grown(**dict.fromkeys(BOUNDS, "1024"))
+    assert 2 * grown() < grown(**dict.fromkeys(BOUNDS, "1024"))
