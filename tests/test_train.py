@@ -182,6 +182,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         assert "ckpt_path=last" in (tmp_path / "stdout").read_text()
     done = run_train(tmp_path, *arguments, "ckpt_path=last")
     assert done.returncode == 0, done.stdout[-4000:]
+    assert "resuming with" not in done.stdout
     folder = only(tmp_path, "outputs/grpo/*")  # it went on in the same folder
     expected, resumed = (load_file(path / "model" / "model.safetensors") for path in (uninterrupted, folder))
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)

@@ -1,6 +1,8 @@
 """From a validated configuration to the parts of a run: engine, explorer, policy, data, trainer."""
 
+import logging
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
+
+logger = logging.getLogger(__name__)
 
 ENGINES: dict[EngineKind, type[InProcessEngine]] = {
     EngineKind.vllm: VLLMEngine,
@@ -77,7 +81,7 @@ def build(config: DictConfig) -> Run:
     typed: TrainConfig = OmegaConf.to_object(_typed_part(config))  # type: ignore[assignment]
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     data = ExperienceDataModule(
         _strategies(typed),
@@ -107,6 +111,24 @@ def build(config: DictConfig) -> Run:
         monitor=monitor,
         checkpoint=str(last_checkpoint(folder)) if typed.ckpt_path == "last" else typed.ckpt_path,
     )
+
+
+def record_config(config: DictConfig, file: Path) -> None:
+    """Write the resolved configuration; of a resumed run, say what is no longer as it was."""
+    if config.ckpt_path is not None and file.is_file():
+        before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+        changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        for key in changed:
+            if key not in ("ckpt_path", "output_dir"):
+                logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
+    file.write_text(OmegaConf.to_yaml(config, resolve=True))
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
+    if not isinstance(node, dict):
+        return {prefix: node.name if isinstance(node, Enum) else node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def _typed_part(config: DictConfig) -> DictConfig:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.seeds import rollout_seed
-from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel, run_in_thread
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
 
 
 def view(model: FakeModel, run: int = 2, **sampling: Any) -> BoundModel:
@@ -47,6 +49,26 @@ def test_the_tasks_settings_are_defaults_and_none_means_the_engines_own() -> Non
     asyncio.run(bound.chat([{"role": "user", "content": "a"}], n=2, max_tokens=None))
     assert model.calls[0] == {"prompt": [1], "n": 1, "temperature": 0.1, "max_tokens": 9, "top_p": 0.5, "seed": 4}
     assert model.calls[1] == {"prompt": "a", "n": 2, "temperature": 0.7, "seed": rollout_seed(5, 7, 1, 1, 2)}
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_a_call_that_is_trained_on_comes_from_the_whole_distribution(setting: dict[str, float]) -> None:
+    model = FakeModel()
+    trained = BoundModel(model, run_seed=5, batch=7, task=1, run=2, trained=True)
+    with pytest.raises(ConfigError, match="whole distribution|above 0"):
+        asyncio.run(trained.generate([1], **setting))
+    assert model.calls == []
+    asyncio.run(view(model).generate([1], **setting))
+
+
+def test_the_temperature_used_is_that_of_the_calls() -> None:
+    bound = view(FakeModel(), temperature=0.7)
+    assert bound.used_temperature == 0.7
+    asyncio.run(bound.generate([1], temperature=0.0))
+    assert bound.used_temperature == 0.0
+    asyncio.run(bound.generate([1]))
+    assert bound.used_temperature is None
+    assert view(FakeModel()).used_temperature == 1.0
 
 
 def test_versions() -> None:

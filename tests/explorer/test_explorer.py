@@ -15,7 +15,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, spread
-from trinity_lightning.explorer.task_source import TaskSource, check_training_sampling
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 Reward = Callable[[str, Any], float]
@@ -374,7 +374,7 @@ def test_training_is_drawn_from_the_whole_distribution(sampling: dict[str, float
 
 
 def test_a_usual_temperature_is_accepted() -> None:
-    check_training_sampling(SamplingConfig(temperature=0.7, stop=["\n"]))
+    explorer(source(sampling=SamplingConfig(temperature=0.7, stop=["\n"])))
 
 
 @pytest.mark.parametrize("fields", [{"sync_interval": 2}, {"sync_offset": 1}])

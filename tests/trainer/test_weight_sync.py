@@ -139,7 +139,20 @@ def test_compare_refuses_another_number_of_tokens(engine: list[float]) -> None:
 
 def test_one_16_bit_side_is_enough_for_the_wider_tolerance() -> None:
     assert Tolerance.of(torch.float32, torch.float32) == Tolerance(1e-3, 1e-3)
-    assert Tolerance.of(torch.float32, torch.bfloat16) == Tolerance(0.06, 0.5)
+    assert Tolerance.of(torch.float32, torch.bfloat16) == Tolerance(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
+
+
+def test_unlikely_tokens_may_be_rounded_more() -> None:
+    bf16 = Tolerance.of(torch.bfloat16)
+    likely = [-0.1] * 99
+    compare([*likely, -8.0], [*likely, -9.2], bf16, "probe")
+    with pytest.raises(WeightSyncError):
+        compare([*likely, -8.0], [*likely, -9.4], bf16, "probe")
+    with pytest.raises(WeightSyncError):
+        compare([*likely, -0.1], [*likely, -0.7], bf16, "probe")
+    compare([-3.0] * 50, [-3.11] * 50, bf16, "probe")
+    with pytest.raises(WeightSyncError):  # twice the mean at most, however unlikely
+        compare([-30.0] * 50, [-30.13] * 50, bf16, "probe")
 
 
 # -- perturbed --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """TRY IT: explore steps, evaluations and weight syncs. Asynchronous, and knows nothing of Lightning."""
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -12,12 +13,13 @@ from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, valid_rewards
 from trinity_lightning.explorer.scheduler import Scheduler
-from trinity_lightning.explorer.task_source import TaskSource, check_training_sampling
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status
 
@@ -58,7 +60,7 @@ class Explorer:
         evals: Sequence[TaskSource] = (),
         auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
     ) -> None:
-        check_training_sampling(train.sampling)
+        check_trained_sampling(vars(train.sampling))
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
@@ -165,7 +167,11 @@ class Explorer:
         show(None)
         self._scheduler.on_task_done = show
         self._scheduler.schedule(tasks, batch)
-        return await self._scheduler.get_results(batch)
+        try:
+            return await self._scheduler.get_results(batch)
+        except asyncio.CancelledError:
+            await self._scheduler.drop(batch)  # nobody is left to take the results
+            raise
 
     # -- evaluate -----------------------------------------------------------------------------------------------------
 

@@ -152,6 +152,12 @@ class Scheduler:
             self._forget_empty([batch])
         return statuses, experiences
 
+    async def drop(self, batch_id: int | str) -> None:
+        """Cancel what is unfinished of a batch, forget what is finished, and wait until its runners are free."""
+        if (batch := self._batches.get(BatchKey.of(batch_id).name)) is not None:
+            batch.collect()
+            await self._drop([batch])
+
     async def wait_all(
         self,
         timeout: float | None = None,  # noqa: ASYNC109 - of inactivity, not of the call

@@ -5,14 +5,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trinity_lightning.common.config import SamplingConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
-
-# Each of these makes the sampled distribution another than the policy's, whose gradient is taken.
-EVALUATION_ONLY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass
@@ -65,19 +61,3 @@ class TaskSource:
             workflow_args=self.workflow_args,
             reward_fn=self.reward_fn,
         )
-
-
-def check_training_sampling(sampling: SamplingConfig) -> None:
-    """Refuse what would draw training rollouts from another distribution than the policy's.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    for name in EVALUATION_ONLY:
-        if getattr(sampling, name) is not None:
-            raise ConfigError(
-                f"sampling.{name} is for evaluation only: training rollouts are drawn from the policy's whole "
-                f"distribution. Set it to null, or set eval_sampling.{name}."
-            )
-    if not sampling.temperature > 0:
-        raise ConfigError(f"sampling.temperature is {sampling.temperature}; training needs one above 0, such as 1.0.")

@@ -15,7 +15,8 @@ from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import PromptTooLongError, RolloutError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel, run_in_thread
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
 
@@ -146,17 +147,17 @@ class _Run:
         self.task = task
         self.run = run
         workflow_class = resolve_workflow(task.workflow)
-        self.view = self._bind(runner, runner.model, task.rollout_args)
-        views: list[Any] = [self.view, *(self._bind(runner, model, {}) for model in runner.auxiliary_models)]
+        self.view = self._bind(runner, runner.model, sampling=task.rollout_args, trained=not task.is_eval)
+        views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models)]
         self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
         if self.is_blocking:
             views = [BlockingModel(view) for view in views]
         self.views = views
         self.workflow: Workflow = workflow_class(task=task, model=views[0], auxiliary_models=views[1:])
 
-    def _bind(self, runner: WorkflowRunner, model: InferenceModel, sampling: Mapping[str, Any]) -> BoundModel:
+    def _bind(self, runner: WorkflowRunner, model: InferenceModel, **settings: Any) -> BoundModel:
         identity = {"batch": self.task.batch_id, "task": self.task.task_id, "run": self.run}
-        return BoundModel(model, run_seed=runner.config.seed, **identity, sampling=sampling)
+        return BoundModel(model, run_seed=runner.config.seed, **identity, **settings)
 
     async def results(self, runs: list[int]) -> list[Experience]:
         """Run the workflow, for all of `runs` at once where it repeats itself."""
@@ -185,8 +186,18 @@ class _Run:
                 experience.eid.run = self.run
             experience.info["model_version"] = self.view.used_version
             # The trainer divides its logits by it, for both log-probabilities to be of the same distribution.
-            experience.info.setdefault("temperature", float(self.task.rollout_args.get("temperature", 1.0)))
+            if "temperature" not in experience.info:
+                experience.info["temperature"] = self._temperature()
         return experiences
+
+    def _temperature(self) -> float:
+        used = self.view.used_temperature
+        if used is None:
+            raise RolloutError(
+                f"{type(self.workflow).__name__} sampled at several temperatures: set info['temperature'] of each "
+                "Experience to that of its call."
+            )
+        return used
 
 
 def summarize(

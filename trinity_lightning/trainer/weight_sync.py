@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.weights import WeightStream
@@ -24,7 +24,7 @@ PROBE_TEXT = (
 )
 DRILL_SEED = 0
 # Noise in root mean squares of each tensor. Taken is the first that moves the log-probabilities by DRILL_CONTRAST nats
-# on average: five times what 16-bit rounding is allowed. A trained model needs little, a freshly initialised one much.
+# on average: 2.5 times the most that rounding is allowed. A trained model needs little, a new one much.
 DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
 DRILL_CONTRAST = 0.3
 DRILL_FLOOR = 0.01  # of the root mean square: a bias of zeros has to move too
@@ -32,15 +32,33 @@ DRILL_FLOOR = 0.01  # of the root mean square: a bias of zeros has to move too
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far engine and trainer may differ: absolute differences of log-probabilities, in nats."""
+    """How far engine and trainer may differ: absolute differences of log-probabilities, in nats.
+
+    Attributes:
+        mean, max: what the mean and the largest difference may be,
+        relative_mean, relative_max: and how much more, as a share of the mean log-probability and of the token's own.
+            Unlikely tokens are rounded the most, and the more so the surer a policy becomes: the largest difference
+            of a sound run went from 0.18 at its start to 0.73 after 20 steps.
+    """
 
     mean: float
     max: float
+    relative_mean: float = 0.0
+    relative_max: float = 0.0
 
     @classmethod
     def of(cls, *dtypes: torch.dtype) -> "Tolerance":
         """float32 on both sides agrees to 1e-3; a 16-bit side rounds each layer."""
-        return cls(1e-3, 1e-3) if all(dtype == torch.float32 for dtype in dtypes) else cls(0.06, 0.5)
+        if all(dtype == torch.float32 for dtype in dtypes):
+            return cls(1e-3, 1e-3)
+        return cls(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
+
+    def allows(self, difference: Tensor, logprobs: Tensor) -> bool:
+        """Whether these absolute differences from the trainer's log-probabilities, both [tokens], are rounding."""
+        # Twice the mean at most: a policy that knows nothing yet finds every token unlikely.
+        mean = min(self.mean + self.relative_mean * float(logprobs.abs().mean()), 2 * self.mean)
+        limits = self.max + self.relative_max * logprobs.abs()
+        return bool(difference.mean() <= mean) and bool((difference <= limits).all())
 
 
 def weight_stream(model: nn.Module) -> WeightStream:
@@ -64,13 +82,15 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
             f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
             "with different tokenizers."
         )
-    difference = (torch.tensor(trainer, dtype=torch.float64) - torch.tensor(engine, dtype=torch.float64)).abs()
+    logprobs = torch.tensor(trainer, dtype=torch.float64)
+    difference = (logprobs - torch.tensor(engine, dtype=torch.float64)).abs()
     mean, maximum = float(difference.mean()), float(difference.max())
-    if not (mean <= tolerance.mean and maximum <= tolerance.max):
+    if not tolerance.allows(difference, logprobs):
         raise WeightSyncError(
             f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean:.3g} (allowed "
-            f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}); mean log-probability of the "
-            f"trainer {sum(trainer) / len(trainer):.4f}, of the engine {sum(engine) / len(engine):.4f}. "
+            f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}), more where tokens are "
+            f"unlikely; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
+            f"{sum(engine) / len(engine):.4f}. "
             "The engine does not have the trainer's weights, or computes another model."
         )
     return mean, maximum

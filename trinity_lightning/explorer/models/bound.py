@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.sampling import DEFAULT_TEMPERATURE, check_trained_sampling
 from trinity_lightning.common.seeds import rollout_seed
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ class BoundModel:
         run_seed: seed of all rollouts.
         batch, task, run: which run this is; seeds follow from them and from the number of calls before.
         sampling: settings that a call does not give itself; None values leave the engine's default.
+        trained: whether its samples are trained on, so that they must come from the policy's whole distribution.
     """
 
     def __init__(
@@ -36,8 +37,11 @@ class BoundModel:
         task: int | str,
         run: int,
         sampling: Mapping[str, Any] | None = None,
+        trained: bool = False,
     ) -> None:
         self._model = model
+        self._trained = trained
+        self._temperatures: set[float] = set()
         self._identity = (run_seed, batch, task)
         self._run = run
         self._sampling = dict(sampling or {})
@@ -53,6 +57,12 @@ class BoundModel:
     def used_version(self) -> int:
         """The oldest version that a call was begun with, so that a lag is never understated; the present one before."""
         return self.model_version if self._oldest_version is None else self._oldest_version
+
+    @property
+    def used_temperature(self) -> float | None:
+        """The sampling temperature of all calls so far; None where they differ."""
+        used = self._temperatures or {_temperature(self._sampling)}
+        return next(iter(used)) if len(used) == 1 else None
 
     @property
     def max_model_len(self) -> int:
@@ -87,10 +97,18 @@ class BoundModel:
 
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         settings = {name: value for name, value in {**self._sampling, **sampling}.items() if value is not None}
+        if self._trained:
+            check_trained_sampling(settings)
+        self._temperatures.add(_temperature(settings))
         settings.setdefault("seed", rollout_seed(*self._identity, turn=self._turn, run=self._run))
         self._turn += 1
         self._oldest_version = min(self.used_version, self.model_version)
         return settings
+
+
+def _temperature(settings: Mapping[str, Any]) -> float:
+    value = settings.get("temperature")
+    return DEFAULT_TEMPERATURE if value is None else float(value)
 
 
 class BlockingModel:
@@ -156,27 +174,3 @@ class BlockingModel:
         finally:
             with self._lock:
                 self._calls.discard(future)
-
-
-async def run_in_thread(function: Callable[[], T]) -> T:
-    """The function's result, from a daemon thread of its own.
-
-    Unlike `asyncio.to_thread`: that pool has few threads, so that workflows waiting for a model would wait for each
-    other, and is joined at exit, where one that hangs would hang the program.
-    """
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def work() -> None:
-        if not outcome.set_running_or_notify_cancel():
-            return
-        try:
-            result = function()
-        except StopIteration as error:  # a future refuses to carry it
-            outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
-    return await asyncio.wrap_future(outcome)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.registry import Registry
 from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.explorer.tasks.task import Task
 
 RewardValue = float | dict[str, float]
@@ -76,7 +77,10 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
 
 async def _call(reward: Reward, response: str, task: Task) -> Any:
     try:
-        value = reward.function(response, task)
+        if inspect.iscoroutinefunction(reward.function):
+            return await reward.function(response, task)
+        # In a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out.
+        value = await run_in_thread(lambda: reward.function(response, task))
         return await value if inspect.isawaitable(value) else value
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
         raise RolloutError(f"reward function '{reward.name}' raised {type(error).__name__}: {error}") from error

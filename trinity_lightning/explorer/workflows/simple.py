@@ -11,8 +11,6 @@ from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import WORKFLOWS, PartialFailure, Workflow
 
-DEFAULT_TEMPERATURE = 1.0  # of every engine
-
 
 @WORKFLOWS.register("simple")
 class SimpleWorkflow(Workflow):
@@ -64,11 +62,7 @@ class SimpleWorkflow(Workflow):
         if completion.finish_reason == "abort":
             raise RolloutError("the engine aborted the request before its end")
         reward, metrics = await score(self.rewards, completion.text, self.task)
-        temperature = self.task.rollout_args.get("temperature")
-        info: dict[str, Any] = {
-            "temperature": DEFAULT_TEMPERATURE if temperature is None else temperature,
-            "finish_reason": completion.finish_reason,
-        }
+        info: dict[str, Any] = {"finish_reason": completion.finish_reason}
         if "task_index" in self.task.raw_task:
             info["task_index"] = self.task.raw_task["task_index"]
         return Experience(

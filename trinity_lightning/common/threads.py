@@ -1,0 +1,34 @@
+"""Blocking code beside an event loop."""
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def run_in_thread(function: Callable[[], T]) -> T:
+    """The function's result, from a daemon thread of its own.
+
+    Unlike `asyncio.to_thread`: that pool has few threads, so that workflows waiting for a model would wait for each
+    other, and is joined at exit, where one that hangs would hang the program.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def work() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except StopIteration as error:  # a future refuses to carry it
+            outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
+    return await asyncio.wrap_future(outcome)
