@@ -55,7 +55,7 @@ def test_the_tasks_settings_are_defaults_and_none_means_the_engines_own() -> Non
 def test_a_call_that_is_trained_on_comes_from_the_whole_distribution(setting: dict[str, float]) -> None:
     model = FakeModel()
     trained = BoundModel(model, run_seed=5, batch=7, task=1, run=2, trained=True)
-    with pytest.raises(ConfigError, match="whole distribution|above 0"):
+    with pytest.raises(ConfigError, match=r"whole distribution|above 0"):
         asyncio.run(trained.generate([1], **setting))
     assert model.calls == []
     asyncio.run(view(model).generate([1], **setting))
