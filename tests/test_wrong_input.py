@@ -25,6 +25,10 @@ REFUSED = {
     "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
     "misspelt nested key": (["+recipe=grpo", "explorer.batch_sise=4"], ["Did you mean 'explorer.batch_size'"]),
     "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
+    "free key without a plus": (
+        ["+recipe=grpo", "algorithm.policy_loss_args.dual_clip=4"],
+        ["'algorithm.policy_loss_args.dual_clip' is not set yet", "+algorithm.policy_loss_args.dual_clip=VALUE"],
+    ),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),

@@ -1,6 +1,7 @@
 """From a validated configuration to the parts of a run: engine, explorer, policy, data, trainer."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import hydra.utils
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -18,6 +19,7 @@ from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKin
 from trinity_lightning.common.validate import strategies
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
@@ -27,6 +29,7 @@ from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +62,7 @@ class Run:
             self.policy.save_pretrained(self.folder / "model")
         parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
         print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
-        for each in self.trainer.loggers:
-            if isinstance(each, WandbLogger):
-                each.experiment.finish()
+        _finish(self.trainer.loggers)
 
     def _save_last_checkpoint(self) -> None:
         """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
@@ -111,6 +112,65 @@ def build(config: DictConfig) -> Run:
         monitor=monitor,
         checkpoint=str(last_checkpoint(folder)) if typed.ckpt_path == "last" else typed.ckpt_path,
     )
+
+
+@dataclass
+class Evaluation:
+    """Everything an evaluation is made of."""
+
+    explorer: Explorer
+    engine: InProcessEngine
+    checkpoints: list[Path]
+    folder: Path
+    monitor: RunMonitor
+    loggers: list[Logger]
+
+    def run(self) -> dict[int, dict[str, float]]:
+        """Evaluate the model or each checkpoint, log and print the metrics, and free the engine."""
+        host = Host([self.engine])
+        try:
+            host.run(self.explorer.prepare())
+            results: dict[int, dict[str, float]] = {}
+            for weights in [checkpoint_weights(path) for path in self.checkpoints] or [None]:
+                found = host.run(self.explorer.benchmark(weights and [weights]))
+                results |= found
+                self._show(found)
+        finally:
+            host.run(self.explorer.shutdown(), interruptible=False)
+            host.close()
+            _finish(self.loggers)
+        print(f"everything is in {self.folder}", flush=True)
+        return results
+
+    def _show(self, results: dict[int, dict[str, float]]) -> None:
+        for step, metrics in results.items():
+            for each in self.loggers:
+                each.log_metrics(metrics | {"explore_step": float(step)}, step=step)
+            rows = [(name.removeprefix("eval/"), f"{value:.4g}") for name, value in metrics.items()]
+            print(summary_table([("explore step", str(step)), *rows]), flush=True)
+
+
+def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
+    """The parts of an evaluation, connected.
+
+    Raises:
+        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
+    """
+    typed: TrainConfig = OmegaConf.to_object(_typed_part(config))  # type: ignore[assignment]
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    record_config(config, folder / "config.yaml")
+    L.seed_everything(typed.seed, verbose=False)
+    engine = _engine(typed)
+    if isinstance(engine, TransformersEngine):
+        policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
+        policy.configure_model()
+        engine.bind(policy.policy)
+    loggers = _loggers(config)
+    monitor = RunMonitor(folder, total_steps=0)
+    explorer = Explorer(typed.explorer, [engine], None, _eval_sources(typed))
+    explorer.connect(observer=monitor.keep_completions, progress=monitor.show_tasks)
+    return Evaluation(explorer, engine, checkpoints, folder, monitor, loggers)
 
 
 def record_config(config: DictConfig, file: Path) -> None:
@@ -169,11 +229,24 @@ def _eval_sources(config: TrainConfig) -> list[TaskSource]:
     ]
 
 
-def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
+def _loggers(config: DictConfig) -> list[Logger]:
     loggers = [hydra.utils.instantiate(node) for node in (config.logger or {}).values()]
+    for each in loggers:
+        each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+    return loggers
+
+
+def _finish(loggers: Iterable[Logger]) -> None:
+    """Write what is left, and close W&B: the next job of a sweep gets a run of its own."""
+    for each in loggers:
+        each.save()
+        if isinstance(each, WandbLogger):
+            each.experiment.finish()
+
+
+def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
+    loggers = _loggers(config)
     callbacks += [hydra.utils.instantiate(node) for node in (config.callbacks or {}).values()]
-    for logger in loggers:
-        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
     return hydra.utils.instantiate(config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()])
 
 

@@ -3,9 +3,6 @@
 The configuration is composed and validated before torch is imported, so that a misspelt key is told at once.
 """
 
-import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
@@ -14,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.validate import validate
+from trinity_lightning.common.validate import check_checkpoint, validate
 
 if TYPE_CHECKING:
     import lightning as L
@@ -45,6 +42,7 @@ def check_reward(config: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
     validate(config)
+    check_checkpoint(config)
     check_reward(config)
     trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")
@@ -53,19 +51,7 @@ def _main(config: DictConfig) -> float | None:
 
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
-    # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
-    sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
-    compose.register()
-    try:
-        _main()
-    except compose.CONFIG_ERRORS as error:
-        print(f"trinity-lightning: {compose.explain(error)}", file=sys.stderr)
-        sys.exit(2)
-    except SystemExit as stop:
-        # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
-        sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
+    compose.run_command(_main)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Hydra's side of the configuration: schema, recipes and resolvers are registered, errors are made readable."""
 
+import os
+import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,23 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
 
 
+def run_command(command: Callable[[], None]) -> None:
+    """Run a console command: errors of the configuration are one message and exit code 2."""
+    # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
+    sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
+    register()
+    try:
+        command()
+    except CONFIG_ERRORS as error:
+        print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
+        sys.exit(2)
+    except SystemExit as stop:
+        # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
+        sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
+
+
 # -- errors as sentences ----------------------------------------------------------------------------------------------
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
@@ -71,6 +91,8 @@ def explain(error: BaseException) -> str:
     key = str(root.full_key or root.key or "")
     if root.parent_node is not None and root.key is not None and "not in" in str(root):
         allowed = [str(k) for k in root.parent_node] if isinstance(root.parent_node, DictConfig) else []
+        if OmegaConf.get_type(root.parent_node) is dict and not nearest(str(root.key), allowed):
+            return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
         return (
             unknown_name("key", key, allowed) if not nearest(str(root.key), allowed) else _misspelt(root, key, allowed)
         )

@@ -66,6 +66,10 @@ def validate(config: DictConfig) -> None:
         _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
     _check_numbers(config)
     _check_trainer(config)
+
+
+def check_checkpoint(config: DictConfig) -> None:
+    """Refuse a checkpoint to resume from that does not exist; a ConfigError."""
     if config.ckpt_path not in (None, "last") and not Path(config.ckpt_path).is_file():
         raise ConfigError(f"ckpt_path: there is no file '{config.ckpt_path}'.")
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +39,7 @@ class Explorer:
     Args:
         config: how many tasks, runners, retries; when to sync and to evaluate.
         models: engines that hold the policy; tasks are spread over them.
-        train: what to train on. Its `repeat_times` is set from the config.
+        train: what to train on; its `repeat_times` is set from the config. None where there are only evaluations.
         evals: what to evaluate on.
         auxiliary_models: other models for workflows (judges, teachers).
 
@@ -56,11 +56,13 @@ class Explorer:
         self,
         config: ExplorerConfig,
         models: Sequence[InferenceModel],
-        train: TaskSource,
+        train: TaskSource | None,
         evals: Sequence[TaskSource] = (),
         auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
     ) -> None:
-        check_trained_sampling(vars(train.sampling))
+        if train is not None:
+            check_trained_sampling(vars(train.sampling))
+            train.repeat_times = config.repeat_times
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
@@ -74,7 +76,6 @@ class Explorer:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self._train = train
-        self._train.repeat_times = config.repeat_times
         self._evals = list(evals)
         self._auxiliary = [list(engines) for engines in auxiliary_models or []]
         self._scheduler = Scheduler(config, self.models, self._auxiliary)
@@ -82,12 +83,12 @@ class Explorer:
         self._observer: Observer | None = None
         self._progress: Progress | None = None
         self._weights: Callable[[], WeightStream] | None = None
-        self._cursor = train.taskset.state_dict()
+        self._cursor = {} if train is None else train.taskset.state_dict()
 
     def connect(
         self,
-        sink: Sink,
-        weights: Callable[[], WeightStream],
+        sink: Sink | None = None,
+        weights: Callable[[], WeightStream] | None = None,
         observer: Observer | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -123,7 +124,7 @@ class Explorer:
                 await self.sync_weight()
             if self.need_eval():
                 await self.eval()
-        return f"the taskset '{self._train.name}' is exhausted after {self.step} explore steps"
+        return f"the taskset '{self._source.name}' is exhausted after {self.step} explore steps"
 
     async def explore_step(self) -> bool:
         """Roll out the next tasks and hand their experiences to the sink; False when the taskset is exhausted.
@@ -138,8 +139,8 @@ class Explorer:
         if self._sink is None:
             raise RuntimeError("connect() the explorer to a sink before it explores.")
         start = time.perf_counter()
-        self._train.taskset.load_state_dict(self._cursor)
-        tasks = self._train.next_tasks(self.config.batch_size)
+        self._source.taskset.load_state_dict(self._cursor)
+        tasks = self._source.next_tasks(self.config.batch_size)
         if not tasks:
             return False
         step = self.step + 1
@@ -151,8 +152,14 @@ class Explorer:
         if self._observer is not None:
             self._observer(experiences, step, None)
         self.step = step
-        self._cursor = self._train.taskset.state_dict()
+        self._cursor = self._source.taskset.state_dict()
         return True
+
+    @property
+    def _source(self) -> TaskSource:
+        if self._train is None:
+            raise RuntimeError("this explorer only evaluates: it was given no taskset to train on.")
+        return self._train
 
     async def _run(self, tasks: list[Task], batch: int | str) -> tuple[list[Status], list[Experience]]:
         """Schedule a batch of tasks and wait for it, while progress is shown."""
@@ -208,6 +215,23 @@ class Explorer:
                 self._observer(experiences, self.step, source.name)
         return self.metrics
 
+    async def benchmark(
+        self, checkpoints: Iterable[tuple[int, WeightStream]] | None = None
+    ) -> dict[int, dict[str, float]]:
+        """Evaluate the present weights or, one after the other, those of checkpoints: metrics by explore step.
+
+        Args:
+            checkpoints: explore step and weights of each; None for the weights that the engines have.
+        """
+        if checkpoints is None:
+            return {self.step: await self.eval()}
+        results = {}
+        for self.step, weights in checkpoints:
+            for model in self.models:
+                await model.sync_weights(weights, self.step)
+            results[self.step] = await self.eval()
+        return results
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
@@ -248,7 +272,7 @@ class Explorer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._train.taskset.load_state_dict(state["taskset"])
+        self._source.taskset.load_state_dict(state["taskset"])
         self.step, self._cursor = state["step"], state["taskset"]
 
 

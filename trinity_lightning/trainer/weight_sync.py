@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.errors import WeightSyncError
+from trinity_lightning.common.errors import ConfigError, WeightSyncError
 from trinity_lightning.common.weights import WeightStream
 
 # 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
@@ -69,6 +71,22 @@ def weight_stream(model: nn.Module) -> WeightStream:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     return WeightStream(shapes, lambda: ((name, parameter.detach()) for name, parameter in parameters.items()))
+
+
+def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
+    """The explore step that a checkpoint was written after, and the policy's weights in it.
+
+    Raises:
+        ConfigError: not a checkpoint of a training run.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        step = int(checkpoint["callbacks"]["ExplorerCallback"]["explorer"]["step"])
+        prefix = "model."  # PolicyModule.model
+        weights = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
+        raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
+    return step, WeightStream.of(weights.items())
 
 
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:

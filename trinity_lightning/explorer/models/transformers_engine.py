@@ -109,7 +109,12 @@ class TransformersEngine(InProcessEngine):
         return bool(self._queue or self._scoring or self._decoding)
 
     def _take_weights(self, stream: WeightStream) -> None:
-        """Nothing to take: the trainer's weights are this engine's."""
+        """The trainer's weights are this engine's already; a checkpoint's are copied in."""
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in stream:
+                if tensor.data_ptr() != own[name].data_ptr():
+                    own[name].copy_(tensor)
 
     def _free(self) -> None:
         """Nothing to free: the model is the trainer's."""

@@ -1,0 +1,91 @@
+"""Whole evaluations: a model and its checkpoints, in processes of their own."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import environment
+
+QUICK = ("+recipe=grpo", "model=tiny", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
+QUICK += ("eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
+
+
+def run_evaluate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trinity_lightning.evaluate", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def evaluations(file: Path) -> dict[int, dict[str, float]]:
+    """Rewards on the held-out sums by explore step, as metrics.csv has them."""
+    with file.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("eval/addition_heldout/mean@1")]
+    names = [name for name in rows[0] if name.startswith("eval/") and "@" in name]
+    return {int(float(row["explore_step"])): {name: float(row[name]) for name in names} for row in rows}
+
+
+@pytest.fixture(scope="module")
+def trained(run_train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint and an evaluation after each."""
+    folder = tmp_path_factory.mktemp("trained")
+    steps = ("steps=2", "explorer.eval_interval=1", "callbacks.checkpoint.every_n_epochs=1")
+    keep = ("callbacks.checkpoint.save_top_k=-1", "logger=csv", "optimizer.lr=1e-2")
+    done = run_train(folder, *QUICK, *steps, *keep)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: Path) -> None:
+    (run,) = trained.glob("outputs/grpo/2*")
+    out = f"hydra.run.dir={trained / engine}"
+    done = run_evaluate(trained, *QUICK, f"engine={engine}", f"ckpt_path={run}", out)
+    assert done.returncode == 0, done.stdout[-4000:]
+    expected = evaluations(run / "metrics.csv")
+    assert expected.pop(0) != expected[1] != expected[2]
+    assert evaluations(trained / engine / "metrics.csv") == expected
+    for step in (1, 2):
+        assert (trained / engine / f"completions/eval_addition_heldout_step_{step}.jsonl").is_file()
+    assert "explore step                    2" in done.stdout
+
+
+def test_the_model_itself_several_times(trained: Path) -> None:
+    out = f"hydra.run.dir={trained / 'model'}"
+    done = run_evaluate(trained, *QUICK, "eval_repeat_times=3", "eval_sampling.temperature=1.0", out)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for name in ("mean@3", "best@3", "worst@3", "pass@3"):
+        assert f"addition_heldout/{name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model=tiny",), "nothing to evaluate on"),
+        ((*QUICK, "ckpt_path=nowhere"), "'nowhere' is neither a checkpoint nor a folder that holds one"),
+        ((*QUICK, "ckpt_path=last"), "ckpt_path=last: there is no checkpoint under"),
+        ((*QUICK, "eval_repeat_tmes=3"), "eval_repeat_times"),
+    ],
+)
+def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = run_evaluate(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "broken.ckpt").write_bytes(b"no checkpoint")
+    done = run_evaluate(tmp_path, *QUICK, "engine=transformers", "ckpt_path=broken.ckpt")
+    assert done.returncode == 2
+    assert "'broken.ckpt' is no checkpoint of a training run" in done.stdout
+    assert "Traceback" not in done.stdout

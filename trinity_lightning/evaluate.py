@@ -1,0 +1,81 @@
+"""`python -m trinity_lightning.evaluate +recipe=grpo ckpt_path=last`: a model, or checkpoints of it, on tasksets."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from omegaconf import DictConfig
+
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import config_dir
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.validate import validate
+from trinity_lightning.train import check_reward
+
+if TYPE_CHECKING:
+    from trinity_lightning.build import Evaluation
+
+# Files that are written once, at the end or on Ctrl-C, sort behind the steps.
+_STEP = re.compile(r"(\d+)")
+
+
+def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
+    """Evaluate as configured: the metrics by explore step, 0 being the model itself.
+
+    Raises:
+        ConfigError: nothing to evaluate on, no such checkpoint, or a value that cannot work.
+    """
+    if not config.eval_tasksets:
+        raise ConfigError(
+            "there is nothing to evaluate on: give eval_tasksets, or a recipe that has some (+recipe=NAME)."
+        )
+    checkpoints = find_checkpoints(config)
+    from trinity_lightning.build import build_evaluation
+
+    try:
+        run: Evaluation = build_evaluation(config, checkpoints)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+    return run.run()
+
+
+def find_checkpoints(config: DictConfig) -> list[Path]:
+    """The checkpoints that `ckpt_path` means, oldest first: none, a file, all of a folder, or the `last` of the recipe.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.ckpt_path is None:
+        return []
+    if config.ckpt_path == "last":
+        return [compose.last_checkpoint(compose.run_dir(config.output_root, config.name, "last"))]
+    path = Path(config.ckpt_path)
+    if path.is_file():
+        return [path]
+    found = sorted([*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")], key=_by_step)
+    if not found:
+        raise ConfigError(f"ckpt_path: '{path}' is neither a checkpoint nor a folder that holds one.")
+    return found
+
+
+def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
+    numbers = [int(number) for number in _STEP.findall(path.name)]
+    return (0 if numbers else 1, numbers, path.name)
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
+def _main(config: DictConfig) -> None:
+    validate(config)
+    check_reward(config)
+    evaluate(config)
+
+
+def main() -> None:
+    """Console entry point: configuration errors are one message and exit code 2."""
+    compose.run_command(_main)
+
+
+if __name__ == "__main__":
+    main()
