@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint
-from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TrainConfig
+from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TasksetConfig, TrainConfig
 from trinity_lightning.common.validate import strategies
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
@@ -24,6 +24,7 @@ from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
@@ -210,9 +211,12 @@ def _engine(config: TrainConfig) -> InProcessEngine:
 
 
 def _train_source(config: TrainConfig) -> TaskSource:
-    return TaskSource(
-        Taskset.from_config(config.taskset), config.workflow.name, config.reward, config.sampling, config.workflow.args
-    )
+    taskset = _mixture(list(config.tasksets.values())) if config.tasksets else Taskset.from_config(config.taskset)
+    return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, config.workflow.args)
+
+
+def _mixture(configs: list[TasksetConfig]) -> TasksetMixture:
+    return TasksetMixture([Taskset.from_config(config) for config in configs], [config.weight for config in configs])
 
 
 def _eval_sources(config: TrainConfig) -> list[TaskSource]:

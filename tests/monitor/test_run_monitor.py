@@ -33,7 +33,7 @@ class SkippingModel(BoringModel):
             optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fit(folder: Path, checkpoint: Path | None = None) -> list[tuple[str, str, str]]:
+def fit(folder: Path, checkpoint: Path | None = None, model: BoringModel | None = None) -> list[tuple[str, str, str]]:
     """Train two explore steps into a folder; its rows as (step, explore_step, item)."""
     trainer = Trainer(
         max_epochs=2,
@@ -49,9 +49,9 @@ def fit(folder: Path, checkpoint: Path | None = None) -> list[tuple[str, str, st
         enable_model_summary=False,
         accelerator="cpu",
     )
-    trainer.fit(SkippingModel(), ckpt_path=checkpoint, weights_only=True)
+    trainer.fit(model or SkippingModel(), ckpt_path=checkpoint, weights_only=True)
     with (folder / "metrics.csv").open(newline="") as file:
-        return [(row["step"], row["explore_step"], row["item"]) for row in csv.DictReader(file)]
+        return [(row["step"], row["explore_step"], row.get("item", "")) for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("optimizer_steps", [2, 3, 4])  # within an explore step, at its end, within the next
@@ -65,3 +65,20 @@ def test_a_line_is_printed_for_each_explore_step(tmp_path: Path, capsys: pytest.
     fit(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
+
+
+class Idle(SkippingModel):
+    """Trains in the first explore step only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch == 0:
+            self.log("actor/grad_norm", 1.5, on_step=True)
+            super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_trained_nothing_does_not_show_the_last_ones_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, model=Idle())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines == ["step 1/2  grad norm 1.50", "step 2/2"]

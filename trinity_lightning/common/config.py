@@ -42,7 +42,8 @@ class TrainConfig:
         ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name.
         output_root: where run folders are made.
         output_dir: this run's folder.
-        taskset: what to train on.
+        taskset: what to train on,
+        tasksets: or several, by name, each with its `weight`; then `taskset` is not used.
         eval_tasksets: what to evaluate on, by name.
         workflow: how a task is tried.
         reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
@@ -63,6 +64,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     taskset: TasksetConfig = field(default_factory=TasksetConfig)
+    tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
     eval_tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     reward: Any = None

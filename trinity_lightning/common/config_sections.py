@@ -108,7 +108,10 @@ class TasksetConfig:
         split: split of a dataset, or `train` and `heldout` of the sums.
         size: number of reasoning-gym entries.
         seed: seed of generated entries and of the order.
-        order: `sequential` or `shuffled` (a permutation from seed and epoch).
+        order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (a dataset's entries by
+            difficulty_field), or `by_difficulty` (those that are solved half of the time).
+        difficulty_field: an entry's field with a number, for `easy_to_hard`.
+        weight: share of the tasks where several tasksets are trained on (`tasksets`).
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation; null for the chat template's own.
         args: further arguments of the source.
@@ -121,6 +124,8 @@ class TasksetConfig:
     size: int | None = None
     seed: int = 0
     order: str = "shuffled"
+    difficulty_field: str | None = None
+    weight: float = 1.0
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     messages_field: str = "messages"
@@ -287,13 +292,28 @@ class SynchronizerConfig:
 
 @dataclass
 class BufferConfig:
-    """Where the experiences of an explore step wait for the trainer.
+    """Where experiences wait for the trainer, and what is kept of them.
 
     Attributes:
-        storage: `memory`, of this process.
+        storage: `memory`, of this process; `file` or `sql`, which other processes see and which outlive this one.
+        path: the file of `file`, or of `sql` with SQLite.
+        url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
+        keep: also write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run
+            folder.
+        order: in which a storage is read: `fifo` (as written); with `sql` also `priority` or `random`.
+        reuse_limit: how often an experience may be read in those two; null: without end.
+        decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 where there is none)
+            * decay ** age in explore steps * use_decay ** times read.
     """
 
     storage: str = "memory"
+    path: str | None = None
+    url: str | None = None
+    keep: bool = False
+    order: str = "fifo"
+    reuse_limit: int | None = 1
+    decay: float = 1.0
+    use_decay: float = 1.0
 
 
 @dataclass

@@ -1,12 +1,29 @@
 """Names that the registries of torch code know, for a misspelt one to be refused before torch is imported."""
 
-ADD_STRATEGIES = ("dr_grpo", "grpo", "opmd", "reinforce", "reinforce_plus_plus", "reward_variance", "rloo")
+ADD_STRATEGIES = (
+    "asymre",
+    "correct_bias",
+    "dapo",
+    "dr_grpo",
+    "duplicate_informative",
+    "gigpo",
+    "grpo",
+    "on_policy_distill",
+    "opmd",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reward_variance",
+    "rloo",
+    "step_wise_grpo",
+)
 POLICY_LOSSES = ("cispo", "grpo", "gspo", "opmd", "ppo", "reinforce", "sapo", "sft")
 KL_ESTIMATES = ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 CORRECTION_LEVELS = ("none", "token", "sequence")
 CORRECTION_MODES = ("truncate", "mask")
-WORKFLOWS = ("math", "simple")
+WORKFLOWS = ("judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use")
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
-TASK_ORDERS = ("sequential", "shuffled")
+TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
+BUFFER_STORAGES = ("memory", "file", "sql")
+BUFFER_ORDERS = ("fifo", "priority", "random")

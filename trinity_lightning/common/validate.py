@@ -41,7 +41,8 @@ NAMES = {
     "algorithm.rollout_correction.level": (known.CORRECTION_LEVELS, False),
     "algorithm.rollout_correction.mode": (known.CORRECTION_MODES, False),
     "optimizer.lr_scheduler": (known.LR_SCHEDULERS, False),
-    "buffer.storage": (("memory",), False),
+    "buffer.storage": (known.BUFFER_STORAGES, False),
+    "buffer.order": (known.BUFFER_ORDERS, False),
     "synchronizer.method": (("memory",), False),
     "explorer.runner": (("local",), False),
 }
@@ -61,7 +62,7 @@ def validate(config: DictConfig) -> None:
         if not isinstance(arguments, dict):
             raise ConfigError(f"add_strategy.{label} is {arguments!r}; give its arguments as {{name: value}}.")
         _check_name("add_strategy", str(arguments.get("name", label)), known.ADD_STRATEGIES, with_paths=True)
-    for source in (config.taskset, *config.eval_tasksets.values()):
+    for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values()):
         _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
         _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
     _check_numbers(config)

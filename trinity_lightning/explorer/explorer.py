@@ -17,7 +17,13 @@ from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.models.in_process import InProcessEngine
-from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, valid_rewards
+from trinity_lightning.explorer.rollout_metrics import (
+    evaluation_metrics,
+    experience_metrics,
+    gathered,
+    pass_rates,
+    valid_rewards,
+)
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
@@ -148,6 +154,7 @@ class Explorer:
         seconds = time.perf_counter() - start
         _report_failures(f"explore step {step}", statuses, len(tasks), len(experiences))
         self.metrics = _rollout_metrics(statuses, experiences, len(tasks), seconds)
+        self._source.taskset.update(pass_rates(experiences))  # before operators shape the rewards
         self.metrics |= await self._sink(experiences, step)
         if self._observer is not None:
             self._observer(experiences, step, None)

@@ -31,6 +31,20 @@ def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
     }
 
 
+def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[float, int]]]:
+    """By taskset and index of the task (`info["task_index"]`), the mean of its valid rewards and their number."""
+    rewards: dict[str, dict[int, list[float]]] = {}
+    for experience in experiences:
+        origin = experience.info.get("task_index")
+        if origin is not None and experience.reward is not None and is_valid_reward(experience.reward):
+            of_taskset = rewards.setdefault(origin["taskset_id"], {})
+            of_taskset.setdefault(origin["index"], []).append(experience.reward)
+    return {
+        taskset: {index: (statistics.fmean(values), len(values)) for index, values in tasks.items()}
+        for taskset, tasks in rewards.items()
+    }
+
+
 def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Rewards, lengths and group signal of an explore step."""
     groups = valid_rewards(experiences)

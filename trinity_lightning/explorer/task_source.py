@@ -7,7 +7,7 @@ from typing import Any
 from trinity_lightning.common.config import SamplingConfig
 from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 
 
@@ -24,10 +24,10 @@ class TaskSource:
         repeat_times: rollouts a task.
 
     Raises:
-        ConfigError: an unknown workflow or reward.
+        ConfigError: an unknown workflow or reward, or an argument that the workflow refuses.
     """
 
-    taskset: Taskset
+    taskset: TaskSelection
     workflow: str | type[Workflow] = "math"
     reward_fn: str | Callable[..., Any] | Sequence[Any] | Mapping[Any, float] | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -35,7 +35,7 @@ class TaskSource:
     repeat_times: int = 1
 
     def __post_init__(self) -> None:
-        resolve_workflow(self.workflow)
+        resolve_workflow(self.workflow).check_args(self.workflow_args)
         resolve_rewards(self.reward_fn)
 
     @property

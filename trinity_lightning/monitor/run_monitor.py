@@ -38,6 +38,7 @@ class RunMonitor(L.Callback):
         self._completions = CompletionsWriter(Path(folder) / "completions")
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
+        self._trained_at = -1  # global_step at the end of the last explore step
 
     # -- shown by the explorer ----------------------------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ class RunMonitor(L.Callback):
         for each in trainer.loggers:
             if isinstance(each, MetricsCSVLogger) and next_item > 0:
                 each.resume_at(trainer.current_epoch + 1, next_item)
+        self._trained_at = trainer.global_step
         self.memory.mark("rollout")
 
     def on_train_batch_start(
@@ -104,6 +106,9 @@ class RunMonitor(L.Callback):
             last_item = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
             each.log_metrics(memory | {"explore_step": float(step)}, step=last_item)
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+        if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
+            logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
+        self._trained_at = trainer.global_step
         print(format_step_line(logged | self._metrics(), step, self._total_steps), flush=True)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

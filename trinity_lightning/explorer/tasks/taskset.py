@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import numpy as np
 from trinity_lightning.common.config import TasksetConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.explorer.tasks.difficulty import DifficultySelector
 from trinity_lightning.explorer.tasks.formatter import Formatter
+from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.tasks.sources import (
     FILE_FORMATS,
     Entries,
@@ -21,11 +25,11 @@ from trinity_lightning.explorer.tasks.sources import (
     dataset_entries,
 )
 
-ORDERS = ("sequential", "shuffled")
+ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 
 
-class Taskset:
+class Taskset(TaskSelection):
     """A source of raw tasks.
 
     A raw task is the entry's fields with `prompt` or `messages`, `answer` where there is one (see `Formatter`), and
@@ -37,12 +41,16 @@ class Taskset:
         entries: a sequence of dicts.
         name: how the taskset is called in metrics and in `task_index`.
         formatter: which fields are prompt, answer and messages.
-        order: `sequential`, or `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone.
+        order: `sequential`; `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone;
+            `easy_to_hard`: by the number in `difficulty_field`, lowest first; or `by_difficulty`: those that are
+            solved half of the time, as `update` has told (see `DifficultySelector`).
         seed: of the order.
         epochs: how often the entries are handed out; None for without end.
+        difficulty_field: an entry's field with a number, for `easy_to_hard`.
 
     Raises:
-        ConfigError: no entries, an unknown order, or a first entry that the formatter refuses.
+        ConfigError: no entries, an unknown order, a difficulty that is no number, or a first entry that the formatter
+            refuses.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Taskset:
         order: str = "shuffled",
         seed: int = 0,
         epochs: int | None = None,
+        difficulty_field: str | None = None,
     ) -> None:
         if order not in ORDERS:
             raise ConfigError(unknown_name("order of a taskset", order, ORDERS))
@@ -70,6 +79,8 @@ class Taskset:
         self._entries = entries
         self._formatter = formatter or Formatter()
         self._position = 0  # raw tasks handed out since the first epoch began
+        self._ranking = _ranking(entries, name, difficulty_field) if order == "easy_to_hard" else None
+        self._selector = DifficultySelector(len(entries), seed) if order == "by_difficulty" else None
         self[0]  # a wrong field name shows now, not in the middle of a run
 
     @classmethod
@@ -139,6 +150,7 @@ class Taskset:
         order: str = "shuffled",
         seed: int = 0,
         epochs: int | None = None,
+        difficulty_field: str | None = None,
     ) -> Taskset:
         """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
 
@@ -154,7 +166,15 @@ class Taskset:
         entries = dataset_entries(str(path), split, subset)
         last = Path(path)
         name = name or (last.stem if last.suffix in FILE_FORMATS else last.name)
-        return cls(entries, name=name, formatter=formatter, order=order, seed=seed, epochs=epochs)
+        return cls(
+            entries,
+            name=name,
+            formatter=formatter,
+            order=order,
+            seed=seed,
+            epochs=epochs,
+            difficulty_field=difficulty_field,
+        )
 
     @classmethod
     def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
@@ -177,7 +197,10 @@ class Taskset:
         if config.path is None:
             raise ConfigError(f"taskset '{config.name}': source '{config.source}' needs a path.")
         if config.source == "dataset":
-            return cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
+            field = config.difficulty_field
+            return cls.from_dataset(
+                config.path, config.split, name=config.name, difficulty_field=field, **common, **config.args
+            )
         if config.size is None:
             raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size, the number of entries.")
         return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
@@ -208,13 +231,25 @@ class Taskset:
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))
-        batch = [self[self._index_at(position)] for position in range(self._position, end)]
+        if self._selector is not None:
+            indices = self._selector.pick(end - self._position, self._position)
+        else:
+            indices = [self._index_at(position) for position in range(self._position, end)]
+        batch = [self[index] for index in indices]
         self._position = end
         return batch
 
     def _index_at(self, position: int) -> int:
         epoch, offset = divmod(position, len(self))
+        if self._ranking is not None:
+            return self._ranking[offset]
         return offset if self.order == "sequential" else int(_permutation(len(self), self.seed, epoch)[offset])
+
+    def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
+        """See `TaskSelection.update`; only the order `by_difficulty` makes use of it."""
+        if self._selector is not None and (own := pass_rates.get(self.name)):
+            indices = sorted(own)
+            self._selector.update(indices, [own[i][0] for i in indices], [own[i][1] for i in indices])
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor of."""
@@ -224,6 +259,7 @@ class Taskset:
             "seed": self.seed,
             "order": self.order,
             "position": self._position,
+            "difficulty": None if self._selector is None else self._selector.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,7 +272,9 @@ class Taskset:
         if state.keys() != own.keys():
             raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
         different = [
-            f"{key} {state[key]!r} -> {own[key]!r}" for key in own if key != "position" and state[key] != own[key]
+            f"{key} {state[key]!r} -> {own[key]!r}"
+            for key in own
+            if key not in ("position", "difficulty") and state[key] != own[key]
         ]
         if different:
             raise ConfigError(
@@ -244,9 +282,24 @@ class Taskset:
                 "at other tasks. Resume with the saved taskset, or start a new run."
             )
         self._position = state["position"]
+        if self._selector is not None:
+            self._selector.load_state_dict(state["difficulty"])
 
 
 @functools.lru_cache(maxsize=8)
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order of one epoch, as positions in the source, [size]."""
     return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+def _ranking(entries: Entries, name: str, field: str | None) -> list[int]:
+    """Positions of the entries by the number in a field, lowest first; equal ones in their own order."""
+    if field is None:
+        raise ConfigError(f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.")
+    difficulties: list[float] = []
+    for index in range(len(entries)):
+        value = entries[index].get(field)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"taskset '{name}', entry {index}: '{field}' is {value!r}, expected a finite number.")
+        difficulties.append(float(value))
+    return sorted(range(len(difficulties)), key=lambda index: difficulties[index])
