@@ -1,0 +1,21 @@
+"""Benchmarks run; what they measure is judged by people, what they check is checked here too."""
+
+import json
+import subprocess
+import sys
+
+from conftest import ROOT, environment
+
+
+def run_benchmark(name: str, *arguments: str) -> dict[str, object]:
+    """The JSON line that a benchmark prints last."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_faults_lose_nothing() -> None:
+    found = run_benchmark("faults.py", "600")
+    assert found["failed"] == {"raise": 60, "hang": 30, "cancel": 12}
+    assert (found["succeeded"], found["lost"]) == (498, 0)
