@@ -2,9 +2,13 @@ import pytest
 
 from trinity_lightning.algorithm.add_strategy import (
     ADD_STRATEGY,
+    CorrectBiasAddStrategy,
+    DuplicateInformativeAddStrategy,
+    GiGPOAddStrategy,
     GRPOAddStrategy,
     OPMDAddStrategy,
     RewardVarianceAddStrategy,
+    StepWiseGRPOStrategy,
 )
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.writer import BufferWriter
@@ -22,6 +26,16 @@ class NoWriter(BufferWriter):
         (OPMDAddStrategy, {"opmd_baseline": "mean", "tau": 1.0}),
         (RewardVarianceAddStrategy, {"variance_threshold": 0.0}),
         (ADD_STRATEGY.get("rloo"), {}),
+        (ADD_STRATEGY.get("dapo"), {"variance_threshold": 0.0}),
+        (ADD_STRATEGY.get("asymre"), {"baseline_shift": -0.1}),
+        (ADD_STRATEGY.get("on_policy_distill"), {"kl_coef": 1.0}),
+        (CorrectBiasAddStrategy, {"epsilon": 1e-6, "rank_penalty": 0.25}),
+        (DuplicateInformativeAddStrategy, {"variance_threshold": 0.0}),
+        (StepWiseGRPOStrategy, {"epsilon": 1e-6, "enable_step_norm": False}),
+        (
+            GiGPOAddStrategy,
+            {"epsilon": 1e-6, "step_weight": 1.0, "gamma": 0.95, "std_norm": True, "state_key": "state"},
+        ),
     ],
 )
 def test_default_args_are_the_constructor_s(cls, expected):
@@ -40,6 +54,14 @@ def test_default_args_are_the_constructor_s(cls, expected):
         ("opmd", {"opmd_baseline": "meen"}, "Did you mean 'mean'"),
         ("opmd", {"tau": 0.0}, "tau must be"),
         ("reward_variance", {"variance_threshold": -1}, "variance_threshold"),
+        ("duplicate_informative", {"variance_threshold": float("inf")}, "variance_threshold"),
+        ("correct_bias", {"rank_penalty": -0.1}, "rank_penalty must be a finite number of at least 0, not -0.1"),
+        ("correct_bias", {"epsilon": -1}, "epsilon"),
+        ("step_wise_grpo", {"epsilon": -1}, "epsilon"),
+        ("asymre", {"baseline_shift": float("nan")}, "baseline_shift must be a finite number, not nan"),
+        ("on_policy_distill", {"kl_coef": float("inf")}, "kl_coef must be a finite number"),
+        ("gigpo", {"gamma": 1.5}, "gamma must be from 0 to 1, not 1.5"),
+        ("gigpo", {"step_weight": float("nan")}, "step_weight"),
     ],
 )
 def test_values_out_of_range_are_told(name, args, message):
@@ -58,3 +80,8 @@ def test_unknown_arguments_list_the_valid_ones(name):
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match=r"Did you mean 'grpo'.*opmd.*reward_variance"):
         ADD_STRATEGY.get("grpoo")
+
+
+def test_correct_bias_has_none_of_grpo_s_further_options():
+    with pytest.raises(TypeError, match=r"'std_level'.*Known: epsilon, rank_penalty"):
+        ADD_STRATEGY.get("correct_bias")(NoWriter(), std_level="batch")

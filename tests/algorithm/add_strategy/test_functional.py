@@ -34,6 +34,7 @@ ORACLES = {
     "grpo": (lambda r, g: functional.grpo_advantages(r, g, 0.1), lambda r: (r - r.mean()) / (r.std(ddof=1) + 0.1)),
     "dr_grpo": (functional.dr_grpo_advantages, lambda r: r - r.mean()),
     "rloo": (functional.rloo_advantages, lambda r: np.array([x - np.delete(r, i).mean() for i, x in enumerate(r)])),
+    "asymre": (lambda r, g: functional.asymre_advantages(r, g, 0.3), lambda r: r - (r.mean() + 0.3)),
     "opmd": (functional.opmd_advantages, lambda r: r - r.mean()),
     "logavgexp": (lambda r, g: functional.opmd_advantages(r, g, "logavgexp", 0.7), lambda r: r - logavgexp(r, 0.7)),
 }
@@ -153,3 +154,69 @@ def test_wrong_arguments_are_named():
         functional.opmd_advantages(rewards, groups, "median")
     with pytest.raises(ConfigError, match="tau must be above 0, not 0"):
         functional.opmd_advantages(rewards, groups, "logavgexp", 0.0)
+
+
+def rank_oracle(likelihoods):
+    """Ranks from 0, ties share the average of theirs."""
+    return np.array([(likelihoods < x).sum() + ((likelihoods == x).sum() - 1) / 2 for x in likelihoods])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(REWARDS, st.integers(-3, 6), st.integers(-4, 0)), min_size=1, max_size=40))
+def test_rank_penalty_equals_numpy_group_by_group(rows):
+    rewards, groups = tensors([row[:2] for row in rows])
+    likelihoods = torch.tensor([float(row[2]) for row in rows])
+    penalised = functional.rank_penalised_rewards(rewards, groups, likelihoods, 0.4).numpy()
+    for g in set(groups.tolist()):
+        own = groups.numpy() == g
+        expected = rewards.numpy()[own] * (1 - rank_oracle(likelihoods.numpy()[own]) / own.sum() * 0.4)
+        np.testing.assert_allclose(penalised[own], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rank_penalty_of_no_rewards():
+    nothing = torch.tensor([])
+    assert functional.rank_penalised_rewards(nothing, nothing.long(), nothing).shape == (0,)
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), REWARDS, st.integers(0, 2)), min_size=1, max_size=30)
+
+
+@pytest.mark.parametrize("std_norm", [True, False])
+@settings(deadline=None)
+@given(STEPS, st.floats(-2, 2))
+def test_gigpo_equals_numpy(std_norm, rows, weight):
+    episodes = sorted({row[:2] for row in rows})
+    returns = torch.tensor([float(i % 3) for i in range(len(episodes))], dtype=torch.float64)
+    tasks = torch.tensor([task for task, _ in episodes])
+    step_returns = torch.tensor([row[2] for row in rows], dtype=torch.float64)
+    states = torch.tensor([row[0] * 10 + row[3] for row in rows])
+    of_step = torch.tensor([episodes.index(row[:2]) for row in rows])
+    found = functional.gigpo_advantages(
+        returns, tasks, step_returns, of_step, states, epsilon=0.1, step_weight=weight, std_norm=std_norm
+    )
+
+    def normed(r):
+        return (r - r.mean()) / (r.std(ddof=1) + 0.1) if std_norm else r - r.mean()
+
+    of_episodes = oracle(returns, tasks, normed)
+    if std_norm:  # a lone episode has standard deviation 1
+        lone = np.array([(tasks == task).sum().item() == 1 for task in tasks])
+        of_episodes = np.where(lone, returns.numpy() / 1.1, of_episodes)
+    of_steps = np.zeros(len(rows))
+    for state in set(states.tolist()):
+        own = states.numpy() == state
+        if own.sum() > 1:
+            of_steps[own] = normed(step_returns.numpy()[own])
+    np.testing.assert_allclose(found.numpy(), of_episodes[of_step.numpy()] + weight * of_steps, rtol=1e-9, atol=1e-9)
+
+
+def test_gigpo_without_epsilon_is_finite_where_nothing_differs():
+    ones, zeros = torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    found = functional.gigpo_advantages(ones, zeros, ones, torch.arange(3), torch.tensor([0, 0, 1]), epsilon=0.0)
+    assert found.tolist() == [0, 0, 0]
+
+
+def test_distillation_is_the_difference_of_log_probabilities():
+    found = functional.distillation_advantages(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.5]), 0.5)
+    assert found.tolist() == [0.5, -0.25]
+    assert found.dtype == torch.float64

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.algorithm.add_strategy.arguments import not_negative
 from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
@@ -46,9 +47,12 @@ class AddStrategy(ABC):
     """
 
     def __init__(self, writer: BufferWriter, **unknown: Any) -> None:
+        self._refuse(unknown)
+        self.writer = writer
+
+    def _refuse(self, unknown: dict[str, Any]) -> None:
         if unknown:
             raise TypeError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), self._arguments()))
-        self.writer = writer
 
     @classmethod
     def _arguments(cls) -> list[str]:
@@ -85,6 +89,10 @@ class GroupAdvantageStrategy(AddStrategy):
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
         """Set `advantages` and `returns` [response] of one group: the experiences to write, and the group's metrics."""
 
+    def split_valid(self, groups: Groups) -> tuple[Groups, int]:
+        """The groups that can be weighed, and the number of the others: a reward is missing or no finite number."""
+        return split_valid(groups)
+
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
         """`calculate_group_advantage` of every group: what to write of each, and their metrics."""
         weighed = [self.calculate_group_advantage(group_id, exps) for group_id, exps in groups.items()]
@@ -97,7 +105,7 @@ class GroupAdvantageStrategy(AddStrategy):
         if not exps:
             return 0, {}
         reject_dpo(exps)
-        groups, invalid = split_valid(self.group_experiences(exps))
+        groups, invalid = self.split_valid(self.group_experiences(exps))
         weighed, group_metrics = self.weigh_groups(groups)
         for group in filter(None, weighed):
             await self.writer.write_async(group)
@@ -277,12 +285,9 @@ class RewardVarianceAddStrategy(AddStrategy):
         }
 
 
-def not_negative(name: str, value: float) -> float:
-    """The value itself.
+@ADD_STRATEGY.register("dapo")
+class DAPOAddStrategy(RewardVarianceAddStrategy):
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
 
-    Raises:
-        ConfigError: it is not a finite number of at least 0.
+    Groups that all failed or all succeeded are left out; an explorer that refills makes up for them with new tasks.
     """
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} must be a finite number of at least 0, not {value}.")
-    return value

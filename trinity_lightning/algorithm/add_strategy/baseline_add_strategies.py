@@ -1,4 +1,4 @@
-"""Add strategies that differ from GRPO in their baseline or normalisation only, and take no arguments."""
+"""Add strategies that differ from GRPO in their baseline or normalisation only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,10 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, TaskAdvantageStrategy
+from trinity_lightning.algorithm.add_strategy.arguments import finite
 from trinity_lightning.algorithm.add_strategy.groups import action_mask
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.writer import BufferWriter
 
 
 class BaselineAddStrategy(TaskAdvantageStrategy):
@@ -59,3 +61,24 @@ class REINFORCEPlusPlusAddStrategy(BaselineAddStrategy):
     def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
         num_tokens = torch.tensor([int(action_mask(exp).count_nonzero()) for exp in exps])
         return functional.reinforce_plus_plus_advantages(rewards, groups, num_tokens)
+
+
+@ADD_STRATEGY.register("asymre")
+class ASYMREAddStrategy(BaselineAddStrategy):
+    """AsymRE: r - (mean + baseline_shift) (arXiv 2506.20520); a group of one keeps its reward.
+
+    Args:
+        writer: where the experiences go.
+        baseline_shift: added to the mean; below 0, good responses count for more than bad ones.
+    """
+
+    def __init__(self, writer: BufferWriter, baseline_shift: float = -0.1, **unknown: Any) -> None:
+        super().__init__(writer, **unknown)
+        self.baseline_shift = finite("baseline_shift", baseline_shift)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"baseline_shift": -0.1}
+
+    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+        return functional.asymre_advantages(rewards, groups, self.baseline_shift)

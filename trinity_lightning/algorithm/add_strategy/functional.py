@@ -138,6 +138,83 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     return _as_rewards(_minus_baseline(rewards, stats) * n / (n - 1).clamp(min=1), rewards)
 
 
+def asymre_advantages(rewards: Tensor, groups: Tensor, baseline_shift: float = -0.1) -> Tensor:
+    """AsymRE: r - (mean + shift), where a negative shift favours good rewards over bad ones (arXiv 2506.20520).
+
+    A constant group has the advantage -shift throughout; a group of one keeps its reward.
+    """
+    stats = group_stats(rewards, groups)
+    shift = baseline_shift * (stats.size > 1)[stats.index].double()
+    return _as_rewards(_minus_baseline(rewards, stats) - shift, rewards)
+
+
+def rank_penalised_rewards(rewards: Tensor, groups: Tensor, likelihoods: Tensor, rank_penalty: float = 0.25) -> Tensor:
+    """Rewards that favour the unlikely: r * (1 - rank / n * penalty), float64 [B] (arXiv 2506.02355).
+
+    Rank 0 is the least likely of the group's n; equally likely ones share their average rank.
+
+    Args:
+        rewards: [B].
+        groups: [B].
+        likelihoods: any increasing function of how likely each response was, [B].
+        rank_penalty: share of its reward that the likeliest of a large group loses.
+    """
+    _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)
+    level = torch.unique(likelihoods, return_inverse=True)[1]
+    # One cell for every distinct likelihood of a group, in ascending order within the group.
+    _, cell, count = torch.unique(index * len(groups) + level, return_inverse=True, return_counts=True)
+    below = (count.cumsum(0) - count)[cell] - (size.cumsum(0) - size)[index]
+    rank = below + (count[cell] - 1).double() / 2
+    return rewards.double() * (1 - rank / size[index] * rank_penalty)
+
+
+def gigpo_advantages(
+    episode_returns: Tensor,
+    tasks: Tensor,
+    step_returns: Tensor,
+    episodes: Tensor,
+    states: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    step_weight: float = 1.0,
+    std_norm: bool = True,
+) -> Tensor:
+    """GiGPO: A = A_episode + step_weight * A_step, one for each of S steps (arXiv 2505.10978, section 4).
+
+    A_episode compares an episode's return with those of its task's other episodes, as GRPO does. A_step compares a
+    step's discounted return with those of the other steps taken from the same state, and is 0 for a state met once:
+    without repeated states this is GRPO.
+
+    Args:
+        episode_returns: [E].
+        tasks: task of each episode [E].
+        step_returns: discounted sum of the rewards from each step on, [S].
+        episodes: position in 0..E-1 of each step's episode [S].
+        states: group of steps taken from the same state of the same task [S].
+        epsilon: added to the standard deviations.
+        step_weight: weight of A_step.
+        std_norm: divide by the (unbiased) standard deviation; else only subtract the mean.
+    """
+    if std_norm:
+        of_episodes = grpo_advantages(episode_returns, tasks, epsilon)
+    else:
+        of_episodes = dr_grpo_advantages(episode_returns, tasks)
+    stats = group_stats(step_returns, states)
+    of_steps = stats.centred  # 0 for a state met once: by itself it says nothing of the action taken
+    if std_norm:
+        of_steps = _without_signal_zero(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
+    return _as_rewards(of_episodes.double()[episodes] + step_weight * of_steps, step_returns)
+
+
+def distillation_advantages(teacher_logprobs: Tensor, logprobs: Tensor, kl_coef: float = 1.0) -> Tensor:
+    """On-policy distillation: coef * (log p_teacher - log p) of each token, float64 [T].
+
+    Its mean over sampled tokens estimates the negative reverse KL ("On-Policy Distillation", Thinking Machines Lab,
+    2025; arXiv 2306.13649).
+    """
+    return kl_coef * (teacher_logprobs.double() - logprobs.double())
+
+
 def reinforce_plus_plus_advantages(rewards: Tensor, groups: Tensor, num_tokens: Tensor) -> Tensor:
     """REINFORCE++ with group baseline: r - mean, whitened over all trained tokens (arXiv 2501.03262).
 
@@ -180,8 +257,9 @@ def _minus_baseline(rewards: Tensor, stats: GroupStats) -> Tensor:
     return torch.where((stats.size == 1)[stats.index], rewards.double(), stats.centred)
 
 
-def _without_signal_zero(score: Tensor, stats: GroupStats) -> Tensor:
-    return score.masked_fill((stats.constant & (stats.size > 1))[stats.index], 0.0)
+def _without_signal_zero(score: Tensor, stats: GroupStats, least: int = 2) -> Tensor:
+    """The score, exactly 0 in constant groups of at least `least`."""
+    return score.masked_fill((stats.constant & (stats.size >= least))[stats.index], 0.0)
 
 
 def _as_rewards(advantages: Tensor, rewards: Tensor) -> Tensor:

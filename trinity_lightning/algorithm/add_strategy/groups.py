@@ -1,7 +1,7 @@
 """What the add strategies do with groups of experiences: validate, filter, set advantages, gather metrics."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,13 +29,26 @@ def reject_dpo(exps: Sequence[Experience]) -> None:
             )
 
 
-def split_valid(groups: Groups) -> tuple[Groups, int]:
-    """The groups whose rewards are all finite numbers, and the number of the others, which are logged."""
-    valid = {id_: exps for id_, exps in groups.items() if all(is_valid_reward(exp.reward) for exp in exps)}
+def has_valid_reward(exp: Experience) -> bool:
+    """Whether its reward is a finite number."""
+    return is_valid_reward(exp.reward)
+
+
+def split_valid(
+    groups: Groups, is_valid: Callable[[Experience], bool] = has_valid_reward, numbers: str = "reward"
+) -> tuple[Groups, int]:
+    """The groups whose experiences are all valid, and the number of the others, which are logged.
+
+    Args:
+        groups: by id.
+        is_valid: here, whether the reward is a finite number.
+        numbers: what `is_valid` looks at, in words.
+    """
+    valid = {id_: exps for id_, exps in groups.items() if all(map(is_valid, exps))}
     invalid = [id_ for id_ in groups if id_ not in valid]
     if invalid:
         logger.warning(
-            "left out %d groups with a reward that is no finite number: %s", len(invalid), ", ".join(invalid)
+            "left out %d groups with a %s that is no finite number: %s", len(invalid), numbers, ", ".join(invalid)
         )
     return valid, len(invalid)
 
@@ -64,9 +77,16 @@ def action_mask(exp: Experience) -> Tensor:
 
 def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
     """Give each experience its score on its trained tokens: `advantages` and a copy, `returns`, float32 [response]."""
-    for exp, score in zip(exps, scores, strict=True):
-        exp.advantages = action_mask(exp).float() * score
-        exp.returns = exp.advantages.clone()
+    if not exps:
+        return
+    masks = [action_mask(exp) for exp in exps]
+    lengths = [len(mask) for mask in masks]
+    # All experiences at once: three small operations for each would take most of a strategy's time.
+    per_token = torch.tensor(scores, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+    rows = (torch.cat(masks).float() * per_token).split(lengths)
+    for exp, row in zip(exps, rows, strict=True):
+        # Copies: a row as it is would keep the whole step's memory alive.
+        exp.advantages, exp.returns = row.clone(), row.clone()
 
 
 def gather_metrics(metrics: Sequence[Mapping[str, float]], prefix: str) -> Metrics:

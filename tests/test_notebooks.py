@@ -1,0 +1,82 @@
+"""The notebooks run in a fresh kernel, silent on stderr, and show what was committed of them."""
+
+import copy
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib.font_manager  # noqa: F401  # makes the font cache: a kernel that has to says so on stderr
+import nbformat
+import pytest
+from conftest import ROOT, environment
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SECONDS = 60
+
+
+class SamePythonKernelManager(AsyncKernelManager):
+    """Starts kernels with the Python of the tests, whatever kernels are installed under whatever name."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+
+
+def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """A copy of the notebook, run in an empty folder; an error of a cell, or a cell at work after 60 s, is raised."""
+    work = folder / "work"
+    work.mkdir()
+    # Not the profile and the back end of whoever runs the tests. If ipykernel sees pytest's variable, it does not show
+    # what C libraries print.
+    env = {name: value for name, value in environment().items() if name not in ("PYTEST_CURRENT_TEST", "MPLBACKEND")}
+    env["IPYTHONDIR"] = str(folder / "ipython")
+    end = time.monotonic() + SECONDS
+    client = NotebookClient(
+        copy.deepcopy(notebook),
+        kernel_manager_class=SamePythonKernelManager,
+        kernel_name="python3",
+        timeout_func=lambda cell: max(1, round(end - time.monotonic())),  # whole seconds; 0 would be no limit
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(work)}},
+    )
+    return client.execute(env=env)
+
+
+def shown(notebook: NotebookNode) -> dict[str, list[Any]]:
+    """What each code cell shows, by its position: all of a text, of a picture only that there is one."""
+    code = {f"cell {i}": cell for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"}
+    return {name: _shown(cell.outputs) for name, cell in code.items()}
+
+
+def _shown(outputs: list[NotebookNode]) -> list[Any]:
+    result: list[Any] = []
+    # How a stream is cut into messages depends on the moment.
+    for stream, group in groupby(outputs, key=lambda output: output.get("name")):
+        if stream:
+            result.append((stream, "".join(output.text for output in group)))
+        else:
+            bundles = [output.get("data", {"error": output.get("ename")}) for output in group]
+            result += [{kind: value * (not kind.startswith("image/")) for kind, value in b.items()} for b in bundles]
+    return result
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_shows_what_was_committed(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))  # where the kernel manager keeps the connection file
+    committed: NotebookNode = nbformat.read(path, as_version=4)
+    fresh = shown(execute(committed, tmp_path))
+    streams = [output for outputs in fresh.values() for output in outputs if isinstance(output, tuple)]
+    assert [text for stream, text in streams if stream == "stderr"] == []
+    assert shown(committed) == fresh, f"stale: run `jupyter execute --inplace notebooks/{path.name}`"
+    assert str(ROOT) not in path.read_text(), "the notebook names a path of this machine"

@@ -1,0 +1,119 @@
+"""Keep the groups that carry a signal, and fill up with copies of them: a constant amount to train on."""
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    INVALID_GROUP_COUNT,
+    AddStrategy,
+)
+from trinity_lightning.algorithm.add_strategy.arguments import not_negative
+from trinity_lightning.algorithm.add_strategy.groups import (
+    Groups,
+    Metrics,
+    informative_groups,
+    reject_dpo,
+    split_valid,
+)
+from trinity_lightning.common.experience import EID, Experience, group_by
+from trinity_lightning.common.writer import BufferWriter
+
+
+@ADD_STRATEGY.register("duplicate_informative")
+class DuplicateInformativeAddStrategy(AddStrategy):
+    """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as it came.
+
+    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. A group is informative as in
+    `reward_variance`. Groups are copied in a seeded order, none a second time before all have been copied once; whole
+    ones, so that the count may pass that of the input by less than a group. A copy has a task of its own, and is
+    therefore a group of its own, and shares its tensors with the original.
+
+    `filtered_count` counts the experiences left out, `duplicated_count` the copies; `add_strategy_time` is in seconds.
+
+    Args:
+        writer: where the experiences go, in one write.
+        variance_threshold: least population variance of an informative group's rewards, not included.
+        seed: with the explore step it decides which groups are copied.
+    """
+
+    def __init__(self, writer: BufferWriter, variance_threshold: float = 0.0, seed: int = 0, **unknown: Any) -> None:
+        super().__init__(writer, **unknown)
+        self.variance_threshold = not_negative("variance_threshold", variance_threshold)
+        self.seed = seed
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"variance_threshold": 0.0}
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write the groups with a signal and their copies, in one write; see `AddStrategy.add`."""
+        if not experiences:
+            return 0, {}
+        start = time.perf_counter()
+        reject_dpo(experiences)
+        groups, invalid = split_valid(group_by(experiences, "task"))
+        kept = informative_groups(groups, self.variance_threshold)
+        originals = [exp for group in kept.values() for exp in group]
+        copies = self._copies(kept, experiences, len(experiences) - len(originals), step)
+        if originals:
+            await self.writer.write_async(originals + copies)
+        return len(originals) + len(copies), {
+            "filtered_count": float(len(experiences) - len(originals)),
+            "duplicated_count": float(len(copies)),
+            INVALID_GROUP_COUNT: float(invalid),
+            "add_strategy_time": time.perf_counter() - start,
+        }
+
+    def _copies(self, groups: Groups, experiences: list[Experience], missing: int, step: int) -> list[Experience]:
+        """At least `missing` copies, of whole groups, if there is any group."""
+        copies: list[Experience] = []
+        rng = random.Random(f"{self.seed}/{step}")
+        tasks = _FreshTasks(experiences)
+        while groups and len(copies) < missing:
+            for group in rng.sample(list(groups.values()), len(groups)):
+                if len(copies) >= missing:
+                    break
+                copies += _copy_group(group, tasks)
+        return copies
+
+
+class _FreshTasks:
+    """Task ids that no experience of the step has: further numbers for ints, `<task>-copy-<n>` for strings."""
+
+    def __init__(self, experiences: list[Experience]) -> None:
+        tasks = {exp.eid.task for exp in experiences}
+        self._taken = {str(task) for task in tasks}  # 1 and "1" make the same task identifier
+        self._next = max((task for task in tasks if isinstance(task, int)), default=-1) + 1
+
+    def fresh(self, task: int | str) -> int | str:
+        name = next(name for name in self._names(task) if str(name) not in self._taken)
+        self._taken.add(str(name))
+        if isinstance(name, int):
+            self._next = name + 1
+        return name
+
+    def _names(self, task: int | str) -> Iterator[int | str]:
+        number = self._next if isinstance(task, int) else 1
+        while True:
+            yield number if isinstance(task, int) else f"{task}-copy-{number}"
+            number += 1
+
+
+def _copy_group(group: list[Experience], tasks: _FreshTasks) -> list[Experience]:
+    task = tasks.fresh(group[0].eid.task)
+    copies = []
+    for row, exp in enumerate(group):
+        twin = copy.copy(exp)
+        # Not a random suffix: the same seed gives the same copies.
+        suffix = xxhash.xxh3_64_hexdigest(f"{exp.eid.uid}/{task}/{row}".encode())[:12]
+        twin.eid = EID(batch=exp.eid.batch, task=task, run=exp.eid.run, step=exp.eid.step, suffix=suffix)
+        # What is added to a copy's info or metrics is not the original's.
+        twin.info, twin.metrics = dict(exp.info), dict(exp.metrics)
+        copies.append(twin)
+    return copies

@@ -1,0 +1,79 @@
+"""On-policy distillation: a teacher's opinion of each token takes the place of a reward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GroupAdvantageStrategy
+from trinity_lightning.algorithm.add_strategy.arguments import finite
+from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, split_valid
+from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.writer import BufferWriter
+
+
+@ADD_STRATEGY.register("on_policy_distill")
+class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
+    """kl_coef * (teacher_logprobs - logprobs) of each trained token.
+
+    Source: "On-Policy Distillation", Thinking Machines Lab, 2025. Experiences need no reward, but one that is not a
+    finite number leaves its group out, as does such a log-probability of a trained token. The metric reverse_kl is the
+    mean of logprobs - teacher_logprobs over a task's trained tokens: an estimate of KL(policy || teacher), in nats.
+
+    Args:
+        writer: where the experiences go, one write a task.
+        kl_coef: weight of the difference.
+    """
+
+    def __init__(self, writer: BufferWriter, kl_coef: float = 1.0, **unknown: Any) -> None:
+        super().__init__(writer, **unknown)
+        self.kl_coef = finite("kl_coef", kl_coef)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"kl_coef": 1.0}
+
+    def group_experiences(self, exps: list[Experience]) -> Groups:
+        """The experiences of each task."""
+        return group_by(exps, "task")
+
+    def split_valid(self, groups: Groups) -> tuple[Groups, int]:
+        """The groups without a reward or log-probability that is no finite number, and the number of the others."""
+        return split_valid(groups, _is_valid, "reward or log-probability")
+
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
+        """Set the advantages of one task's experiences.
+
+        Raises:
+            ExperienceError: an experience lacks logprobs or teacher_logprobs, or they do not fit its action mask.
+        """
+        total, tokens = 0.0, 0
+        for exp in exps:
+            mask, (teacher, student) = action_mask(exp).bool(), _logprobs(exp)
+            scores = functional.distillation_advantages(teacher, student, self.kl_coef)
+            # Chosen, not multiplied: where nothing is trained, what stands there does not matter.
+            exp.advantages = torch.where(mask, scores, 0.0).float()
+            exp.returns = exp.advantages.clone()
+            total += float((student.double() - teacher.double())[mask].sum())
+            tokens += int(mask.sum())
+        return exps, {"reverse_kl": total / tokens} if tokens else {}
+
+
+def _logprobs(exp: Experience) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the response under teacher and policy, each [response]."""
+    for name in ("teacher_logprobs", "logprobs"):
+        values = getattr(exp, name)
+        if values is None:
+            raise ExperienceError(f"experience {exp.eid} has no {name}, which on_policy_distill compares.")
+        if values.shape != action_mask(exp).shape:
+            raise ExperienceError(
+                f"experience {exp.eid}: {name} has {len(values)} values for {len(action_mask(exp))} response tokens."
+            )
+    return exp.teacher_logprobs, exp.logprobs  # type: ignore[return-value]  # checked above
+
+
+def _is_valid(exp: Experience) -> bool:
+    difference = functional.distillation_advantages(*_logprobs(exp))[action_mask(exp).bool()]
+    return (exp.reward is None or is_valid_reward(exp.reward)) and bool(torch.isfinite(difference).all())

@@ -1,0 +1,132 @@
+"""Add strategies for runs of several steps: an experience a step, and what a run was worth for all of them."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    INVALID_GROUP_COUNT,
+    AddStrategy,
+)
+from trinity_lightning.algorithm.add_strategy.arguments import not_negative
+from trinity_lightning.algorithm.add_strategy.groups import (
+    Groups,
+    Metrics,
+    gather_metrics,
+    reject_dpo,
+    set_advantages,
+    split_valid,
+)
+from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.writer import BufferWriter
+
+
+def last_step(exps: Sequence[Experience]) -> Experience:
+    """The experience of a run's greatest step, whatever their order."""
+    return max(reversed(exps), key=lambda exp: exp.eid.step)
+
+
+class RunAdvantageStrategy(AddStrategy):
+    """An add strategy that groups by task and then by run, and writes one run at a time.
+
+    A task of which a reward that matters is no finite number is left out, logged, and counted in
+    `group_advantages/invalid_group_count`.
+    """
+
+    @abstractmethod
+    def weigh_tasks(self, tasks: list[Groups]) -> list[Metrics]:
+        """Set `advantages` and `returns` [response] of the runs, by id, of every task: each task's metrics."""
+
+    def rewarded(self, runs: Groups) -> list[Experience]:
+        """The experiences of a task whose rewards must be finite numbers: the last step of every run."""
+        return [last_step(exps) for exps in runs.values()]
+
+    async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
+        self, exps: list[Experience], step: int
+    ) -> tuple[int, Metrics]:
+        """Weigh and write the experiences, one write a run; see `AddStrategy.add`."""
+        if not exps:
+            return 0, {}
+        reject_dpo(exps)
+        tasks = {task: group_by(group, "run") for task, group in group_by(exps, "task").items()}
+        valid, invalid = split_valid({task: self.rewarded(runs) for task, runs in tasks.items()})
+        weighed = [tasks[task] for task in valid]
+        metrics = self.weigh_tasks(weighed) if weighed else []
+        written = 0
+        for run in (run for runs in weighed for run in runs.values()):
+            await self.writer.write_async(run)
+            written += len(run)
+        return written, gather_metrics(metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
+
+
+@ADD_STRATEGY.register("step_wise_grpo")
+class StepWiseGRPOStrategy(RunAdvantageStrategy):
+    """GRPO over the rewards of the runs' last steps; every step of a run gets its run's score (as in rLLM).
+
+    The last step is the one with the greatest `eid.step`. Rewards of other steps do not count, and may be missing.
+
+    Args:
+        writer: where the experiences go.
+        epsilon: added to the standard deviation.
+        enable_step_norm: divide the score by the number of the run's steps, for long runs to weigh no more than short.
+    """
+
+    def __init__(
+        self, writer: BufferWriter, epsilon: float = 1e-6, enable_step_norm: bool = False, **unknown: Any
+    ) -> None:
+        super().__init__(writer, **unknown)
+        self.epsilon = not_negative("epsilon", epsilon)
+        self.enable_step_norm = enable_step_norm
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"epsilon": 1e-6, "enable_step_norm": False}
+
+    def calculate_group_advantage(self, exps: dict[str, Experience]) -> tuple[dict[str, float], Metrics]:
+        """Scores of a task's runs, by run id, from their last steps; and the task's reward_mean and reward_std.
+
+        Raises:
+            ExperienceError: a reward is no finite number.
+        """
+        if split_valid({"runs": list(exps.values())})[1]:
+            raise ExperienceError(f"runs {', '.join(exps)}: every reward must be a finite number.")
+        scores, metrics = self._score([exps])
+        return scores[0], metrics[0]
+
+    def broadcast_advantages(self, run_exps: Groups, scores: dict[str, float]) -> Groups:
+        """Set `advantages` and `returns` of every step of each run from its score, both by run id: the runs."""
+        for run_id, exps in run_exps.items():
+            score = scores[run_id] / len(exps) if self.enable_step_norm else scores[run_id]
+            set_advantages(exps, [score] * len(exps))
+        return run_exps
+
+    def weigh_tasks(self, tasks: list[Groups]) -> list[Metrics]:
+        """All tasks at once, unless a subclass defines `calculate_group_advantage` itself."""
+        last_steps = [{run_id: last_step(exps) for run_id, exps in runs.items()} for runs in tasks]
+        if type(self).calculate_group_advantage is StepWiseGRPOStrategy.calculate_group_advantage:
+            scores, metrics = self._score(last_steps)
+        else:
+            weighed = [self.calculate_group_advantage(exps) for exps in last_steps]
+            scores, metrics = [score for score, _ in weighed], [metric for _, metric in weighed]
+        for runs, of_runs in zip(tasks, scores, strict=True):
+            self.broadcast_advantages(runs, of_runs)
+        return metrics
+
+    def _score(self, tasks: list[dict[str, Experience]]) -> tuple[list[dict[str, float]], list[Metrics]]:
+        sizes = [len(exps) for exps in tasks]
+        rewards = torch.tensor([exp.reward for exps in tasks for exp in exps.values()], dtype=torch.float64)
+        groups = torch.repeat_interleave(torch.tensor(sizes))
+        scores = iter(functional.grpo_advantages(rewards, groups, self.epsilon).tolist())
+        return [{run_id: next(scores) for run_id in exps} for exps in tasks], return_metrics(rewards, groups)
+
+
+def return_metrics(returns: torch.Tensor, groups: torch.Tensor) -> list[Metrics]:
+    """reward_mean and reward_std of each group, as GRPO has them: 0 and 1 for a group of one."""
+    stats = functional.group_stats(returns, groups)
+    lone = stats.size == 1
+    mean, std = stats.mean.masked_fill(lone, 0.0).tolist(), stats.std.masked_fill(lone, 1.0).tolist()
+    return [{"reward_mean": m, "reward_std": s} for m, s in zip(mean, std, strict=True)]
