@@ -55,6 +55,8 @@ async def plain_add(experiences: list[Experience], writer: BufferWriter) -> dict
         rewards = torch.tensor([experience.reward for experience in group], dtype=torch.float32)
         mean, std = (rewards.mean(), rewards.std()) if len(group) > 1 else (torch.tensor(0.0), torch.tensor(1.0))
         for experience in group:
+            assert experience.reward is not None
+            assert experience.action_mask is not None
             score = (experience.reward - mean) / (std + EPSILON)
             experience.advantages = score * experience.action_mask
             experience.returns = experience.advantages.clone()

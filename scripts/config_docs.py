@@ -45,6 +45,7 @@ FREE = {
     "add_strategy": "How rewards become advantages: {name: arguments}, in order.",
     "callbacks": "Lightning callbacks, as `_target_` nodes.",
     "logger": "Lightning loggers, as `_target_` nodes.",
+    "operators": "What tidies experiences before they are weighed, in order: {name: {args, on_error: stop or skip}}.",
     "trainer": "Arguments of `lightning.Trainer`.",
 }
 

@@ -5,6 +5,7 @@ from trinity_lightning.algorithm.kl import KL_FN
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
 from trinity_lightning.algorithm.policy_loss.aggregate import LOSS_AGG_MODES
 from trinity_lightning.algorithm.rollout_correction import LEVELS, MODES
+from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
 from trinity_lightning.common import known_names
 from trinity_lightning.common.config import options
 from trinity_lightning.explorer.tasks.taskset import ORDERS
@@ -13,6 +14,8 @@ from trinity_lightning.explorer.workflows import WORKFLOWS
 
 def test_known_names_are_those_of_the_registries() -> None:
     assert sorted(ADD_STRATEGY) == sorted(known_names.ADD_STRATEGIES) == options("add_strategy")
+    assert sorted(EXPERIENCE_OPERATORS) == sorted(known_names.EXPERIENCE_OPERATORS)
+    assert sorted([*EXPERIENCE_OPERATORS, "none"]) == options("operators")
     assert sorted(POLICY_LOSS_FN) == sorted(known_names.POLICY_LOSSES)
     assert sorted(KL_FN) == sorted(known_names.KL_ESTIMATES)
     assert sorted(LOSS_AGG_MODES) == sorted(known_names.LOSS_AGG_MODES)

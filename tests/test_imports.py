@@ -16,7 +16,8 @@ MODULES = {
 }
 
 # What joins the rooms, and may import all of them.
-TOP = {f"{PACKAGE}.{name}" for name in ("train", "build", "evaluate", "explorer.callback", "buffer.datamodule")}
+PACKAGE_TOPS = ("explorer.callback", "buffer.datamodule")
+TOP = {f"{PACKAGE}.{name}" for name in ("train", "build", "evaluate", "evaluation", "parts", *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.
 RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}
 EXPLORER_PARTS = ("explorer.tasks", "explorer.rewards", "explorer.workflows", "explorer.models")

@@ -29,6 +29,8 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.policy_loss_args.dual_clip=4"],
         ["'algorithm.policy_loss_args.dual_clip' is not set yet", "+algorithm.policy_loss_args.dual_clip=VALUE"],
     ),
+    "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
+    "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
@@ -54,6 +56,23 @@ REFUSED = {
     "unknown strategy": (
         ["+recipe=grpo", "+add_strategy.rlo={}"],
         ["unknown add_strategy 'rlo'", "Did you mean 'rloo'"],
+    ),
+    "unknown operator": (
+        ["+recipe=grpo", "+operators.reward_filtr={}"],
+        ["unknown operator 'reward_filtr'", "Did you mean 'reward_filter'", "dotted path"],
+    ),
+    "unknown group of operators": (["+recipe=grpo", "operators=judg"], ["Did you mean 'judge'"]),
+    "misspelt key of an operator": (
+        ["+recipe=grpo", "operators=reward_filter", "+operators.reward_filter.arg.threshold=1"],
+        ["operators.reward_filter.arg", "args"],
+    ),
+    "wrong choice of an operator": (
+        ["+recipe=grpo", "operators=reward_filter", "operators.reward_filter.on_error=ignore"],
+        ["operators.reward_filter.on_error", "stop", "skip"],
+    ),
+    "argument of an operator without a value": (
+        ["+recipe=grpo", "operators=overlong_penalty"],
+        ["operators.overlong_penalty.args.cache_length", "give it a value"],
     ),
     "no strategy": (["+recipe=grpo", "~add_strategy"], ["add_strategy is empty"]),
     "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),

@@ -26,7 +26,9 @@ def test_no_name_stands_twice() -> None:
         ("reward/mean", "reward/mean"),
         ("eval/heldout/pass@4", "eval/<taskset>/pass@<k>"),
         ("time/operator/0_RewardFilter", "time/operator/<index>_<class>"),
-        ("group_advantages/group_baseline/min", "group_advantages/<statistic>/{mean,max,min}"),
+        ("group_advantages/group_size/min", "group_advantages/<statistic>/{mean,max,min}"),
+        ("experience_pipeline/judge_2/score/mean", "experience_pipeline/<operator>/score/mean"),
+        ("experience_pipeline/my.Operator/kept", "experience_pipeline/<operator>/<metric>"),
         ("actor/is_weight/clipfrac", "actor/<metric>"),
     ],
 )

@@ -1,13 +1,25 @@
 """The LightningDataModule: holds the buffer, lets experiences in through the pipeline, hands out optimizer batches."""
 
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from trinity_lightning.buffer.kept import keep_step
 from trinity_lightning.buffer.loader import ExperienceLoader
+from trinity_lightning.buffer.loops import run_on_loop
+from trinity_lightning.buffer.offline import OfflineLoader
+from trinity_lightning.buffer.operators import AuxiliaryModels, OperatorConfig
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
+from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.memory import MemoryStorage
+from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience
+
+logger = logging.getLogger(__name__)
 
 
 class ExperienceDataModule(L.LightningDataModule):
@@ -18,9 +30,13 @@ class ExperienceDataModule(L.LightningDataModule):
         optimizer_steps: optimizer steps an explore step.
         inner_epochs: passes over an explore step's experiences.
         seed: seed of the dealing of groups into optimizer steps.
+        operators: what tidies a step's experiences before they are weighed, in order.
+        auxiliary_models: clients of other models, for operators that ask them.
+        folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
+        keep_folder: where the experiences of every step are kept, as the trainer is given them; None: nowhere.
 
     Raises:
-        ValueError, TypeError: an unknown strategy, or arguments it does not have.
+        ValueError, TypeError: an unknown strategy or operator, or arguments it does not have.
     """
 
     def __init__(
@@ -30,13 +46,21 @@ class ExperienceDataModule(L.LightningDataModule):
         optimizer_steps: int = 1,
         inner_epochs: int = 1,
         seed: int = 0,
+        operators: Sequence[OperatorConfig] = (),
+        auxiliary_models: AuxiliaryModels | None = None,
+        folder: str | Path | None = None,
+        keep_folder: Path | None = None,
     ) -> None:
         super().__init__()
         self.storage = MemoryStorage()
-        self.pipeline = ExperiencePipeline(add_strategy, self.storage)
+        self.pipeline = ExperiencePipeline(
+            add_strategy, self.storage, operators, auxiliary_models=auxiliary_models, folder=folder
+        )
         self.optimizer_steps = optimizer_steps
         self.inner_epochs = inner_epochs
         self._seed = seed
+        self._keep_folder = keep_folder
+        self._loop: asyncio.AbstractEventLoop | None = None  # where the operators live
 
     @property
     def batch(self) -> int:
@@ -52,11 +76,46 @@ class ExperienceDataModule(L.LightningDataModule):
         """Replace the buffer's contents by an explore step's experiences, weighed; the pipeline's metrics.
 
         A step of which the strategies leave nothing is an empty one: its items train nothing and are counted.
+
+        Raises:
+            OperatorError: an operator failed; the buffer holds what it held before.
         """
+        await self.prepare()
         self.storage.begin()
         metrics = await self.pipeline.process(experiences, step)
         self.storage.commit(step)
+        if self._keep_folder is not None:
+            await asyncio.to_thread(keep_step, self._keep_folder, step, self.storage.experiences)
         return metrics
+
+    async def prepare(self) -> None:
+        """Prepare the operators, on the loop that `fill` runs on; `fill` does it too. Twice is allowed.
+
+        Raises:
+            OperatorError: one of them failed.
+        """
+        self._loop = asyncio.get_running_loop()
+        await self.pipeline.prepare()
+
+    async def close(self) -> None:
+        """Close the operators; twice is allowed. Lightning's `teardown` does it too.
+
+        Raises:
+            OperatorError: one of them failed; the others are closed.
+        """
+        await self.pipeline.close()
+
+    def teardown(self, stage: str) -> None:
+        """Close the operators, on the loop they were prepared on as long as it runs."""
+        if self.pipeline.prepared:
+            run_on_loop(self.close, self._loop)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The same after an error: it is on its way to the user, and one of closing is only logged."""
+        try:
+            self.teardown("fit")
+        except (OperatorError, TimeoutError) as error:
+            logger.warning("%s", error)
 
     def train_dataloader(self) -> ExperienceLoader:
         """One sized, lazy, stateful loader for the whole run."""
@@ -73,3 +132,51 @@ class ExperienceDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the buffer."""
         self.storage.load_state_dict(state_dict)
+
+
+class OfflineExperienceDataModule(L.LightningDataModule):
+    """Experiences out of a reader, where no explorer makes them: SFT, DPO, offline RL.
+
+    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The reader's position is in the
+    checkpoint, that in the epoch too (the loader's).
+
+    Args:
+        reader: where experiences come from.
+        batch_size, steps_per_epoch, whole_groups, wait: as `OfflineLoader`.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    def __init__(
+        self,
+        reader: BufferReader,
+        *,
+        batch_size: int,
+        steps_per_epoch: int,
+        whole_groups: bool = True,
+        wait: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.reader = reader
+        self._loader = OfflineLoader(reader, batch_size, steps_per_epoch, whole_groups=whole_groups, wait=wait)
+
+    def train_dataloader(self) -> OfflineLoader:
+        """One sized, lazy, stateful loader for the whole run."""
+        return self._loader
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Nothing is moved here: micro-batches are padded on the device when they are cut."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reader stands."""
+        return {"reader": self.reader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on reading where the checkpoint was taken.
+
+        Raises:
+            StorageError: the checkpoint is of another buffer.
+        """
+        self.reader.load_state_dict(state_dict["reader"])

@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trinity_lightning.algorithm.add_strategy import create_add_strategy
+from trinity_lightning.buffer.operator_chain import OperatorChain
+from trinity_lightning.buffer.operators import AuxiliaryModels, ExperienceOperatorV1, OperatorConfig
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.writer import BufferWriter
 
@@ -12,23 +15,82 @@ StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
 
 
 class ExperiencePipeline:
-    """Weighs a whole explore step (groups must be complete) and writes it to the buffer.
+    """Runs operators on a whole explore step (groups must be complete), weighs what is left, writes it to the buffer.
 
     Args:
         add_strategy: a registered name or dotted path, or several with arguments: [("grpo", {"epsilon": 1e-6})].
         writer: where the result goes.
+        operators: run before the add strategy, in order.
+        auxiliary_models: clients of other models, for operators that ask them.
+        folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
+
+    Raises:
+        ValueError, TypeError: an unknown operator or strategy, or arguments it does not have.
+        ConfigError: an argument's value is out of range.
     """
 
-    def __init__(self, add_strategy: StrategySpec, writer: BufferWriter) -> None:
+    def __init__(
+        self,
+        add_strategy: StrategySpec,
+        writer: BufferWriter,
+        operators: Sequence[OperatorConfig] = (),
+        *,
+        auxiliary_models: AuxiliaryModels | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
         specs = [(add_strategy, {})] if isinstance(add_strategy, str) else [(n, dict(a)) for n, a in add_strategy]
         self._strategy = create_add_strategy(specs, writer)
+        self._chain = OperatorChain(operators, auxiliary_models, folder)
+
+    @property
+    def operators(self) -> list[ExperienceOperatorV1]:
+        """The operators, in order."""
+        return self._chain.operators
+
+    @property
+    def prepared(self) -> bool:
+        """Whether there are operators that are prepared, and have to be closed."""
+        return self._chain.prepared
+
+    @property
+    def selector_metric(self) -> dict[Any, Any]:
+        """What the last step's operators tell the task selector: {taskset_id: {"indices": [...], "values": [...]}}."""
+        return self._chain.selector_metric
+
+    async def prepare(self) -> None:
+        """Prepare the operators; `process` does it too, where it has not been done. Twice is allowed.
+
+        Raises:
+            OperatorError: one of them failed.
+        """
+        await self._chain.prepare()
+
+    async def close(self) -> None:
+        """Close the operators; twice is allowed.
+
+        Raises:
+            OperatorError: one of them failed; the others are closed.
+        """
+        await self._chain.close()
 
     async def process(self, experiences: list[Experience], step: int) -> dict[str, float]:
-        """Weigh and write an explore step; the metrics of every stage."""
+        """Tidy, weigh and write an explore step; the metrics of every stage.
+
+        Raises:
+            OperatorError: an operator failed, and is not to be skipped; the experiences, as they came, are saved.
+            ExperienceError: an experience that the add strategy cannot weigh.
+        """
+        metrics: dict[str, float] = {}
+        if len(self._chain):
+            await self._chain.prepare()
+            start = time.perf_counter()
+            experiences, metrics = await self._chain.process(experiences, step)
+            metrics["time/operators"] = time.perf_counter() - start
         start = time.perf_counter()
-        count, metrics = await self._strategy.add(experiences, step)
+        count, added = await self._strategy.add(experiences, step)
         return {
             **metrics,
+            **added,
             "experience_pipeline/written": float(count),
             "time/add_strategy": time.perf_counter() - start,
         }

@@ -50,6 +50,8 @@ class TrainConfig:
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.
         eval_repeat_times: rollouts an evaluation task (the k of mean@k).
+        operators: what tidies experiences before they are weighed, in order: {name: {args: {...}, on_error}}; a key
+            `name` overrides the name.
         add_strategy: how rewards become advantages, in order: {name: arguments}; a key `name` overrides the name.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: whether the trained policy is written to `<output_dir>/model` at the end.
@@ -72,6 +74,7 @@ class TrainConfig:
     eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_repeat_times: int = 1
     explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
+    operators: dict[str, Any] = field(default_factory=dict)
     add_strategy: dict[str, Any] = field(default_factory=dict)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

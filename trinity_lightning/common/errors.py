@@ -17,6 +17,10 @@ class RolloutError(TrinityError):
     """No experience could be made of a whole explore step, or an engine failed for good."""
 
 
+class OperatorError(TrinityError):
+    """An experience operator failed; the message says which, why, and where the step's experiences are."""
+
+
 class WeightSyncError(TrinityError):
     """The engine's weights are not the trainer's: names or shapes differ, or the probe disagrees."""
 

@@ -64,6 +64,25 @@ class InferenceModel(Protocol):
         """n completions of a conversation rendered with the model's chat template; errors as `generate`."""
         ...
 
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        so_far: Sequence[int] = (),
+    ) -> list[int]:
+        """Token ids of a conversation up to where the model answers next: a prompt for `generate`.
+
+        Args:
+            messages: the conversation; with `so_far`, only what came after it.
+            tools: functions on offer, as OpenAI's API describes them.
+            so_far: exact token ids of the conversation up to and with the model's last response. The result begins with
+                them: what the model wrote is never tokenized again.
+
+        Raises:
+            ConfigError: the chat template refuses the messages.
+        """
+        ...
+
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability, at temperature 1, of each token given those before it; the first has none: [len - 1]."""
         ...
@@ -73,6 +92,14 @@ class InferenceModel(Protocol):
 
         Raises:
             WeightSyncError: a name is missing, unknown, or has the wrong shape; the engine was not touched.
+        """
+        ...
+
+    def get_openai_async_client(self) -> Any:
+        """An `openai.AsyncOpenAI` whose chat completions come from this model.
+
+        Raises:
+            ConfigError: the package openai is not installed.
         """
         ...
 

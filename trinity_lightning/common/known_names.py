@@ -16,6 +16,17 @@ ADD_STRATEGIES = (
     "rloo",
     "step_wise_grpo",
 )
+EXPERIENCE_OPERATORS = (
+    "dapo_dynamic_sampling",
+    "invalid_reward_filter",
+    "judge",
+    "mask_response_truncated",
+    "overlong_penalty",
+    "pass_rate_calculator",
+    "reward_filter",
+    "reward_shaping_mapper",
+    "reward_std_filter",
+)
 POLICY_LOSSES = ("cispo", "grpo", "gspo", "opmd", "ppo", "reinforce", "sapo", "sft")
 KL_ESTIMATES = ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

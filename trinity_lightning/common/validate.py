@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.common import known_names as known
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
+from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.suggest import unknown_name
 
 # Lightning's own objects have keys that we do not know.
@@ -25,6 +26,7 @@ AT_LEAST_ONE = (
     "sampling.max_tokens",
     "eval_sampling.max_tokens",
     "eval_repeat_times",
+    "buffer.batch_size",
     "algorithm.optimizer_steps",
     "algorithm.inner_epochs",
     "algorithm.max_tokens_per_micro_batch",
@@ -55,6 +57,7 @@ def validate(config: DictConfig) -> None:
         ConfigError: names the key and the fix.
     """
     _check_keys(config, "")
+    _check_buffer(config)
     _check_model_and_engine(config)
     for key, (names, with_paths) in NAMES.items():
         _check_name(key, OmegaConf.select(config, key), names, with_paths)
@@ -62,6 +65,8 @@ def validate(config: DictConfig) -> None:
         if not isinstance(arguments, dict):
             raise ConfigError(f"add_strategy.{label} is {arguments!r}; give its arguments as {{name: value}}.")
         _check_name("add_strategy", str(arguments.get("name", label)), known.ADD_STRATEGIES, with_paths=True)
+    for operator in operator_configs(config.operators):
+        _check_name("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
     for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values()):
         _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
         _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
@@ -91,11 +96,26 @@ def _check_model_and_engine(config: DictConfig) -> None:
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_model_name(config.model.name)
-    if config.engine.kind.value == "vllm" and importlib.util.find_spec("vllm") is None:
+    offline = config.buffer.storage in ("file", "sql")
+    if not offline and config.engine.kind.value == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
             "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
         )
+
+
+def _check_buffer(config: DictConfig) -> None:
+    buffer = config.buffer
+    if buffer.storage not in ("file", "sql"):
+        return
+    path = None if OmegaConf.is_missing(buffer, "path") else buffer.path
+    if path is None and (buffer.storage == "file" or buffer.url is None):
+        raise ConfigError(
+            f"buffer.storage={buffer.storage} reads what another run wrote: give buffer.path=PLACE, such as the folder "
+            "outputs/grpo/TIME/experiences of a run with buffer.keep=true."
+        )
+    if path is not None and not Path(path).exists():
+        raise ConfigError(f"buffer.path: there is no file or folder '{path}'.")
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:

@@ -56,12 +56,47 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "experience_pipeline/written", "experiences", "What was left to train on after operators and add strategies."
     ),
-    Metric("experience_pipeline/<operator>/<metric>", "", "What an operator counts or measures."),
+    Metric("experience_pipeline/<operator>/filtered_count", "experiences", "What a filter dropped."),
+    Metric(
+        "experience_pipeline/<operator>/dropped_all_{correct,wrong}",
+        "experiences",
+        "What dapo_dynamic_sampling dropped, of groups without any wrong or any right response.",
+    ),
+    Metric(
+        "experience_pipeline/<operator>/masked_truncated_count", "experiences", "Responses cut off, and not trained on."
+    ),
+    Metric("experience_pipeline/<operator>/overlong_penalty/mean", "reward", "Mean penalty for length."),
+    Metric("experience_pipeline/<operator>/reward_diff/{mean,min,max}", "reward", "What shaping added to the rewards."),
+    Metric("experience_pipeline/<operator>/skipped_count", "experiences", "What some shaping rule did not apply to."),
+    Metric("experience_pipeline/<operator>/selection/pass_rate/{mean,min,max}", "reward", "Mean reward of a task."),
+    Metric("experience_pipeline/<operator>/selection/task_count", "tasks", "Tasks whose pass rate was measured."),
+    Metric(
+        "experience_pipeline/<operator>/selection/skipped_count", "experiences", "What had no reward to measure by."
+    ),
+    Metric("experience_pipeline/<operator>/score/mean", "", "Mean score that a judge gave, from 0 to 1."),
+    Metric("experience_pipeline/<operator>/failed_count", "experiences", "What a judge gave no score."),
+    Metric(
+        "experience_pipeline/<operator>/failed",
+        "",
+        "1 where an operator with on_error=skip failed in this step, else 0.",
+    ),
+    Metric("experience_pipeline/<operator>/<metric>", "", "Anything else an operator counts or measures."),
     Metric("group_advantages/reward_mean/{mean,max,min}", "reward", "Mean reward of a group, over the groups."),
     Metric(
         "group_advantages/reward_std/{mean,max,min}", "reward", "Standard deviation within a group, over the groups."
     ),
     Metric("group_advantages/invalid_group_count", "groups", "Groups left out: a reward was missing, NaN or infinite."),
+    Metric("group_advantages/group_baseline/{mean,max,min}", "reward", "Baseline of a group (OPMD), over the groups."),
+    Metric(
+        "group_advantages/repeated_state_ratio/{mean,max,min}",
+        "",
+        "Share of a task's steps from a state met more than once (GiGPO), over the tasks.",
+    ),
+    Metric(
+        "group_advantages/reverse_kl/{mean,max,min}",
+        "nats",
+        "Mean of policy minus teacher log-probability of a task's trained tokens, over the tasks.",
+    ),
     Metric("group_advantages/<statistic>/{mean,max,min}", "", "Any other number of an add strategy, over the groups."),
     Metric("filtered_count", "experiences", "What the add strategies left out."),
     Metric("duplicated_count", "experiences", "What the add strategies copied."),

@@ -25,16 +25,16 @@ class RunMonitor(L.Callback):
     Args:
         folder: of the run.
         total_steps: explore steps of the run.
-        metrics: the explorer's metrics of the step under way.
 
     Attributes:
+        explored: tells the explorer's metrics of the step under way; none without an explorer.
         memory: peak of the process tree, by part of the work.
     """
 
-    def __init__(self, folder: str | Path, total_steps: int, metrics: Callable[[], dict[str, float]] = dict) -> None:
+    def __init__(self, folder: str | Path, total_steps: int) -> None:
         self.memory = MemoryMeter()
         self._total_steps = total_steps
-        self._metrics = metrics
+        self.explored: Callable[[], dict[str, float]] = dict
         self._completions = CompletionsWriter(Path(folder) / "completions")
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
@@ -109,7 +109,7 @@ class RunMonitor(L.Callback):
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
         self._trained_at = trainer.global_step
-        print(format_step_line(logged | self._metrics(), step, self._total_steps), flush=True)
+        print(format_step_line(logged | self.explored(), step, self._total_steps), flush=True)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring."""

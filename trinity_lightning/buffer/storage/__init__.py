@@ -1,0 +1,1 @@
+"""Where experiences are held: this process's memory, a file, or a database."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trinity_lightning.build import record_config
+from trinity_lightning.parts import record_config
 
 
 def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,70 @@
+"""What other processes do in the tests: write and acknowledge, or read and keep what was read with the cursor."""
+
+import json
+import random
+from pathlib import Path
+
+from buffer_cases import make_group
+
+from trinity_lightning.buffer.storage.atomic import write_atomically
+from trinity_lightning.buffer.storage.file import FileReader, FileStorage
+from trinity_lightning.buffer.storage.sql import SqlReader, SqlStorage
+from trinity_lightning.common.experience import EID, Experience
+
+STORAGES = {"file": FileStorage, "sql": SqlStorage}
+READERS = {"file": FileReader, "sql": SqlReader}
+
+
+def name(experience):
+    """Which life of the writer, which of its writes, which experience of that."""
+    return f"{experience.eid.batch}/{experience.eid.task}/{experience.eid.run}"
+
+
+def make(life, number, run, generator):
+    """An experience that says what it must hold."""
+    tokens = [generator.randrange(1000) for _ in range(generator.choice([4, 400, 20_000]))]
+    return Experience(
+        eid=EID(batch=life, task=number, run=run, suffix=""), tokens=tokens, info={"sum": sum(tokens)}, prompt_length=2
+    )
+
+
+def intact(experience):
+    """Whether an experience holds what it says."""
+    return int(experience.tokens.sum()) == experience.info["sum"]
+
+
+def write_forever(kind, place, life, acknowledged):
+    """Write, and print what each acknowledged write held, until killed."""
+    generator = random.Random(life)
+    with STORAGES[kind](place) as storage, Path(acknowledged).open("a") as file:
+        number = 0
+        while True:
+            group = [make(life, number, run, generator) for run in range(generator.randint(1, 4))]
+            storage.write(group)
+            print(*map(name, group), file=file, flush=True)
+            number += 1
+
+
+def read_forever(kind, place, memory, until_end=False):
+    """Read from where `memory` says, and keep cursor and findings in it, until killed (or at the end)."""
+    memory = Path(memory)
+    kept = json.loads(memory.read_text()) if memory.exists() else {"state": None, "seen": [], "torn": []}
+    generator = random.Random(len(kept["seen"]))
+    with READERS[kind](place) as reader:
+        if kept["state"] is not None:
+            reader.load_state_dict(kept["state"])
+        while True:
+            got = reader.read(generator.choice([None, 1, 3, 50]), wait=0.0 if until_end else 0.02)
+            if until_end and not got:
+                return
+            kept["state"] = reader.state_dict()
+            kept["seen"] += map(name, got)
+            kept["torn"] += [name(experience) for experience in got if not intact(experience)]
+            write_atomically(memory, json.dumps(kept).encode())
+
+
+def count_up(place, writer, number):
+    """Write a group of three for each task up to a number."""
+    with SqlStorage(place) as storage:
+        for task in range(number):
+            storage.write(make_group(task, 3, batch=writer))

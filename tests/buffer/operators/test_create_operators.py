@@ -1,0 +1,116 @@
+"""From configurations to operators: names, dotted paths, arguments, the older kind."""
+
+import asyncio
+
+import pytest
+from operator_cases import HERE, AddOne, Old, OldWithModels, step_of
+
+from trinity_lightning.buffer.operators import (
+    EXPERIENCE_OPERATORS,
+    ExperienceOperator,
+    ExperienceOperatorV1,
+    LegacyOperator,
+    OperatorConfig,
+    RewardFilter,
+    create_operators,
+)
+from trinity_lightning.common.errors import ConfigError
+
+NAMES = """dapo_dynamic_sampling invalid_reward_filter judge mask_response_truncated overlong_penalty
+pass_rate_calculator reward_filter reward_shaping_mapper reward_std_filter"""
+
+
+def test_built_in_names():
+    assert sorted(EXPERIENCE_OPERATORS) == NAMES.split()
+
+
+def test_nothing_gives_nothing():
+    assert create_operators([]) == []
+
+
+def test_order_and_arguments_are_kept_and_paths_are_imported():
+    operators = create_operators(
+        [
+            OperatorConfig("reward_filter", {"threshold": 0.5}),
+            OperatorConfig(f"{HERE}.AddOne", {"amount": 2.0}),
+            OperatorConfig("reward_filter"),
+        ]
+    )
+    assert [type(operator) for operator in operators] == [RewardFilter, AddOne, RewardFilter]
+    assert [vars(operator).get("threshold") for operator in operators] == [0.5, None, 0.0]
+    assert vars(operators[1])["amount"] == 2.0
+
+
+@pytest.mark.parametrize("name", list(EXPERIENCE_OPERATORS))
+def test_built_in_operators_need_no_experiences(name):
+    args = {"overlong_penalty": {"max_length": 4, "cache_length": 2}, "judge": {"model": "m", "prompt": "{response}"}}
+    (operator,) = create_operators([OperatorConfig(name, args.get(name, {}))])
+    if name != "judge":  # it looks for its model first
+        kept, metrics = asyncio.run(operator.process([]))
+        assert kept == []
+        assert all(value in (0, {}) for value in metrics.values())
+    asyncio.run(operator.close())
+
+
+def test_the_older_kind_is_wrapped():
+    models: dict[str | int, list] = {"judge": []}
+    plain, taking = create_operators([OperatorConfig(f"{HERE}.Old"), OperatorConfig(f"{HERE}.OldWithModels")], models)
+    assert isinstance(plain, LegacyOperator)
+    assert isinstance(taking, LegacyOperator)
+    exps = step_of([0, 1, 2])
+    asyncio.run(plain.prepare())
+    assert asyncio.run(plain.process(exps)) == (exps[::2], {"kept": 2})
+    asyncio.run(plain.close())
+    assert isinstance(plain.operator, Old)
+    assert plain.operator.closed
+    assert isinstance(taking.operator, OldWithModels)
+    assert taking.operator.models is models
+
+
+def test_auxiliary_models_are_kept_and_none_is_an_empty_dict():
+    models: dict[str | int, list] = {"judge": [], 0: []}
+    (operator,) = create_operators([OperatorConfig("reward_filter")], models)
+    assert operator.auxiliary_models is models
+    operator.set_auxiliary_model(None)
+    assert operator.auxiliary_models == {}
+    assert RewardFilter().auxiliary_models == {}
+
+
+def test_only_process_is_abstract():
+    assert ExperienceOperatorV1.__abstractmethods__ == {"process"}
+    assert ExperienceOperator.__abstractmethods__ == {"process"}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "error", "message"),
+    [
+        ("reward_filtr", {}, ValueError, r"Did you mean 'reward_filter'\?.*Known: .*judge.*reward_std_filter"),
+        ("", {}, ValueError, "unknown experience operator ''"),
+        ("nowhere.Operator", {}, ValueError, "no module 'nowhere'"),
+        (f"{HERE}.AdOne", {}, ValueError, "Did you mean 'AddOne'"),
+        ("collections.OrderedDict", {}, TypeError, "'collections.OrderedDict' is no experience operator"),
+        (f"{HERE}.make", {}, TypeError, f"'{HERE}.make' is no experience operator"),
+        (f"{HERE}.ExperienceOperatorV1", {}, TypeError, "abstract class: define process"),
+        ("reward_filter", {"treshold": 1}, TypeError, "operator 'reward_filter'.*'treshold'.*Did you mean 'threshold'"),
+        ("overlong_penalty", {"max_length": 4}, TypeError, "'overlong_penalty': .*'cache_length'.*max_length: int"),
+        ("reward_filter", {"threshold": "high"}, ConfigError, "operator 'reward_filter': threshold must be a finite"),
+    ],
+)
+def test_wrong_configurations_are_told(name, args, error, message):
+    with pytest.raises(error, match=message):
+        create_operators([OperatorConfig("invalid_reward_filter"), OperatorConfig(name, args)])
+
+
+def test_what_is_no_operator_is_never_called(monkeypatch):
+    calls = []
+
+    class Impostor:
+        def __init__(self):
+            calls.append("class")
+
+    monkeypatch.setattr("operator_cases.Impostor", Impostor, raising=False)
+    monkeypatch.setattr("operator_cases.impostor", lambda: calls.append("function"), raising=False)
+    for name in ("Impostor", "impostor"):
+        with pytest.raises(TypeError, match="is no experience operator"):
+            create_operators([OperatorConfig(f"{HERE}.{name}")])
+    assert calls == []

@@ -1,0 +1,242 @@
+"""The judge, with the real client against a small server."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+
+import pytest
+from judge_server import judge_server
+from operator_cases import make, rewards
+
+from trinity_lightning.buffer.operators import JudgeOperator, OperatorConfig, create_operators, judge
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import ExperienceError
+
+openai = pytest.importorskip("openai")
+
+PROMPT = 'Q: {prompt} A: {response} ({answer}) -> {"score": 0.5}'
+
+
+def answered(*responses, reward: float | None = 1.0, answer="4"):
+    return [
+        make(run=i, reward=reward, prompt_text="2+2?", response_text=text, info={"answer": answer})
+        for i, text in enumerate(responses)
+    ]
+
+
+def ask(urls, exps, model="judge", client_model=None, **args):
+    """What the judge returns, asking the servers at these URLs."""
+
+    async def run():
+        clients = [openai.AsyncOpenAI(base_url=url, api_key="none") for url in urls]
+        for client in clients:
+            if client_model is not None:
+                client.model_path = client_model
+        (operator,) = create_operators(
+            [OperatorConfig("judge", {"model": model, "prompt": PROMPT} | args)], {"judge": clients, 0: clients}
+        )
+        try:
+            await operator.prepare()
+            return await operator.process(exps)
+        finally:
+            await operator.close()
+            for client in clients:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(judge, "BACKOFF_SECONDS", 0.001)
+
+
+def by_text(scores):
+    """An answer whose score depends on which response is asked about."""
+
+    def answer(body):
+        question = body["messages"][0]["content"]
+        return 200, next(text for response, text in scores.items() if f"A: {response} " in question)
+
+    return answer
+
+
+def test_scores_are_kept_and_added_with_their_weight():
+    with judge_server(lambda body: (200, '{"score": 0.5}')) as server:
+        exps = answered("four", "five")
+        kept, metrics = ask([server.url], exps, weight=2.0)
+    assert kept == exps
+    assert rewards(exps) == [2.0, 2.0]
+    assert [exp.info["judge_score"] for exp in exps] == [0.5, 0.5]
+    assert metrics == {"score/mean": 0.5, "failed_count": 0}
+    asked = sorted(body["messages"][0]["content"] for body in server.requests)
+    assert asked == ['Q: 2+2? A: five (4) -> {"score": 0.5}', 'Q: 2+2? A: four (4) -> {"score": 0.5}']
+    assert all(body["temperature"] == 0 for body in server.requests)
+
+
+def test_an_experience_without_a_reward_gets_the_judge_s():
+    with judge_server(lambda body: (200, '{"score": 0.25}')) as server:
+        exps = answered("four", reward=None)
+        ask([server.url], exps, weight=2.0)
+    assert rewards(exps) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"score": 1}', 1.0),
+        ('```json\n{"reason": "{ok}", "score": 0.75}\n```', 0.75),
+        ('First I thought {"score": 0.1}, but: {"score": 0}', 0.0),
+        ("a set {1, 2}, then {\"score\": 0.5} and {'x'}", 0.5),
+    ],
+)
+def test_scores_are_found_within_text(text, score):
+    with judge_server(lambda body: (200, text)) as server:
+        (exp,), _ = ask([server.url], answered("four"))
+    assert exp.info["judge_score"] == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((200, '{"score": 1.5}'), "the score 1.5 is not from 0 to 1"),
+        ((200, '{"score": NaN}'), 'no {"score": number}'),
+        ((200, '{"score": "good"}'), 'no {"score": number}'),
+        ((200, '{"score": true}'), 'no {"score": number}'),
+        ((200, "very good"), "in the answer 'very good'"),
+        ((200, ""), 'no {"score": number}'),
+        ((500, "out of order"), "out of order"),
+        ((400, "no such model"), "no such model"),
+    ],
+)
+def test_failed_items_keep_their_reward_and_are_counted_and_logged(answer, reason, caplog):
+    with judge_server(lambda body: answer) as server, caplog.at_level(logging.WARNING):
+        exps = answered("four", "five")
+        kept, metrics = ask([server.url], exps, max_retries=1)
+    assert kept == exps
+    assert rewards(exps) == [1.0, 1.0]
+    assert all("judge_score" not in exp.info for exp in exps)
+    assert metrics == {"failed_count": 2}
+    assert len(server.requests) == 4
+    assert "judge 'judge': 2 of 2 items failed" in caplog.text
+    assert reason in caplog.text
+
+
+def test_one_failed_item_leaves_the_others():
+    with judge_server(by_text({"four": '{"score": 1}', "five": "hm"})) as server:
+        exps = answered("four", "five")
+        _, metrics = ask([server.url], exps, max_retries=0)
+    assert rewards(exps) == [2.0, 1.0]
+    assert metrics == {"score/mean": 1.0, "failed_count": 1}
+
+
+def test_a_failed_attempt_is_followed_by_others():
+    answers = iter([(500, "busy"), (200, "hm"), (200, '{"score": 1}')])
+    with judge_server(lambda body: next(answers)) as server:
+        _, metrics = ask([server.url], answered("four"), max_retries=2)
+    assert metrics == {"score/mean": 1.0, "failed_count": 0}
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_hangs_or_is_not_there_is_a_failed_item(caplog):
+    release = threading.Event()
+
+    def hang(body):
+        release.wait(20)
+        return 200, '{"score": 1}'
+
+    with judge_server(hang) as server, caplog.at_level(logging.WARNING):
+        _, metrics = ask([server.url], answered("four"), timeout=0.2, max_retries=1)
+        release.set()
+    assert metrics == {"failed_count": 1}
+    assert "no answer within 0.2 s" in caplog.text or "timed out" in caplog.text
+    _, metrics = ask([server.url], answered("four"), max_retries=0)
+    assert metrics == {"failed_count": 1}
+
+
+def test_items_are_judged_at_the_same_time_and_over_all_clients():
+    barrier = threading.Barrier(8)
+
+    def together(body):
+        barrier.wait(20)  # all eight have to be there
+        return 200, '{"score": 1}'
+
+    with judge_server(together) as one, judge_server(together) as other:
+        start = time.perf_counter()
+        _, metrics = ask([one.url, other.url], answered(*"abcdefgh"))
+        assert time.perf_counter() - start < 20
+        assert [len(one.requests), len(other.requests)] == [4, 4]
+    assert metrics["failed_count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("models", "client_model", "key", "name"),
+    [
+        (["llama"], None, "judge", "llama"),
+        (["llama", "judge"], None, "judge", "judge"),
+        (["llama", "judge"], "qwen", "judge", "qwen"),
+        (None, None, "judge", "judge"),
+        (["llama"], None, 0, "llama"),
+    ],
+)
+def test_the_model_is_called_what_its_server_calls_it(models, client_model, key, name):
+    with judge_server(lambda body: (200, '{"score": 1}'), models) as server:
+        ask([server.url], answered("four"), model=key, client_model=client_model)
+    assert [body["model"] for body in server.requests] == [name]
+
+
+def test_further_arguments_of_the_request():
+    with judge_server(lambda body: (200, '{"score": 1}')) as server:
+        ask([server.url], answered("four"), sampling={"max_tokens": 9, "temperature": 0.7})
+    (body,) = server.requests
+    assert (body["max_tokens"], body["temperature"]) == (9, 0.7)
+
+
+def test_what_is_filled_in_is_not_filled_in_again():
+    with judge_server(lambda body: (200, '{"score": 1}')) as server:
+        ask([server.url], answered("{answer} {prompt} {0}"))
+    assert server.requests[0]["messages"][0]["content"] == 'Q: 2+2? A: {answer} {prompt} {0} (4) -> {"score": 0.5}'
+
+
+def test_a_judge_that_cannot_be_found_is_told():
+    with judge_server(lambda body: (200, ""), ["llama", "judge-7b"]) as server:
+        with pytest.raises(ConfigError, match=r"unknown auxiliary model 'jugde'.*Did you mean 'judge'"):
+            ask([server.url], [], model="jugde")
+        with pytest.raises(ConfigError, match=r"unknown model of the server 'judge'.*judge-7b, llama"):
+            ask([server.url], [])
+    with pytest.raises(ConfigError, match="Known: none"):
+        asyncio.run(JudgeOperator("judge", PROMPT).process([]))
+
+
+def test_what_the_prompt_asks_for_must_be_there():
+    with judge_server(lambda body: (200, '{"score": 1}')) as server:
+        exps = answered("four")
+        del exps[0].info["answer"]
+        with pytest.raises(ExperienceError, match=r"experience 1/0/0/0/\w+ has no info\['answer'\]"):
+            ask([server.url], exps)
+        exps = answered("four")
+        exps[0].response_text = None
+        with pytest.raises(ExperienceError, match="has no response_text"):
+            ask([server.url], exps)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"prompt": "Is {prompt} good?"}, r"prompt must contain \{response\}"),
+        ({"weight": float("nan")}, "weight"),
+        ({"timeout": 0}, "timeout must be a finite number above 0"),
+        ({"max_retries": -1}, "max_retries must be a whole number of at least 0"),
+    ],
+)
+def test_values_out_of_range_are_told(args, message):
+    with pytest.raises(ConfigError, match=message):
+        create_operators([OperatorConfig("judge", {"model": "judge", "prompt": "{response}"} | args)])
+
+
+def test_nothing_to_judge():
+    with judge_server(lambda body: (200, "")) as server:
+        assert ask([server.url], []) == ([], {"failed_count": 0})
+    assert json.dumps(server.requests) == "[]"

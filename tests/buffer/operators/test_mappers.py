@@ -1,0 +1,172 @@
+"""Operators that change experiences or measure them: truncation, penalties, shaping, pass rates."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_cases import make, rewards, run, step_of
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import ExperienceError
+
+NAN = float("nan")
+
+
+def test_truncated_responses_are_not_trained_on():
+    shared = torch.ones(2, dtype=torch.bool)
+    exps = [make(run=i, truncate_status=status) for i, status in enumerate([None, "response_truncated"])]
+    exps += [make(run=2, truncate_status="prompt_truncated", logprobs=[0.0])]
+    for exp in exps[:2]:
+        exp.action_mask = shared
+    kept, metrics = run("mask_response_truncated", exps)
+    assert kept == exps
+    assert exps[1].action_mask is not None
+    assert exps[1].action_mask.tolist() == [False, False]
+    assert exps[1].action_mask.dtype == torch.bool
+    assert shared.tolist() == [True, True]
+    assert exps[0].action_mask is shared
+    assert metrics == {"masked_truncated_count": 1}
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1.0), (11, -1.0), (30, -1.0)]
+)
+def test_overlong_penalty_is_linear_over_the_cache(length, penalty):
+    exps = [make(response=length, reward=2.0), make(response=1, reward=None)]
+    kept, metrics = run("overlong_penalty", exps, max_length=10, cache_length=4)
+    assert kept == exps
+    assert rewards(exps) == [2.0 + penalty, None]
+    assert metrics == {"overlong_penalty/mean": penalty / 2}
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40), st.data())
+def test_overlong_penalty_equals_the_formula(longest, data):
+    cache, length = data.draw(st.integers(1, longest - 1)), data.draw(st.integers(1, 60))
+    exp = make(response=length, reward=0.0)
+    run("overlong_penalty", [exp], max_length=longest, cache_length=cache)
+    expected = 0.0 if length <= longest - cache else -1.0 if length >= longest else (longest - cache - length) / cache
+    assert exp.reward == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(4, 4), (4, 5), (4, 0), (0, 0), (4, -1), (4.5, 2), (True, 1)],
+)
+def test_overlong_penalty_wants_a_cache_below_the_maximum(args):
+    with pytest.raises(ConfigError, match=r"max_length|cache_length"):
+        run("overlong_penalty", [], max_length=args[0], cache_length=args[1])
+
+
+def shape(exps, *rules):
+    return run("reward_shaping_mapper", exps, reward_shaping_configs=list(rules))
+
+
+@pytest.mark.parametrize(("op_type", "expected"), [("ADD", 4.0), ("sub", 2.0), ("Mul", 3.0), ("DIV", 3.0), (None, 4.0)])
+def test_shaping_operations_in_any_case(op_type, expected):
+    exp = make(reward=3.0, info={"quality": 2})
+    rule = {"stats_key": "quality", "weight": 0.5} | ({} if op_type is None else {"op_type": op_type})
+    kept, metrics = shape([exp], rule)
+    assert kept == [exp]
+    assert exp.reward == expected
+    assert metrics == {
+        "skipped_count": 0,
+        "reward_diff/mean": expected - 3,
+        "reward_diff/min": expected - 3,
+        "reward_diff/max": expected - 3,
+    }
+
+
+def test_shaping_rules_follow_each_other():
+    exps = [make(run=i, reward=float(i), info={"quality": 4.0, "difficulty": i}) for i in range(3)]
+    rules = [{"stats_key": "quality", "op_type": "ADD"}, {"stats_key": "difficulty", "op_type": "MUL", "weight": 0.5}]
+    _, metrics = shape(exps, *rules)
+    assert rewards(exps) == [0.0, 2.5, 6.0]
+    assert metrics["reward_diff/min"] == 0
+    assert metrics["reward_diff/max"] == 4
+    assert metrics["reward_diff/mean"] == pytest.approx(5.5 / 3)
+
+
+def test_what_a_rule_does_not_apply_to_stays_as_it_was():
+    exps = [
+        make(run=0, reward=1.0),
+        make(run=1, reward=None, info={"quality": 2}),
+        make(run=2, reward=1.0, info={"quality": 0.0}),
+        make(run=3, reward=1.0, info={"quality": None}),
+        make(run=4, reward=1.0, info={"quality": 4}),
+    ]
+    kept, metrics = shape(exps, {"stats_key": "quality", "op_type": "DIV"})
+    assert kept == exps
+    assert rewards(exps) == [1.0, None, 1.0, 1.0, 0.25]
+    assert metrics["skipped_count"] == 4
+
+
+def test_a_rule_that_does_not_apply_leaves_the_others():
+    exp = make(reward=1.0, info={"quality": 2})
+    _, metrics = shape([exp], {"stats_key": "quality"}, {"stats_key": "absent"}, {"stats_key": "quality"})
+    assert exp.reward == 5.0
+    assert metrics["skipped_count"] == 1
+
+
+def test_no_rules_change_nothing():
+    exps = step_of([1, None])
+    kept, metrics = run("reward_shaping_mapper", exps)
+    assert rewards(kept) == [1, None]
+    assert metrics == {"skipped_count": 0, "reward_diff/mean": 0, "reward_diff/min": 0, "reward_diff/max": 0}
+
+
+def test_an_entry_that_is_no_number_is_told():
+    with pytest.raises(ExperienceError, match=r"experience 1/0/0/0/\w+: info\['quality'\] must be a number"):
+        shape([make(info={"quality": "good"})], {"stats_key": "quality"})
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"stats_key": "q", "op_type": "POW"},
+            r"reward_shaping_configs\[0\].*unknown op_type 'POW'.*ADD, DIV, MUL, SUB",
+        ),
+        ({"stats_key": "q", "wieght": 1}, "Did you mean 'weight'"),
+        ({"op_type": "ADD"}, "give stats_key"),
+        ({"stats_key": "q", "weight": NAN}, "weight must be a finite number"),
+        ("q", "give {stats_key, op_type, weight}"),
+    ],
+)
+def test_wrong_rules_are_told(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        shape([], rule)
+
+
+def indexed(taskset, index, reward, **fields):
+    return make(task=index, reward=reward, info={"task_index": {"taskset_id": taskset, "index": index}}, **fields)
+
+
+def test_pass_rates_go_to_the_task_selector():
+    exps = [indexed("sums", 3, 1.0), indexed("sums", 7, 0.0), indexed("sums", 3, 0.0), indexed(1, 3, 0.5)]
+    kept, metrics = run("pass_rate_calculator", exps)
+    assert kept == exps
+    assert metrics == {
+        "selector_metric": {
+            "sums": {"indices": [3, 7], "values": [0.5, 0.0]},
+            1: {"indices": [3], "values": [0.5]},
+        },
+        "selection/task_count": 3,
+        "selection/skipped_count": 0,
+        "selection/pass_rate/mean": pytest.approx(1 / 3),
+        "selection/pass_rate/min": 0.0,
+        "selection/pass_rate/max": 0.5,
+    }
+
+
+def test_pass_rates_are_of_valid_rewards():
+    exps = [indexed("sums", 3, 1.0), indexed("sums", 3, NAN), indexed("sums", 4, None)]
+    _, metrics = run("pass_rate_calculator", exps)
+    assert metrics["selector_metric"] == {"sums": {"indices": [3], "values": [1.0]}}
+    assert metrics["selection/skipped_count"] == 2
+
+
+@pytest.mark.parametrize("info", [{}, {"task_index": 3}, {"task_index": {"index": 3}}])
+def test_a_missing_task_index_is_told(info):
+    with pytest.raises(ExperienceError, match=r"experience 1/0/0/0/\w+: info\['task_index'\] must be"):
+        run("pass_rate_calculator", [make(info=info)])

@@ -1,0 +1,108 @@
+"""Kept steps: written whole, read back by file, by folder and in order, and turned into a dataset."""
+
+import asyncio
+
+import pytest
+from buffer_cases import make_group, through_a_file
+
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.kept import FolderReader, keep_step, read_experiences
+from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError
+from trinity_lightning.buffer.storage.file import FileStorage
+from trinity_lightning.common.experience import from_hf_datasets, to_hf_datasets
+
+
+def keep(folder, sizes):
+    """Keep a step of each size, from step 8 on: 10 comes after 9."""
+    steps = [make_group(0, size, batch=step) for step, size in enumerate(sizes, 8)]
+    for step, experiences in reversed(list(enumerate(steps, 8))):
+        keep_step(folder, step, experiences)
+    return [experience for step in steps for experience in step]
+
+
+def test_a_folder_is_read_in_the_order_of_its_steps(tmp_path):
+    experiences = keep(tmp_path / "experiences", [2, 1, 0, 3])
+    (tmp_path / "experiences" / "notes.txt").write_text("mine")
+    assert read_experiences(tmp_path / "experiences") == experiences
+    assert read_experiences(tmp_path / "experiences" / "step_11.trxp") == experiences[3:]
+    assert sorted(path.name for path in (tmp_path / "experiences").iterdir()) == [
+        "notes.txt",
+        "step_10.trxp",
+        "step_11.trxp",
+        "step_8.trxp",
+        "step_9.trxp",
+    ]
+
+
+def test_a_step_kept_again_takes_the_place_of_the_first(tmp_path):
+    keep_step(tmp_path, 1, make_group(0, 3))
+    again = make_group(1, 2)
+    keep_step(tmp_path, 1, again)
+    assert read_experiences(tmp_path) == again
+
+
+def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch):
+    before = make_group(0, 3)
+    path = keep_step(tmp_path, 1, before)
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(StorageError, match=r"step_1\.trxp.*No space left.*keep=false"):
+            keep_step(tmp_path, 1, make_group(1, 2))
+    assert read_experiences(path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1.trxp"]
+
+
+def test_a_file_storage_is_read_too(tmp_path):
+    experiences = make_group(0, 3)
+    with FileStorage(tmp_path / "buffer") as storage:
+        storage.write(experiences[:1])
+        storage.write(experiences[1:])
+    assert read_experiences(tmp_path / "buffer") == experiences
+
+
+def test_what_is_missing_or_damaged_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(StorageError, match="nowhere"):
+        read_experiences(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="nowhere"):
+        FolderReader(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match=r"no step_<n>\.trxp"):
+        read_experiences(tmp_path)
+    path = keep_step(tmp_path, 3, make_group(0, 2))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StorageFormatError, match=r"step_3\.trxp"):
+        read_experiences(tmp_path)
+    with pytest.raises(StorageFormatError, match=r"step_3\.trxp"):
+        FolderReader(tmp_path).read(1)
+
+
+def test_a_folder_reader_goes_on_from_its_state_and_sees_later_steps(tmp_path):
+    experiences = keep(tmp_path, [2, 3, 0, 1])
+    resumed = FolderReader(tmp_path)
+    for done in range(1, 7):
+        reader = FolderReader(tmp_path)
+        reader.read(done)
+        resumed.load_state_dict(through_a_file(reader.state_dict()))
+        assert resumed.read(100) == experiences[done:]
+    later = make_group(0, 2, batch=12)
+    keep_step(tmp_path, 12, later)
+    assert resumed.read() == later
+
+
+def test_the_data_module_keeps_what_the_trainer_is_given(tmp_path):
+    data = ExperienceDataModule("grpo", keep_folder=tmp_path / "experiences")
+    for step in (1, 2):
+        asyncio.run(data.fill(make_group(0, 4, batch=step), step))
+    kept = read_experiences(tmp_path / "experiences")
+    assert kept[4:] == data.experiences
+    assert all(experience.advantages is not None for experience in kept)
+    assert from_hf_datasets(to_hf_datasets(kept)) == kept
+
+
+def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(ExperienceDataModule("grpo").fill(make_group(0, 4), 1))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,66 @@
+"""Whole runs without rollouts: what one run kept, another is trained on."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trinity_lightning.buffer.kept import read_experiences
+from trinity_lightning.common.experience import to_hf_datasets
+
+TINY = ("model=tiny", "logger=csv")
+QUICK = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "explorer.eval_interval=0")
+OFFLINE = ("+recipe=offline", *TINY, "buffer.batch_size=4", "optimizer.lr=1e-3")
+
+
+@pytest.fixture(scope="module")
+def kept(run_train: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of experiences that a run of three steps kept."""
+    folder = tmp_path_factory.mktemp("online")
+    arguments = ("+recipe=grpo", *TINY, *QUICK, "explorer.eval_on_startup=false", "steps=3", "buffer.keep=true")
+    done = run_train(folder, *arguments)
+    assert done.returncode == 0, done.stdout[-4000:]
+    (run,) = folder.glob("outputs/grpo/*")
+    return run / "experiences"
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    (file,) = folder.glob("outputs/offline/*/metrics.csv")
+    with file.open() as lines:
+        return [row for row in csv.DictReader(lines) if row["actor/trained_rows"]]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("outputs/offline/*/model/model.safetensors")
+    return load_file(file)
+
+
+def test_every_step_is_kept_with_its_advantages(kept: Path) -> None:
+    experiences = read_experiences(kept)
+    assert [e.eid.batch for e in experiences] == [step for step in (1, 2, 3) for _ in range(8)]
+    assert all(e.advantages is not None and e.logprobs is not None for e in experiences)
+    assert len(to_hf_datasets(experiences)) == 24
+
+
+def test_offline_training_and_its_resume(kept: Path, run_train: Callable[..., Any], tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    arguments = (*OFFLINE, f"buffer.path={kept}")
+    done = run_train(whole, *arguments, "steps=8")  # two steps more than a pass over the data
+    assert done.returncode == 0, done.stdout[-4000:]
+    trained = [int(row["step"]) for row in rows(whole)]  # a group of equal rewards trains nothing
+    assert len(trained) >= 5
+    assert trained[-1] >= 6
+    assert all(float(row["actor/is_weight/mean"]) > 0 for row in rows(whole))
+    assert run_train(parts, *arguments, "steps=5").returncode == 0
+    before = weights(parts)
+    done = run_train(parts, *arguments, "steps=8", "ckpt_path=last")
+    assert done.returncode == 0, done.stdout[-4000:]
+    resumed, expected = weights(parts), weights(whole)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    assert any(not torch.equal(resumed[name], before[name]) for name in before)

@@ -1,0 +1,112 @@
+"""The experiences of every explore step on disk, as they went to the trainer: to look at, and to train on again.
+
+    from trinity_lightning.buffer.kept import read_experiences
+    from trinity_lightning.common.experience import to_hf_datasets
+
+    dataset = to_hf_datasets(read_experiences("outputs/.../experiences"))
+
+A step is a file `step_<n>.trxp`, a payload of version 2. Resumed from an earlier checkpoint, a run writes the steps
+after it anew.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
+from trinity_lightning.buffer.storage import frames
+from trinity_lightning.buffer.storage.atomic import write_atomically
+from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError
+from trinity_lightning.buffer.storage.file import FileReader
+from trinity_lightning.common.experience import Experience, ExperienceFormatError
+
+FOLDER = "experiences"
+_STEP = re.compile(r"step_(\d+)\.trxp")
+
+
+def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) -> Path:
+    """Write the experiences of an explore step, in place of what an earlier attempt at it left; the file.
+
+    Raises:
+        ExperienceError: one of them cannot be serialized.
+        StorageError: the disk is full, or the folder is not to be written to.
+    """
+    path = Path(folder) / f"step_{step}.trxp"
+    payload = Experience.serialize_many(experiences)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, payload)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}. Make room there, or set buffer.keep=false."
+        ) from error
+    return path
+
+
+def read_experiences(place: str | Path) -> list[Experience]:
+    """All experiences of a folder of kept steps (in the order of the steps), of one step, or of a file storage.
+
+    Raises:
+        StorageError: there is no such file, or no step in the folder.
+        StorageFormatError: a file is damaged, or something else.
+    """
+    path = Path(place)
+    if not path.exists():
+        raise StorageError(f"{path}: there is no such file or folder.")
+    if path.is_dir():
+        steps = kept_steps(path)
+        if not steps:
+            raise StorageError(f"{path}: no step_<n>.trxp in this folder. A run with buffer.keep=true writes them.")
+        return [experience for file in steps.values() for experience in _read_step(file)]
+    with path.open("rb") as file:
+        magic = file.read(len(frames.MAGIC))
+    if magic != frames.MAGIC:
+        return _read_step(path)
+    experiences = []
+    with FileReader(path) as reader:
+        while got := reader.read():
+            experiences.extend(got)
+    return experiences
+
+
+def kept_steps(folder: Path) -> dict[int, Path]:
+    """The files of a folder by their steps, in order."""
+    matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def _read_step(path: Path) -> list[Experience]:
+    try:
+        return Experience.deserialize_many(path.read_bytes())
+    except ExperienceFormatError as error:
+        raise StorageFormatError(f"{path}: {error} Restore the file from a copy, or delete it.") from error
+
+
+class FolderReader(CursorReader):
+    """Reads a folder of kept steps in their order, one file at a time; a step counts as a write.
+
+    Raises:
+        StorageError: there is no such folder.
+    """
+
+    START = (0, 0)
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise StorageError(f"{self.folder}: there is no such folder. A run with buffer.keep=true writes one.")
+        super().__init__("steps", str(self.folder))
+
+    def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
+        first, index = cursor
+        for step, path in kept_steps(self.folder).items():
+            if step < first:
+                continue
+            experiences = _read_step(path)
+            start = index if step == first else 0
+            last = len(experiences) - 1
+            ends = [(step, number + 1) for number in range(last)] + [(step + 1, 0)]
+            items = [Item(experiences[n], ends[n], n == last) for n in range(start, len(experiences))]
+            if items:
+                return items
+        return []

@@ -1,0 +1,192 @@
+"""A language model judges responses, and what it says is added to their rewards."""
+
+import asyncio
+import json
+import logging
+import math
+import re
+import statistics
+from collections import Counter
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from trinity_lightning.buffer.operators.arguments import number, whole_number
+from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.suggest import unknown_name
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+logger = logging.getLogger(__name__)
+
+PLACEHOLDERS = ("prompt", "response", "answer")
+MAX_CONCURRENT = 64  # requests in flight at once
+MAX_REASONS = 5  # of failures, logged for an explore step
+BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further one
+
+
+class _JudgeFailureError(Exception):
+    """The judge's answer cannot be used."""
+
+
+@EXPERIENCE_OPERATORS.register("judge")
+class JudgeOperator(ExperienceOperatorV1):
+    """Asks a model for a score of each response, from 0 to 1, and adds weight * score to the reward.
+
+    The model is to answer with JSON, {"score": <0..1>}, alone or within other text. `info["judge_score"]` is set; an
+    experience without a reward gets weight * score as its reward. A failed item (no answer in time, an error of the
+    server, no valid score), after all attempts, keeps its reward and is counted and logged.
+
+    Args:
+        model: key of the auxiliary models.
+        prompt: template; {prompt}, {response} and {answer} (from `info["answer"]`) are filled in, other braces stay.
+        weight: of the score in the reward.
+        timeout: seconds one attempt may take.
+        max_retries: further attempts after a failed one.
+        sampling: further arguments of the request; temperature 0 unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        model: str | int,
+        prompt: str,
+        weight: float = 1.0,
+        timeout: float = 60,
+        max_retries: int = 2,
+        sampling: dict[str, Any] | None = None,
+    ) -> None:
+        if "{response}" not in prompt:
+            raise ConfigError("prompt must contain {response}, or the judge sees nothing of it.")
+        self.model = model
+        self.prompt = prompt
+        self.weight = number("weight", weight)
+        self.timeout = number("timeout", timeout, above=0)
+        self.max_retries = whole_number("max_retries", max_retries, least=0)
+        self.sampling = {"temperature": 0.0, **(sampling or {})}
+        self._names: dict[int, str] = {}
+
+    async def prepare(self) -> None:
+        """Find the judge and what its servers call it.
+
+        Raises:
+            ConfigError: no auxiliary model of that key, or its server has several models and none of that name.
+        """
+        clients = self.auxiliary_models.get(self.model)
+        if not clients:
+            known = [str(key) for key in self.auxiliary_models]
+            raise ConfigError(f"judge: {unknown_name('auxiliary model', str(self.model), known)}")
+        self._names = {id(client): await self._name_on(client) for client in clients}
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences; metrics: `score/mean` of those judged, `failed_count` of the others.
+
+        Raises:
+            ExperienceError: the template wants the answer or the response, and an experience has none.
+            ConfigError: as `prepare`.
+        """
+        clients = self.auxiliary_models.get(self.model, [])
+        if not clients or any(id(client) not in self._names for client in clients):
+            await self.prepare()
+        questions = [self._question(exp) for exp in exps]
+        slots = asyncio.Semaphore(MAX_CONCURRENT)
+        tasks = [
+            asyncio.ensure_future(self._judge(client, question, slots))
+            for client, question in zip(cycle(clients), questions, strict=False)
+        ]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # where one raised what nobody foresaw, the others are not left running
+                task.cancel()
+        scores = []
+        for exp, result in zip(exps, results, strict=True):
+            if isinstance(result, float):
+                exp.info["judge_score"] = result
+                exp.reward = (exp.reward or 0.0) + self.weight * result
+                scores.append(result)
+        failures = Counter(result for result in results if isinstance(result, str))
+        for reason, count in failures.most_common(MAX_REASONS):
+            logger.warning("judge '%s': %d of %d items failed: %s", self.model, count, len(exps), reason)
+        mean = {"score/mean": statistics.fmean(scores)} if scores else {}
+        return exps, {**mean, "failed_count": failures.total()}
+
+    async def _name_on(self, client: "AsyncOpenAI") -> str:
+        """What to send as `model`: the client's `model_path` if it has one, else what the server has."""
+        if (path := getattr(client, "model_path", None)) is not None:
+            return str(path)
+        from openai import OpenAIError
+
+        try:
+            async with asyncio.timeout(self.timeout):
+                names = [model.id async for model in client.models.list()]
+        except (OpenAIError, TimeoutError) as error:
+            logger.info("judge '%s': its server lists no models (%s); asking for that name.", self.model, error)
+            names = []
+        if not names or str(self.model) in names:
+            return str(self.model)
+        if len(names) > 1:
+            raise ConfigError(f"judge: {unknown_name('model of the server', str(self.model), names)}")
+        return names[0]
+
+    def _question(self, exp: Experience) -> str:
+        values = {"prompt": exp.prompt_text, "response": exp.response_text, "answer": exp.info.get("answer")}
+
+        def fill(match: re.Match[str]) -> str:
+            value = values[match[1]]
+            if value is None:
+                where = "info['answer']" if match[1] == "answer" else f"{match[1]}_text"
+                raise ExperienceError(f"experience {exp.eid} has no {where}, which the judge's prompt asks for.")
+            return str(value)
+
+        # In one pass: what is filled in may have braces of its own.
+        return re.sub(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", fill, self.prompt)
+
+    async def _judge(self, client: "AsyncOpenAI", question: str, slots: asyncio.Semaphore) -> float | str:
+        """The score, or why there is none."""
+        from openai import OpenAIError
+
+        reason = ""
+        for attempt in range(1 + self.max_retries):
+            if attempt:
+                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+            try:
+                async with slots, asyncio.timeout(self.timeout):
+                    return _score(await self._ask(client, question))
+            except TimeoutError:
+                reason = f"no answer within {self.timeout:g} s"
+            except (OpenAIError, _JudgeFailureError) as error:
+                reason = f"{type(error).__name__.lstrip('_')}: {error}"
+        return reason
+
+    async def _ask(self, client: "AsyncOpenAI", question: str) -> str:
+        # Attempts are counted here: the client's own would multiply them.
+        response = await client.with_options(max_retries=0).chat.completions.create(
+            model=self._names[id(client)],
+            messages=[{"role": "user", "content": question}],
+            timeout=self.timeout,
+            **self.sampling,
+        )
+        if not response.choices:
+            raise _JudgeFailureError("the answer has no choices")
+        return response.choices[0].message.content or ""
+
+
+def _score(text: str) -> float:
+    """The score in an answer: the last JSON object with one, as a model may think aloud before it."""
+    decoder, score = json.JSONDecoder(), None
+    position = text.find("{")
+    while position >= 0:
+        try:
+            found, end = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:
+            end = position + 1
+        else:
+            score = found.get("score", score)
+        position = text.find("{", end)
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        raise _JudgeFailureError(f'no {{"score": number}} in the answer {text!r:.100}')
+    if not 0 <= score <= 1:
+        raise _JudgeFailureError(f"the score {score} is not from 0 to 1")
+    return float(score)

@@ -1,0 +1,65 @@
+"""How well the policy does on each task: what a task selector chooses by."""
+
+import statistics
+from typing import Any
+
+from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.rewards import is_valid_reward
+
+# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for the task selector.
+SELECTOR_METRIC = "selector_metric"
+
+
+@EXPERIENCE_OPERATORS.register("pass_rate_calculator")
+class PassRateCalculator(ExperienceOperatorV1):
+    """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
+
+    Rewards that are no finite numbers do not count; a task that has no other is not told of.
+    """
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences.
+
+        Metrics: `selector_metric`, {taskset_id: {"indices": [...], "values": [...]}}, which is no number and goes to
+        the task selector; `selection/pass_rate/{mean,min,max}` over tasks, `selection/task_count`, and
+        `selection/skipped_count`, the experiences without a valid reward.
+
+        Raises:
+            ExperienceError: an experience has no info["task_index"], or a misshapen one.
+        """
+        rewards: dict[Any, dict[Any, list[float]]] = {}
+        skipped = 0
+        for exp in exps:
+            taskset, index = _task_index(exp)
+            if exp.reward is None or not is_valid_reward(exp.reward):
+                skipped += 1
+                continue
+            rewards.setdefault(taskset, {}).setdefault(index, []).append(exp.reward)
+        selector = {
+            taskset: {"indices": list(tasks), "values": [statistics.fmean(values) for values in tasks.values()]}
+            for taskset, tasks in rewards.items()
+        }
+        rates = [value for tasks in selector.values() for value in tasks["values"]]
+        metrics: dict[str, Any] = {
+            SELECTOR_METRIC: selector,
+            "selection/task_count": len(rates),
+            "selection/skipped_count": skipped,
+        }
+        if rates:
+            metrics |= {
+                "selection/pass_rate/mean": statistics.fmean(rates),
+                "selection/pass_rate/min": min(rates),
+                "selection/pass_rate/max": max(rates),
+            }
+        return exps, metrics
+
+
+def _task_index(exp: Experience) -> tuple[Any, Any]:
+    found = exp.info.get("task_index")
+    if not isinstance(found, dict) or not {"taskset_id", "index"} <= found.keys():
+        raise ExperienceError(
+            f"experience {exp.eid}: info['task_index'] must be {{taskset_id, index}} for pass_rate_calculator, not "
+            f"{found!r:.80}. Tasksets of this library give it; a workflow of your own has to pass it on."
+        )
+    return found["taskset_id"], found["index"]

@@ -1,0 +1,63 @@
+"""Filters by reward: of an experience, and of the spread within its group."""
+
+import statistics
+from typing import Any
+
+from trinity_lightning.buffer.operators.arguments import number
+from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.rewards import is_constant, is_valid_reward
+
+
+@EXPERIENCE_OPERATORS.register("reward_filter")
+class RewardFilter(ExperienceOperatorV1):
+    """Keeps experiences whose reward reaches a threshold; a missing reward or NaN does not.
+
+    Args:
+        threshold: the least reward kept.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = number("threshold", threshold)
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """What is kept; `filtered_count` is the number of the others."""
+        kept = [exp for exp in exps if exp.reward is not None and exp.reward >= self.threshold]
+        return kept, {"filtered_count": len(exps) - len(kept)}
+
+
+@EXPERIENCE_OPERATORS.register("invalid_reward_filter")
+class InvalidRewardFilter(ExperienceOperatorV1):
+    """Drops experiences whose reward is missing, NaN or infinite."""
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """What is kept; `filtered_count` is the number of the others."""
+        kept = [exp for exp in exps if is_valid_reward(exp.reward)]
+        return kept, {"filtered_count": len(exps) - len(kept)}
+
+
+@EXPERIENCE_OPERATORS.register("reward_std_filter")
+class RewardSTDFilter(ExperienceOperatorV1):
+    """Keeps task groups of at least two whose rewards differ enough.
+
+    Rewards that are equal up to rounding do not differ, by the rule that the add strategies share. A group with a
+    reward that is no finite number is dropped whole: its spread is not known.
+
+    Args:
+        threshold: the population standard deviation that a group must exceed.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = number("threshold", threshold)
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """What is kept, in its order; `filtered_count` is the number of the other experiences."""
+        dropped = {tid for tid, group in group_by(exps, "task").items() if not self._differs(group)}
+        kept = [exp for exp in exps if exp.eid.tid not in dropped]
+        return kept, {"filtered_count": len(exps) - len(kept)}
+
+    def _differs(self, group: list[Experience]) -> bool:
+        rewards = [exp.reward for exp in group if exp.reward is not None and is_valid_reward(exp.reward)]
+        if len(group) < 2 or len(rewards) < len(group) or is_constant(rewards):
+            return False
+        return statistics.pstdev(rewards) > self.threshold

@@ -1,0 +1,219 @@
+"""Reading experiences back: the counterpart of `BufferWriter`.
+
+An experience counts as read once it lies before the reader's cursor, and the cursor is what `state_dict` returns: who
+saves that state together with what came of the experiences reads each of them exactly once, however often killed.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+from trinity_lightning.buffer.storage.errors import StorageError
+from trinity_lightning.common.experience import Experience
+
+Cursor = tuple[int, ...]
+
+# Seconds between two looks at a buffer that another process fills.
+POLL = 0.05
+
+
+class BufferReader(ABC):
+    """Gives out experiences, and remembers which.
+
+    What a read does while there is too little is the same for all readers: it waits up to `wait` seconds for the
+    rest, and then returns what there is, which may be nothing.
+    """
+
+    def read(self, count: int | None = None, *, whole_groups: bool = False, wait: float = 0.0) -> list[Experience]:
+        """The next experiences, in the reader's order.
+
+        Args:
+            count: how many at most; None for the next write, whole (or what is left of it).
+            whole_groups: never part experiences of one task that follow each other: fewer than `count` where the next
+                group does not fit, more where the first one alone is larger. At the end of the data a group ends.
+            wait: seconds to wait for `count` experiences (a write).
+
+        Raises:
+            StorageError: the buffer is damaged or gone.
+            ValueError: a count below 1.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            left = deadline - time.monotonic()
+            if (got := self._try_read(count, whole_groups, last=left <= 0)) is not None:
+                return got
+            time.sleep(min(POLL, max(left, 0.0)))
+
+    async def read_async(
+        self, count: int | None = None, *, whole_groups: bool = False, wait: float = 0.0
+    ) -> list[Experience]:
+        """Awaitable `read`; one cancelled while it waits has read nothing."""
+        deadline = time.monotonic() + wait
+        while True:
+            left = deadline - time.monotonic()
+            if (got := self._try_read(count, whole_groups, last=left <= 0)) is not None:
+                return got
+            await asyncio.sleep(min(POLL, max(left, 0.0)))
+
+    @abstractmethod
+    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+        """What `read` asks for; None when that is not there yet and this is not the last attempt."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reader stands: plain containers."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            StorageError: the state is another buffer's.
+        """
+
+    def close(self) -> None:  # noqa: B027  # optional: not every reader holds something
+        """Let go of files and connections."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Item(NamedTuple):
+    """An experience as a buffer gives it to a `CursorReader`.
+
+    Attributes:
+        experience: it.
+        cursor: where the reader stands once it has been read.
+        ends_write: whether it is the last of those written together.
+    """
+
+    experience: Experience
+    cursor: Cursor
+    ends_write: bool
+
+
+def group_of(experience: Experience) -> str | None:
+    """The task an experience belongs to; None where it does not say."""
+    return None if experience.eid.batch == "" and experience.eid.task == "" else experience.eid.tid
+
+
+def check_count(count: int | None) -> None:
+    """Refuse to read fewer than one."""
+    if count is not None and count < 1:
+        raise ValueError(f"count: expected at least 1, or None for a whole write, got {count}.")
+
+
+class CursorReader(BufferReader):
+    """Reads in the order of writing, each experience once.
+
+    Args:
+        source: identity of the buffer, kept in the state so that the cursor of another one is refused.
+        where: the buffer in words, for messages.
+    """
+
+    START: Cursor = (0,)
+
+    def __init__(self, source: str, where: str) -> None:
+        self._source = source
+        self._where = where
+        self._cursor = self.START
+        self._ahead: list[Item] = []  # fetched, not read
+
+    @abstractmethod
+    def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
+        """At least one, about `count`, of the experiences after `cursor`; empty when there is none yet."""
+
+    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+        check_count(count)
+        if count is None:
+            number, complete = self._next_write()
+        elif whole_groups:
+            number, complete = self._next_groups(count)
+        else:
+            self._look(count)
+            number = min(count, len(self._ahead))
+            complete = number == count
+        return self._take(number) if complete or last else None
+
+    def _next_write(self) -> tuple[int, bool]:
+        """How many experiences the next write still holds, and whether there is one."""
+        seen = 0
+        while True:
+            for index in range(seen, len(self._ahead)):
+                if self._ahead[index].ends_write:
+                    return index + 1, True
+            seen = len(self._ahead)
+            if not self._look(seen + 1):
+                return seen, False
+
+    def _next_groups(self, count: int) -> tuple[int, bool]:
+        """How many experiences make up the whole groups within `count`, and whether more could not be added."""
+        self._look(count + 1)  # one further tells whether a group goes on
+        ends = [index for index in range(1, min(count, len(self._ahead)) + 1) if self._ends_group(index)]
+        if ends:
+            return ends[-1], ends[-1] == count or len(self._ahead) > count
+        number = min(count, len(self._ahead))  # nothing, or a first group larger than `count`
+        while number and self._look(number + 1) and not self._ends_group(number):
+            number += 1
+        return number, number > 0
+
+    def _ends_group(self, number: int) -> bool:
+        """Whether a group ends after the first `number` experiences ahead."""
+        if number >= len(self._ahead):
+            return True
+        group = group_of(self._ahead[number - 1].experience)
+        return group is None or group != group_of(self._ahead[number].experience)
+
+    def _look(self, number: int) -> bool:
+        """Have `number` experiences ahead; whether there are."""
+        while (missing := number - len(self._ahead)) > 0:
+            more = self._fetch(self._ahead[-1].cursor if self._ahead else self._cursor, missing)
+            if not more:
+                return False
+            self._ahead.extend(more)
+        return True
+
+    def _take(self, number: int) -> list[Experience]:
+        taken, self._ahead = self._ahead[:number], self._ahead[number:]
+        if taken:
+            self._cursor = taken[-1].cursor
+        return [item.experience for item in taken]
+
+    def rewind(self) -> None:
+        """Start over from the first experience."""
+        self._cursor, self._ahead = self.START, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and whose it is."""
+        return {"source": self._source, "cursor": list(self._cursor)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            StorageError: the state is another buffer's.
+        """
+        if state["source"] != self._source:
+            raise StorageError(
+                f"{self._where}: the saved position belongs to another buffer (id {state['source']}, this one has "
+                f"{self._source}). Give the path it was saved with, or start without the saved state."
+            )
+        self._cursor, self._ahead = tuple(state["cursor"]), []
+
+
+class MemoryReader(CursorReader):
+    """Reads a sequence of experiences, such as `from_hf_datasets` gives; each one is a write of its own."""
+
+    def __init__(self, experiences: Sequence[Experience]) -> None:
+        super().__init__("memory", "experiences in memory")
+        self._experiences = experiences
+
+    def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
+        (start,) = cursor
+        chosen = self._experiences[start : start + count]
+        return [Item(experience, (start + index + 1,), True) for index, experience in enumerate(chosen)]

@@ -1,0 +1,267 @@
+"""A database of experiences: its tables, its transactions, and what to do when it is busy.
+
+Every row has a position, and rows become visible in the order of their positions: a writer takes its positions from a
+counter in the database, in the transaction that inserts the rows, so that the next writer waits at the counter until
+they are committed. With plain autoincrement a later id may be committed first (PostgreSQL), and a reader whose cursor
+has passed it never sees the earlier one.
+"""
+
+import math
+import random
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError, StorageLockedError
+from trinity_lightning.common.errors import ConfigError
+
+try:
+    import sqlalchemy as sa
+    from sqlalchemy import event
+    from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+except ModuleNotFoundError as error:
+    if error.name != "sqlalchemy":
+        raise
+    raise ConfigError(
+        "buffer.storage=sql needs SQLAlchemy. Install it with `pip install 'trinity-lightning[sql]'`, or choose "
+        "buffer.storage=file."
+    ) from error
+
+T = TypeVar("T")
+
+FORMAT = 1
+# Seconds between attempts at a busy database: doubled each time, and never in step with another process.
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
+# SQLite allows as few as 999 variables in a statement.
+MOST_VARIABLES = 500
+# PostgreSQL: serialization failure, deadlock, lock not available, and a server that stops or starts.
+_PASSING = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
+_CREATING = 0x7472696E69747921  # any number that nobody else locks
+_BUSY = ("database is locked", "database table is locked", "database schema is locked")
+
+
+class Tables:
+    """The tables of one buffer; several buffers share a database by their names.
+
+    Attributes:
+        rows: one experience a row. `position` orders them; `write_id` and `ends_write` tell what was written together;
+            `task` is the group and `step` the explore step it came from; `uses` counts how often it was replayed.
+        reads: which rows each read of a replaying reader took, for a reader resumed from before to take them back.
+        info: format and id of the buffer, and the counters that writers and readers queue at.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.metadata = sa.MetaData()
+        self.rows = sa.Table(
+            name,
+            self.metadata,
+            sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+            sa.Column("write_id", sa.String(32), nullable=False),
+            sa.Column("ends_write", sa.Boolean, nullable=False),
+            sa.Column("task", sa.Text),
+            sa.Column("step", sa.BigInteger, nullable=False),
+            sa.Column("priority", sa.Double, nullable=False),
+            sa.Column("log_priority", sa.Double, nullable=False),
+            sa.Column("uses", sa.Integer, nullable=False),
+            sa.Column("payload", sa.LargeBinary, nullable=False),
+        )
+        self.reads = sa.Table(
+            f"{name}_reads",
+            self.metadata,
+            sa.Column("reader", sa.String(255), primary_key=True),
+            sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+            sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+        )
+        self.info = sa.Table(
+            f"{name}_info",
+            self.metadata,
+            sa.Column("key", sa.String(32), primary_key=True),
+            sa.Column("number", sa.BigInteger, nullable=False),
+            sa.Column("text", sa.Text, nullable=False),
+        )
+
+
+def database_url(place: str | Path) -> sa.URL:
+    """The URL of a database: as given, or of the SQLite file at a path.
+
+    Raises:
+        ConfigError: it is no URL, or of a database in memory, which no other process would see.
+    """
+    if isinstance(place, Path) or "://" not in place:
+        return sa.URL.create("sqlite", database=str(place))
+    try:
+        url = sa.make_url(place)
+    except ArgumentError as error:
+        raise ConfigError(
+            f"buffer.url is {place!r}; give one such as sqlite:///FILE or postgresql://USER@HOST/NAME."
+        ) from error
+    if url.drivername == "postgresql":
+        url = url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ConfigError(
+            "buffer.url names a database in memory; give a file, sqlite:///FILE, or buffer.storage=memory."
+        )
+    return url
+
+
+class Database:
+    """An open buffer in a database. Not to be carried through a fork: each process opens its own.
+
+    Args:
+        place: a URL, or the path of a SQLite file.
+        name: name of the buffer: of its tables.
+        create: make what is missing, else it is an error.
+        retry_for: seconds for which a busy or restarting database is asked again.
+
+    Raises:
+        ConfigError: a URL that is none, or a driver that is not installed.
+        StorageError: there is no such buffer, or no connection.
+        StorageFormatError: there is something else.
+    """
+
+    def __init__(self, place: str | Path, name: str, create: bool, retry_for: float) -> None:
+        url = database_url(place)
+        self.where = f"{url.render_as_string(hide_password=True)}, table '{name}'"
+        self.tables = Tables(name)
+        self._retry_for = retry_for
+        self._opened = False
+        file = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
+        if file is not None and not file.exists():
+            if not create:
+                raise StorageError(f"{self.where}: there is no such file; a writer (`SqlStorage`) creates it.")
+            file.parent.mkdir(parents=True, exist_ok=True)
+        self._engine = _make_engine(url, create)
+        try:
+            self.source = self.transact(lambda c, _: self._open(c, create), write=create)
+        except BaseException:
+            self.close()
+            raise
+        self._opened = True
+
+    def _open(self, connection: sa.Connection, create: bool) -> str:
+        """The id of the buffer, created where it may be."""
+        if create and connection.dialect.name == "postgresql":  # two that create the same tables would collide
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
+        info, inspector = self.tables.info, sa.inspect(connection)
+        if inspector.has_table(info.name):
+            columns = {column["name"] for column in inspector.get_columns(info.name)}
+            found = {}
+            if columns == set(info.columns.keys()):
+                found = {row.key: row for row in connection.execute(sa.select(info))}
+            if "id" not in found or found["format"].number != FORMAT:
+                raise StorageFormatError(f"{self.where}: not of format {FORMAT}. Choose another table or database.")
+            return found["id"].text
+        if inspector.has_table(self.tables.rows.name):
+            raise StorageFormatError(f"{self.where}: a table of another kind. Choose another name or database.")
+        if not create:
+            raise StorageError(f"{self.where}: there is no such table; a writer (`SqlStorage`) creates it.")
+        self.tables.metadata.create_all(connection)
+        identity = secrets.token_hex(8)
+        numbers = {"format": FORMAT, "id": 0, "positions": 0, "reads": 0}
+        rows = [{"key": key, "number": n, "text": identity if key == "id" else ""} for key, n in numbers.items()]
+        connection.execute(info.insert(), rows)
+        return identity
+
+    def transact(self, work: Callable[[sa.Connection, bool], T], write: bool = False) -> T:
+        """What `work` returns, done in one transaction, again and again while the database is busy.
+
+        Args:
+            work: given the connection, and whether an earlier attempt failed (and may, where the connection broke
+                at the commit, have succeeded all the same).
+            write: whether it writes.
+
+        Raises:
+            StorageLockedError: the database was busy for too long.
+            StorageFormatError: the database is damaged, or none.
+            StorageError: anything else.
+        """
+        failed = False
+
+        def attempt() -> T:
+            nonlocal failed
+            again, failed = failed, True
+            with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
+                return work(connection, again)
+
+        return self._retry(attempt)
+
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        deadline, pause = time.monotonic() + self._retry_for, FIRST_PAUSE
+        jitter = random.SystemRandom()  # leaves the global generator, which training may be seeded with, alone
+        while True:
+            try:
+                return attempt()
+            except DBAPIError as error:
+                if not self._passes(error):
+                    raise self._explain(error) from error
+                if time.monotonic() >= deadline:
+                    raise StorageLockedError(
+                        f"{self.where}: busy for {self._retry_for:.0f} s ({error.orig}). Look for a process that holds "
+                        "it (a stopped debugger, a long transaction), or raise `retry_for`."
+                    ) from error
+            time.sleep(pause * jitter.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _passes(self, error: DBAPIError) -> bool:
+        """Whether the same thing may succeed in a while."""
+        if self._engine.dialect.name == "sqlite":
+            return any(words in str(error.orig) for words in _BUSY)
+        state = getattr(error.orig, "sqlstate", None)
+        lost = error.connection_invalidated or (self._opened and state is None and isinstance(error, OperationalError))
+        return lost or state in _PASSING
+
+    def _explain(self, error: DBAPIError) -> StorageError:
+        text = str(error.orig).strip()
+        if "not a database" in text or "malformed" in text:
+            return StorageFormatError(
+                f"{self.where}: {text}. Restore the file from a copy (or rescue what there is with sqlite3's "
+                "`.recover`), or give another path."
+            )
+        return StorageError(f"{self.where}: {text}")
+
+    def take(self, connection: sa.Connection, counter: str, amount: int) -> int:
+        """Raise a counter; its value before. Who comes second waits here until the first has committed."""
+        info = self.tables.info
+        connection.execute(info.update().where(info.c.key == counter).values(number=info.c.number + amount))
+        return connection.execute(sa.select(info.c.number).where(info.c.key == counter)).scalar_one() - amount
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+
+def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
+    try:
+        engine = sa.create_engine(url, pool_pre_ping=url.get_backend_name() != "sqlite")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"buffer.url needs the driver '{error.name}'. Install it: `pip install 'trinity-lightning[sql]'` brings "
+            "that of PostgreSQL."
+        ) from error
+    except NoSuchModuleError as error:
+        raise ConfigError(f"buffer.url: SQLAlchemy knows no database '{url.drivername}'.") from error
+    if engine.dialect.name != "sqlite":
+        return engine
+
+    @event.listens_for(engine, "connect")
+    def set_up(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # sqlite3 begins no transactions of its own; `begin` below does
+        connection.execute("PRAGMA busy_timeout=5000")
+        if create:  # readers and the writer then do not wait for each other; the file remembers it
+            connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")  # a commit is on the disk, also when the power fails
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        # A writer that begins as a reader cannot wait for another: its snapshot would be old by then.
+        writes = connection.get_execution_options().get("trinity_write")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def logarithm(priority: float) -> float:
+    """Of a priority; that of 0 is never looked at."""
+    return math.log(priority) if priority > 0 else 0.0

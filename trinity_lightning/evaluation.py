@@ -1,0 +1,78 @@
+"""From a validated configuration to an evaluation: engine, explorer, and the checkpoints to compare."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.common.config import TrainConfig
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.monitor.step_line import summary_table
+from trinity_lightning.parts import engine_of, eval_sources, finish, loggers_of, record_config, typed_part
+from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.weight_sync import checkpoint_weights
+
+
+@dataclass
+class Evaluation:
+    """Everything an evaluation is made of."""
+
+    explorer: Explorer
+    engine: InProcessEngine
+    checkpoints: list[Path]
+    folder: Path
+    monitor: RunMonitor
+    loggers: list[Logger]
+
+    def run(self) -> dict[int, dict[str, float]]:
+        """Evaluate the model or each checkpoint, log and print the metrics, and free the engine."""
+        host = Host([self.engine])
+        try:
+            host.run(self.explorer.prepare())
+            results: dict[int, dict[str, float]] = {}
+            for weights in [checkpoint_weights(path) for path in self.checkpoints] or [None]:
+                found = host.run(self.explorer.benchmark(weights and [weights]))
+                results |= found
+                self._show(found)
+        finally:
+            host.run(self.explorer.shutdown(), interruptible=False)
+            host.close()
+            finish(self.loggers)
+        print(f"everything is in {self.folder}", flush=True)
+        return results
+
+    def _show(self, results: dict[int, dict[str, float]]) -> None:
+        for step, metrics in results.items():
+            for each in self.loggers:
+                each.log_metrics(metrics | {"explore_step": float(step)}, step=step)
+            rows = [(name.removeprefix("eval/"), f"{value:.4g}") for name, value in metrics.items()]
+            print(summary_table([("explore step", str(step)), *rows]), flush=True)
+
+
+def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
+    """The parts of an evaluation, connected.
+
+    Raises:
+        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
+    """
+    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    record_config(config, folder / "config.yaml")
+    L.seed_everything(typed.seed, verbose=False)
+    engine = engine_of(typed)
+    if isinstance(engine, TransformersEngine):
+        policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
+        policy.configure_model()
+        engine.bind(policy.policy)
+    loggers = loggers_of(config)
+    monitor = RunMonitor(folder, total_steps=0)
+    explorer = Explorer(typed.explorer, [engine], None, eval_sources(typed))
+    explorer.connect(observer=monitor.keep_completions, progress=monitor.show_tasks)
+    return Evaluation(explorer, engine, checkpoints, folder, monitor, loggers)

@@ -1,0 +1,154 @@
+"""The parts of runs and evaluations, each made from its piece of the configuration."""
+
+import logging
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+from lightning.pytorch.loggers import Logger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.factory import create_reader
+from trinity_lightning.buffer.kept import FOLDER
+from trinity_lightning.buffer.mixing import RepeatingReader
+from trinity_lightning.buffer.reader import BufferReader, CursorReader
+from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TasksetConfig, TrainConfig
+from trinity_lightning.common.operator_config import operator_configs
+from trinity_lightning.common.validate import strategies
+from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.mixture import TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.monitor.run_monitor import RunMonitor
+
+logger = logging.getLogger(__name__)
+
+ENGINES: dict[EngineKind, type[InProcessEngine]] = {
+    EngineKind.vllm: VLLMEngine,
+    EngineKind.transformers: TransformersEngine,
+}
+
+
+def record_config(config: DictConfig, file: Path) -> None:
+    """Write the resolved configuration; of a resumed run, say what is no longer as it was."""
+    if config.ckpt_path is not None and file.is_file():
+        before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+        changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        for key in changed:
+            if key not in ("ckpt_path", "output_dir"):
+                logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
+    file.write_text(OmegaConf.to_yaml(config, resolve=True))
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
+    if not isinstance(node, dict):
+        return {prefix: node.name if isinstance(node, Enum) else node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def typed_part(config: DictConfig) -> DictConfig:
+    """The configuration without Lightning's own objects, which are instantiated apart."""
+    free = ("trainer", "logger", "callbacks")
+    return OmegaConf.merge(config, dict.fromkeys(free))  # type: ignore[return-value]
+
+
+def online_data(config: TrainConfig, folder: Path) -> ExperienceDataModule:
+    """The buffer that this run's rollouts fill."""
+    return ExperienceDataModule(
+        strategies_of(config),
+        optimizer_steps=config.algorithm.optimizer_steps,
+        inner_epochs=config.algorithm.inner_epochs,
+        seed=config.seed,
+        operators=operator_configs(config.operators),
+        folder=folder,
+        keep_folder=folder / FOLDER if config.buffer.keep else None,
+    )
+
+
+def explorer_callback(config: TrainConfig, monitor: RunMonitor) -> ExplorerCallback:
+    """What rolls out, watched by the monitor."""
+    explorer = Explorer(config.explorer, [engine_of(config)], train_source(config), eval_sources(config))
+    callback = ExplorerCallback(
+        explorer, config.synchronizer, observer=monitor.keep_completions, progress=monitor.show_tasks
+    )
+    monitor.explored = lambda: callback.metrics
+    return callback
+
+
+def stored_experiences(config: TrainConfig) -> BufferReader:
+    """A reader of what another run wrote."""
+    buffer = config.buffer
+    reader = create_reader(
+        buffer.storage,
+        path=buffer.path,
+        url=buffer.url,
+        order=buffer.order,
+        reuse_limit=buffer.reuse_limit,
+        decay=buffer.decay,
+        use_decay=buffer.use_decay,
+        seed=config.seed,
+    )
+    return RepeatingReader(reader) if isinstance(reader, CursorReader) and buffer.repeat else reader
+
+
+def strategies_of(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each add strategy."""
+    entries = [(label, dict(arguments)) for label, arguments in strategies(config.add_strategy)]  # type: ignore[call-overload]
+    return [(str(arguments.pop("name", label)), arguments) for label, arguments in entries]
+
+
+def engine_of(config: TrainConfig) -> InProcessEngine:
+    """The engine; its dtype is the policy's where the configuration leaves it open."""
+    engine: EngineConfig = config.engine
+    if engine.dtype is EngineDtype.auto:
+        engine.dtype = EngineDtype(config.model.dtype.value)
+    return ENGINES[engine.kind](config.model.name, engine)
+
+
+def train_source(config: TrainConfig) -> TaskSource:
+    """What is trained on."""
+    taskset = _mixture(list(config.tasksets.values())) if config.tasksets else Taskset.from_config(config.taskset)
+    return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, config.workflow.args)
+
+
+def _mixture(configs: list[TasksetConfig]) -> TasksetMixture:
+    return TasksetMixture([Taskset.from_config(config) for config in configs], [config.weight for config in configs])
+
+
+def eval_sources(config: TrainConfig) -> list[TaskSource]:
+    """What is evaluated on."""
+    return [
+        TaskSource(
+            Taskset.from_config(taskset),
+            config.workflow.name,
+            config.reward,
+            config.eval_sampling,
+            config.workflow.args,
+            config.eval_repeat_times,
+        )
+        for taskset in config.eval_tasksets.values()
+    ]
+
+
+def loggers_of(config: DictConfig) -> list[Logger]:
+    """The loggers, which have been told the configuration."""
+    loggers = [hydra.utils.instantiate(node) for node in (config.logger or {}).values()]
+    for each in loggers:
+        each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+    return loggers
+
+
+def finish(loggers: Iterable[Logger]) -> None:
+    """Write what is left, and close W&B: the next job of a sweep gets a run of its own."""
+    for each in loggers:
+        each.save()
+        if isinstance(each, WandbLogger):
+            each.experiment.finish()
