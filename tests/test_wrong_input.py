@@ -29,6 +29,25 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.policy_loss_args.dual_clip=4"],
         ["'algorithm.policy_loss_args.dual_clip' is not set yet", "+algorithm.policy_loss_args.dual_clip=VALUE"],
     ),
+    "infinite rate": (["+recipe=grpo", "optimizer.lr=inf"], ["optimizer.lr is inf", "finite"]),
+    "impossible betas": (["+recipe=grpo", "optimizer.betas=[1.5,2]"], ["optimizer.betas", "[0, 1)"]),
+    "more optimizer steps than groups": (
+        ["+recipe=grpo", "algorithm.optimizer_steps=9"],
+        ["algorithm.optimizer_steps (9)", "explorer.batch_size (8)"],
+    ),
+    "name that leaves the folder": (["+recipe=grpo", "name=../x"], ["name: '../x' cannot be a folder's name"]),
+    "output root that is a file": (["+recipe=grpo", "output_root=/dev/null"], ["output_root:"]),
+    "greedy training": (["+recipe=grpo", "sampling.temperature=0"], ["sampling.temperature is 0.0", "above 0"]),
+    "cut distribution": (["+recipe=grpo", "sampling.top_p=0.9"], ["sampling.top_p is for evaluation only"]),
+    "negative temperature": (["+recipe=grpo", "eval_sampling.temperature=-1"], ["eval_sampling.temperature is -1.0"]),
+    "filter alone": (["+recipe=grpo", "add_strategy=reward_variance"], ["add_strategy=reward_variance only filters"]),
+    "no reward in the list": (["+recipe=grpo", "reward=[]"], ["list of reward functions is empty"]),
+    "missing data file": (
+        ["+recipe=grpo", "taskset=dataset", "taskset.path=no.jsonl"],
+        ["no file or folder 'no.jsonl'"],
+    ),
+    "lagging engine": (["+recipe=grpo", "explorer.sync_offset=1"], ["explorer.sync_offset 0"]),
+    "seed of too many bits": (["+recipe=grpo", "seed=99999999999"], ["seed is 99999999999", "2**32"]),
     "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
@@ -105,6 +124,8 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert all(part in done.stderr for part in expected), done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
+    assert "Error executing job" not in done.stderr
+    assert not [path for path in tmp_path.glob("outputs/*/*") if path.is_dir()]  # nothing is left of it
 
 
 def test_vllm_not_installed_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +178,38 @@ def test_a_step_of_which_nothing_succeeded_stops_the_run(run_train: RunTrain, tm
     write_tasks(tmp_path, ["one", "two"])
     (tmp_path / "my_reward.py").write_text("def reward(response, task):\n    return 'not a number'\n")
     done = run_train(tmp_path, *QUICK, "reward=my_reward.reward")
-    assert done.returncode != 0
+    assert done.returncode == 1
+    assert "none of its 4 tasks gave an experience" in done.stdout
     assert "expected a finite number" in done.stdout
-    assert "RolloutError" in done.stdout
+    assert "Traceback" not in done.stdout
+    [log] = tmp_path.glob("outputs/grpo/*/train.log")
+    assert "RolloutError" in log.read_text()
+
+
+def test_a_resume_that_cannot_work_is_told_and_leaves_the_record_alone(run_train: RunTrain, tmp_path: Path) -> None:
+    write_tasks(tmp_path, ["one", "two", "three", "four"])
+    (tmp_path / "my_reward.py").write_text("def reward(response, task):\n    return float(len(set(response)))\n")
+    quick = (*QUICK, "reward=my_reward.reward", "engine=transformers")
+    assert run_train(tmp_path, *quick, "steps=2").returncode == 0
+    [record] = tmp_path.glob("outputs/grpo/*/config.yaml")
+    before = record.read_text()
+    (tmp_path / "garbage.ckpt").write_bytes(b"garbage")
+    for arguments, message in (
+        (("ckpt_path=last", "steps=1"), "was written after step 2: give more steps"),
+        (("ckpt_path=last", "steps=3", "model=smollm2"), "the run to resume trains tiny"),
+        (("ckpt_path=garbage.ckpt", "steps=3"), "'garbage.ckpt' is no checkpoint of a training run"),
+    ):
+        done = run_train(tmp_path, *quick, *arguments)
+        assert done.returncode == 2, done.stdout[-3000:]
+        assert message in done.stdout
+        assert "Traceback" not in done.stdout
+        assert record.read_text() == before
+    done = run_train(tmp_path, *quick, "ckpt_path=last", "steps=3", "optimizer.lr=1e-4")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "resuming with optimizer.lr = 0.0001" in done.stdout
+    assert record.read_text() != before
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    folders = {compose._new_folder(tmp_path / "grpo" / "2026-11-21_12-00-00") for _ in range(3)}
+    assert sorted(folder.name[19:] for folder in folders) == ["", "~2", "~3"]

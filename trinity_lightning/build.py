@@ -1,16 +1,18 @@
 """From a validated configuration to a training run: policy, data, explorer, trainer."""
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra.utils
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint
 from trinity_lightning.common.config import TrainConfig
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (
@@ -18,6 +20,7 @@ from trinity_lightning.parts import (
     finish,
     loggers_of,
     online_data,
+    quiet_lightning,
     record_config,
     stored_experiences,
     strategies_of,
@@ -25,6 +28,9 @@ from trinity_lightning.parts import (
 )
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.weight_sync import checkpoint_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,13 +50,13 @@ class Run:
         print(summary_table(_summary(self)), flush=True)
 
     def finish(self) -> None:
-        """Write the trained policy and close W&B, so that the next job of a sweep gets a run of its own."""
+        """Write the trained policy and close the loggers, so that the next job of a sweep gets a W&B run of its own."""
         self._save_last_checkpoint()
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
+        finish(self.trainer.loggers)
         parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
         print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
-        finish(self.trainer.loggers)
 
     def _save_last_checkpoint(self) -> None:
         """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
@@ -70,18 +76,21 @@ def build(config: DictConfig) -> Run:
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    record_config(config, folder / "config.yaml")
+    quiet_lightning()
+    checkpoint = _checkpoint(typed, folder)
     L.seed_everything(typed.seed, verbose=False)
     policy = PolicyModule(
         typed.model.name,
         typed.algorithm,
-        typed.optimizer,
+        replace(typed.optimizer, total_steps=typed.optimizer.total_steps or typed.steps * _items(typed)),
         dtype=typed.model.dtype,
         gradient_checkpointing=typed.model.gradient_checkpointing,
         attn_implementation=typed.model.attn_implementation,
     )
     monitor = RunMonitor(folder, typed.steps)
-    callbacks: list[L.Callback] = [monitor]
+    # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
+    recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / "config.yaml"))
+    callbacks: list[L.Callback] = [recorder, monitor]
     data: L.LightningDataModule
     if typed.buffer.storage == "memory":
         data = online_data(typed, folder)
@@ -97,8 +106,29 @@ def build(config: DictConfig) -> Run:
         policy=policy,
         data=data,
         monitor=monitor,
-        checkpoint=str(last_checkpoint(folder)) if typed.ckpt_path == "last" else typed.ckpt_path,
+        checkpoint=checkpoint,
     )
+
+
+def _checkpoint(config: TrainConfig, folder: Path) -> str | None:
+    """The checkpoint to resume from, looked into before anything is loaded.
+
+    Raises:
+        ConfigError: it is none, of another model, or of a later step than the last one asked for.
+    """
+    if config.ckpt_path is None:
+        return None
+    path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(config.ckpt_path)
+    step, _ = checkpoint_weights(path)
+    if step > config.steps:
+        raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
+    if step == config.steps:
+        logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
+    record = folder / "config.yaml"
+    before = OmegaConf.select(OmegaConf.load(record), "model.name") if record.is_file() else config.model.name
+    if before != config.model.name:
+        raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
+    return str(path)
 
 
 def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
@@ -118,10 +148,16 @@ def _summary(run: Run) -> list[tuple[str, str]]:
     return [*policy, *steps, ("resumed from", run.checkpoint or "nothing")]
 
 
+def _items(config: TrainConfig) -> int:
+    """Optimizer steps a Lightning epoch."""
+    online = config.buffer.storage == "memory"
+    return config.algorithm.optimizer_steps * config.algorithm.inner_epochs if online else 1
+
+
 def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     explorer, engine = config.explorer, config.engine
     rollouts = explorer.batch_size * explorer.repeat_times
-    items = config.algorithm.optimizer_steps * config.algorithm.inner_epochs
+    items = _items(config)
     return [
         ("engine", f"{engine.kind.value} ({engine.dtype.value}), context {engine.max_model_len}"),
         (

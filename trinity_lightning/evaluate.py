@@ -67,9 +67,10 @@ def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
-    validate(config)
-    check_reward(config)
-    evaluate(config)
+    with compose.told_plainly(config.output_dir):
+        validate(config)
+        check_reward(config)
+        evaluate(config)
 
 
 def main() -> None:

@@ -14,7 +14,15 @@ from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
-from trinity_lightning.parts import engine_of, eval_sources, finish, loggers_of, record_config, typed_part
+from trinity_lightning.parts import (
+    engine_of,
+    eval_sources,
+    finish,
+    loggers_of,
+    quiet_lightning,
+    record_config,
+    typed_part,
+)
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
@@ -64,6 +72,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    quiet_lightning()
     record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     engine = engine_of(typed)

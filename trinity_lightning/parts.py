@@ -1,6 +1,7 @@
 """The parts of runs and evaluations, each made from its piece of the configuration."""
 
 import logging
+import warnings
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -34,6 +35,14 @@ ENGINES: dict[EngineKind, type[InProcessEngine]] = {
     EngineKind.vllm: VLLMEngine,
     EngineKind.transformers: TransformersEngine,
 }
+
+
+def quiet_lightning() -> None:
+    """Leave Lightning's log to the run's own handlers, and only what matters: it would print everything twice."""
+    log = logging.getLogger("lightning.pytorch")
+    log.handlers.clear()
+    log.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")  # of torch's pytrees, which Lightning uses
 
 
 def record_config(config: DictConfig, file: Path) -> None:

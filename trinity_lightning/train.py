@@ -41,10 +41,11 @@ def check_reward(config: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
-    validate(config)
-    check_checkpoint(config)
-    check_reward(config)
-    trainer = train(config)
+    with compose.told_plainly(config.output_dir):
+        validate(config)
+        check_checkpoint(config)
+        check_reward(config)
+        trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises
 

@@ -1,19 +1,25 @@
 """Hydra's side of the configuration: schema, recipes and resolvers are registered, errors are made readable."""
 
+import logging
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_lightning.common.config import TrainConfig, config_dir
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.errors import ConfigError, TrinityError
 from trinity_lightning.common.suggest import nearest, unknown_name
 
 
@@ -31,14 +37,39 @@ def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
     """A new folder for this run; with `ckpt_path=last` the newest one of that name that holds a checkpoint.
 
     Raises:
-        ConfigError: nothing to resume.
+        ConfigError: nothing to resume, a name that is no folder's name, or the folder cannot be made.
     """
+    if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
+        raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
-        return str(Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+        return str(_new_folder(Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
     found = list(Path(root, name).glob("*/checkpoints/*.ckpt"))
     if not found:
         raise ConfigError(f"ckpt_path=last: there is no checkpoint under {Path(root, name)} to resume from.")
     return str(max(found, key=lambda path: path.stat().st_mtime).parents[1])
+
+
+def _new_folder(folder: Path) -> Path:
+    """Make the folder, or one with a number behind where another run was begun in the same second."""
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError as error:
+            if not folder.is_dir():
+                raise ConfigError(f"output_root: '{error.filename}' is a file, not a folder.") from error
+            number += 1
+            folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
+        except OSError as error:
+            raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
+
+
+def discard_unused(folder: str | Path) -> None:
+    """Remove the folder of a run that was refused before it wrote anything but its configuration and log."""
+    inside = [path for path in Path(folder).rglob("*") if path.is_file()]
+    if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def last_checkpoint(folder: str | Path) -> Path:
@@ -56,6 +87,30 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
 
 
+@contextmanager
+def told_plainly(folder: str | Path) -> Iterator[None]:
+    """Errors that we raise on purpose are one message and an exit code: 2 for the configuration, 1 for the rest.
+
+    The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run.
+
+    Args:
+        folder: the run's; removed where a wrong configuration left nothing in it.
+    """
+    try:
+        yield
+    except TrinityError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise
+        record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, str(error), None, sys.exc_info())
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.handle(record)
+        print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            discard_unused(folder)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
 def run_command(command: Callable[[], None]) -> None:
     """Run a console command: errors of the configuration are one message and exit code 2."""
     # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
@@ -68,6 +123,9 @@ def run_command(command: Callable[[], None]) -> None:
     except CONFIG_ERRORS as error:
         print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("trinity-lightning: interrupted.", file=sys.stderr)
+        sys.exit(130)
     except SystemExit as stop:
         # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
         sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
@@ -87,7 +145,7 @@ def explain(error: BaseException) -> str:
         return unknown_name(group or "config", name, error.options)
     root = _root(error)
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
-        return str(root).strip()
+        return str(root).strip().rpartition("raised while resolving interpolation: ")[2]
     key = str(root.full_key or root.key or "")
     if root.parent_node is not None and root.key is not None and "not in" in str(root):
         allowed = [str(k) for k in root.parent_node] if isinstance(root.parent_node, DictConfig) else []

@@ -263,7 +263,7 @@ class OptimizerConfig:
         betas, eps, weight_decay: as in AdamW.
         lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial or inverse_sqrt.
         warmup_steps: optimizer steps of linear warm-up.
-        total_steps: horizon of the schedule in optimizer steps; null: constant schedules only.
+        total_steps: horizon of the schedule in optimizer steps; null: those of the run.
     """
 
     lr: float = 1e-6

@@ -27,6 +27,7 @@ EXPERIENCE_OPERATORS = (
     "reward_shaping_mapper",
     "reward_std_filter",
 )
+FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
 POLICY_LOSSES = ("cispo", "grpo", "gspo", "opmd", "ppo", "reinforce", "sapo", "sft")
 KL_ESTIMATES = ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

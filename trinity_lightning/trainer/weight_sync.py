@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +82,18 @@ def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        step = int(checkpoint["callbacks"]["ExplorerCallback"]["explorer"]["step"])
+        step = _explore_step(checkpoint)
         prefix = "model."  # PolicyModule.model
         weights = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
         raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
     return step, WeightStream.of(weights.items())
+
+
+def _explore_step(checkpoint: dict[str, Any]) -> int:
+    explorer = checkpoint["callbacks"].get("ExplorerCallback")
+    # Trained offline, there is no explorer, and an epoch is a step; Lightning counts it up after it has saved.
+    return int(explorer["explorer"]["step"]) if explorer else int(checkpoint["epoch"]) + 1
 
 
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:

@@ -46,6 +46,8 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
         rewards = [_reward(*(entry if _is_pair(entry) else (entry, 1.0))) for entry in reward_fn]
     else:
         rewards = [_reward(reward_fn, 1.0)]
+    if not rewards:
+        raise ConfigError("the list of reward functions is empty: name one, or leave it out for the workflow's own.")
     names = [reward.name for reward in rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two reward functions are called {', '.join(twice)}: their metrics could not be told apart.")
