@@ -10,6 +10,7 @@ from torch import Tensor
 from trinity_lightning.common.errors import PromptTooLongError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow
 
@@ -42,6 +43,15 @@ class FakeModel:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
         return await self.generate("\n".join(message["content"] for message in messages), n, **sampling)
+
+    async def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
+    ) -> list[int]:
+        text = "\n".join(message["content"] for message in messages)
+        return [*so_far, *(ord(c) for c in ("\n" if so_far else "") + text)]
+
+    def get_openai_async_client(self) -> Any:
+        return async_client(ChatCompletions(self).answer)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)

@@ -29,7 +29,7 @@ def test_names() -> None:
     assert resolve_workflow("math") is MathWorkflow
     assert resolve_workflow("trinity_lightning.explorer.workflows.MathWorkflow") is MathWorkflow
     assert resolve_workflow(MathWorkflow) is MathWorkflow
-    assert list(WORKFLOWS) == ["simple", "math"]
+    assert sorted(WORKFLOWS) == ["judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use"]
 
 
 def test_simple_makes_one_experience_a_response() -> None:

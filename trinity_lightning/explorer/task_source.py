@@ -6,8 +6,8 @@ from typing import Any
 
 from trinity_lightning.common.config import SamplingConfig
 from trinity_lightning.explorer.rewards import resolve_rewards
-from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.selection import TaskSelection
+from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 
 

@@ -165,6 +165,8 @@ class _Run:
             self.workflow.set_repeat_times(len(runs), runs[0])
         experiences = await (self._run_blocking() if self.is_blocking else self.workflow.run())
         name = type(self.workflow).__name__
+        if experiences is None or experiences == []:
+            experiences = self.view.extract_experience_from_history() or experiences
         if not isinstance(experiences, list) or not all(isinstance(item, Experience) for item in experiences):
             raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
         if not experiences:

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from trinity_lightning.common.errors import RolloutError
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.sampling import DEFAULT_TEMPERATURE, check_trained_sampling
 from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.explorer.models.history import History
+from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client, blocking_client
 
 T = TypeVar("T")
 
@@ -47,6 +50,9 @@ class BoundModel:
         self._sampling = dict(sampling or {})
         self._turn = 0
         self._oldest_version: int | None = None
+        self._client: Any = None
+        self._history = History(run)
+        self._completions = ChatCompletions(self, self._sampling, self._keep)
 
     @property
     def model_version(self) -> int:
@@ -83,9 +89,49 @@ class BoundModel:
         """n completions of a conversation; see `InferenceModel.chat`."""
         return await self._model.chat(messages, tools=tools, n=n, **self._next_call(sampling))
 
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        so_far: Sequence[int] = (),
+    ) -> list[int]:
+        """Token ids of a conversation; see `InferenceModel.render`."""
+        return await self._model.render(messages, tools, so_far)
+
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
         return await self._model.logprobs(token_ids)
+
+    def get_openai_async_client(self) -> Any:
+        """An `openai.AsyncOpenAI` whose calls are this run's: with its seed and sampling settings, and kept.
+
+        A workflow that returns no experiences of its own has those of these calls: `set_reward` says what they were
+        worth. See `InferenceModel.get_openai_async_client`.
+        """
+        if self._client is None:
+            self._client = async_client(self.openai_answer)
+        return self._client
+
+    async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of the response to a request of OpenAI's API."""
+        return await self._completions.answer(path, body)
+
+    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
+        """What the calls through OpenAI's client were worth: each of those made so far that has no reward gets this.
+
+        Args:
+            reward: of the run, or of what was done since the last reward.
+            metrics: numbers to be logged.
+        """
+        self._history.set_reward(reward, metrics)
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them.
+
+        Args:
+            clear_history: forget them here.
+        """
+        return self._history.extract(clear_history)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Refused: RuntimeError. A run must not change the model that others generate with."""
@@ -94,6 +140,16 @@ class BoundModel:
     async def shutdown(self) -> None:
         """Refused: RuntimeError. The model belongs to the explorer."""
         raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
+
+    def _keep(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        settings: dict[str, Any],
+        completions: list[Completion],
+    ) -> None:
+        temperature = _temperature({**self._sampling, **settings})
+        self._history.record(messages, tools, temperature, completions)
 
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         settings = {name: value for name, value in {**self._sampling, **sampling}.items() if value is not None}
@@ -117,7 +173,7 @@ class BlockingModel:
     Made on the event loop. `close()` cancels the calls in flight, which aborts their requests, and refuses new ones.
     """
 
-    def __init__(self, model: InferenceModel) -> None:
+    def __init__(self, model: BoundModel) -> None:
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -153,6 +209,39 @@ class BlockingModel:
         """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
         return self._wait(lambda: self._model.logprobs(token_ids))
 
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        so_far: Sequence[int] = (),
+    ) -> list[int]:
+        """Token ids of a conversation; see `InferenceModel.render`."""
+        return self._wait(lambda: self._model.render(messages, tools, so_far))
+
+    def get_openai_client(self) -> Any:
+        """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""
+        return blocking_client(lambda path, body: self._wait(lambda: self._model.openai_answer(path, body)))
+
+    def get_openai_async_client(self) -> Any:
+        """An `openai.AsyncOpenAI` for an event loop of the thread's own, whose calls are kept."""
+
+        async def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            future = self._submit(lambda: self._model.openai_answer(path, body))
+            try:
+                return await asyncio.wrap_future(future)
+            finally:
+                self._forget(future)
+
+        return async_client(answer)
+
+    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
+        """What the calls through OpenAI's client were worth; see `BoundModel.set_reward`."""
+        self._model.set_reward(reward, metrics)
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """The calls through OpenAI's client; see `BoundModel.extract_experience_from_history`."""
+        return self._model.extract_experience_from_history(clear_history)
+
     def close(self) -> None:
         """The run is over: cancel the calls in flight and refuse new ones."""
         with self._lock:
@@ -162,6 +251,13 @@ class BlockingModel:
             call.cancel()
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        future = self._submit(call)
+        try:
+            return future.result()
+        finally:
+            self._forget(future)
+
+    def _submit(self, call: Callable[[], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
         if threading.get_ident() == self._loop_thread:
             raise RuntimeError("the event loop would wait for itself: call the model in run(), not in the constructor")
         with self._lock:
@@ -169,8 +265,8 @@ class BlockingModel:
                 raise RolloutError("the run is over (cancelled, or timed out): the model takes no more calls from it")
             future = asyncio.run_coroutine_threadsafe(call(), self._loop)
             self._calls.add(future)
-        try:
-            return future.result()
-        finally:
-            with self._lock:
-                self._calls.discard(future)
+        return future
+
+    def _forget(self, future: "concurrent.futures.Future[Any]") -> None:
+        with self._lock:
+            self._calls.discard(future)

@@ -5,6 +5,7 @@ plain `asyncio.run`), a waiting coroutine pumps the engine itself.
 """
 
 import asyncio
+import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +17,12 @@ from torch import Tensor
 from trinity_lightning.common.errors import PromptTooLongError, RolloutError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
+from trinity_lightning.explorer.models.chat_template import render_chat
+from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class InProcessEngine(ABC):
@@ -32,6 +37,7 @@ class InProcessEngine(ABC):
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
+        self._told_of_room = False
         self._model_version = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, _Reply[Any]] = {}
@@ -56,6 +62,7 @@ class InProcessEngine(ABC):
         await self.load()
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_length(token_ids)
+        self._check_room(len(token_ids), sampling.get("max_tokens"))
         return await self._request(lambda request_id: self._add(request_id, token_ids, n, sampling))
 
     async def chat(
@@ -66,17 +73,27 @@ class InProcessEngine(ABC):
         **sampling: Any,
     ) -> list[Completion]:
         """n completions of a conversation; see `InferenceModel.chat`."""
+        return await self.generate(await self.render(messages, tools), n, **sampling)
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        so_far: Sequence[int] = (),
+    ) -> list[int]:
+        """Token ids of a conversation; see `InferenceModel.render`."""
         await self.load()
-        token_ids = self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return await self.generate(token_ids, n, **sampling)
+        return render_chat(self.tokenizer, messages, tools, so_far)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""
         await self.load()
         self._check_length(token_ids)
         return await self._request(lambda request_id: self._add_scoring(request_id, list(token_ids)))
+
+    def get_openai_async_client(self) -> Any:
+        """An `openai.AsyncOpenAI` over this engine; see `InferenceModel.get_openai_async_client`."""
+        return async_client(ChatCompletions(self).answer)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over the trainer's weights; see `InferenceModel.sync_weights`."""
@@ -184,6 +201,19 @@ class InProcessEngine(ABC):
             raise PromptTooLongError(
                 f"prompt_truncated: the prompt has {len(token_ids)} tokens, and the model's context of "
                 f"{self._max_model_len} leaves no room for a response. Raise engine.max_model_len, or drop such tasks."
+            )
+
+    def _check_room(self, prompt: int, max_tokens: int | None) -> None:
+        room = self._max_model_len - prompt
+        if max_tokens is not None and max_tokens > room and not self._told_of_room:
+            self._told_of_room = True
+            logger.warning(
+                "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (told once): raise "
+                "engine.max_model_len (%d), or lower max_tokens.",
+                prompt,
+                room,
+                max_tokens,
+                self._max_model_len,
             )
 
     def _load_once(self) -> None:

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.explorer.rewards import resolve_rewards, score
+from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import WORKFLOWS, PartialFailure, Workflow
 
@@ -77,30 +78,3 @@ class SimpleWorkflow(Workflow):
             prompt_text=prompt_text_of(self.messages),
             response_text=completion.text,
         )
-
-
-def messages_of(task: Task) -> list[dict[str, Any]]:
-    """The conversation that a task's entry begins.
-
-    Raises:
-        ConfigError: the entry has neither "messages" nor "prompt".
-    """
-    messages, prompt = task.raw_task.get("messages"), task.raw_task.get("prompt")
-    if messages:
-        return [dict(message) for message in messages]
-    if not isinstance(prompt, str):
-        fields = ", ".join(task.raw_task) or "none"
-        raise ConfigError(
-            f"a task's entry needs 'messages' or a 'prompt' text; it has: {fields}. "
-            "Set the taskset's prompt_field or messages_field."
-        )
-    system = task.workflow_args.get("system_prompt")
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, {"role": "user", "content": prompt}]
-
-
-def prompt_text_of(messages: Sequence[dict[str, Any]]) -> str:
-    """A conversation as people read it: a lone message's content, else one "role: content" a line."""
-    if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in messages)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import Experience
@@ -37,12 +38,21 @@ class Workflow(ABC):
         self.repeat_times = 1
         self.run_id_base = 0
 
+    @classmethod  # noqa: B027 - nothing to refuse, unless a subclass knows better
+    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
+        """Refuse wrong arguments before anything is tried; a workflow that has some overrides this.
+
+        Raises:
+            ConfigError: names the argument.
+        """
+
     @abstractmethod
     async def run(self) -> list[Experience]:
         """The experiences of the run (of all runs, where repeatable); each step of several has its own `eid.step`.
 
         A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
         Where repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...
+        Where nothing is returned, the calls made through the model's OpenAI client are the experiences.
 
         Raises:
             PartialFailure: some runs of a repeatable workflow failed, the others' experiences are inside.

@@ -1,0 +1,338 @@
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from fake_model import FakeModel
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
+from trinity_lightning.explorer.workflows.environments import GuessNumber, Retry
+from trinity_lightning.explorer.workflows.multi_turn import MultiTurnWorkflow
+
+
+class Countdown:
+    """Counts down from 3; a response "stop" ends it."""
+
+    closed = 0
+
+    def __init__(self, reward: float = 1.0, state: bool = False) -> None:
+        self.reward = reward
+        self.state = state
+        self.left = 3
+
+    def reset(self, task: Task) -> str:
+        return task.raw_task["prompt"]
+
+    def step(self, response: str) -> Any:
+        self.left -= 1
+        info = {"metrics": {"left": self.left}} | ({"state": self.left} if self.state else {})
+        return f"{self.left} left", self.reward, response == "stop" or self.left == 0, info
+
+    def close(self) -> None:
+        Countdown.closed += 1
+
+
+def answering(*answers: str, **settings: Any) -> FakeModel:
+    remaining = list(answers)
+    return FakeModel(lambda seed: remaining.pop(0), **settings)
+
+
+def played(model: FakeModel, task: Task | None = None, repeat_times: int = 1, **arguments: Any) -> Any:
+    arguments = {"environment": Countdown} | arguments
+    task = task or Task("multi_turn", {"prompt": "go"}, workflow_args=arguments, batch_id=2, task_id=5)
+    return asyncio.run(WorkflowRunner(ExplorerConfig(), model).run_task(task, repeat_times))
+
+
+def codes(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+# -- experiences ------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_one_experience_in_which_the_policys_tokens_are_trained() -> None:
+    status, (one,) = played(answering("ab", "c", "d"))
+    assert status.ok
+    assert one.experience_type == "multi_turn"
+    assert one.tokens.tolist() == codes("goab\n2 leftc\n1 leftd")
+    assert one.prompt_length == 2
+    mask = [True] * 2 + [False] * 7 + [True] + [False] * 7 + [True]
+    assert one.action_mask.tolist() == mask
+    assert one.logprobs.tolist() == [-0.5 if trained else 0.0 for trained in mask]
+    assert one.reward == 3.0
+    assert one.metrics == {
+        "turns": 3.0,
+        "completed": 1.0,
+        "context_overflow": 0.0,
+        "left": 0.0,
+        "reward/environment": 3.0,
+    }
+    assert one.prompt_text == "go"
+    assert one.response_text == "assistant: ab\nuser: 2 left\nassistant: c\nuser: 1 left\nassistant: d"
+    assert [message["role"] for message in one.messages] == ["user", "assistant"] * 3
+    assert (one.eid.batch, one.eid.task, one.eid.run, one.truncate_status) == (2, 5, 0, None)
+
+
+def test_an_episode_is_an_experience_a_turn() -> None:
+    model = answering("ab", "c", "d")
+    _, experiences = played(model, mode="step_wise")
+    assert [e.eid.step for e in experiences] == [0, 1, 2]
+    assert [e.experience_type for e in experiences] == ["single_turn"] * 3
+    assert [e.tokens.tolist() for e in experiences] == [
+        codes("goab"),
+        codes("goab\n2 leftc"),
+        codes("goab\n2 leftc\n1 leftd"),
+    ]
+    assert [e.prompt_length for e in experiences] == [2, 11, 19]
+    assert [e.logprobs.tolist() for e in experiences] == [[-0.5] * 2, [-0.5], [-0.5]]
+    assert [e.reward for e in experiences] == [3.0] * 3
+    assert [e.metrics.get("turns") for e in experiences] == [None, None, 3.0]
+    assert [e.info["state"] for e in experiences] == ["go", "2 left", "1 left"]
+    assert [call["prompt"] for call in model.calls] == [e.tokens.tolist()[: e.prompt_length] for e in experiences]
+
+
+def test_steps_may_have_their_own_rewards_and_states() -> None:
+    _, experiences = played(
+        answering("a", "b", "c"), mode="step_wise", step_reward="own", environment_args={"reward": 0.5, "state": True}
+    )
+    assert [e.reward for e in experiences] == [0.5] * 3
+    assert [e.info["state"] for e in experiences] == ["go", 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rewards"),
+    [({}, [3.5]), ({"mode": "step_wise"}, [3.5] * 3), ({"mode": "step_wise", "step_reward": "own"}, [1.0, 1.0, 1.5])],
+)
+def test_reward_functions_judge_the_last_response(arguments: dict[str, Any], rewards: list[float]) -> None:
+    def judge(response: str, task: Task) -> float:
+        assert response == "c"
+        return 0.5
+
+    task = Task("multi_turn", {"prompt": "go"}, workflow_args={"environment": Countdown, **arguments}, reward_fn=judge)
+    _, experiences = played(answering("a", "b", "c"), task)
+    assert [e.reward for e in experiences] == rewards
+    assert experiences[-1].metrics["reward/judge"] == 0.5
+    assert experiences[-1].metrics["reward/environment"] == 3.0
+
+
+def test_runs_are_numbered_and_know_their_task() -> None:
+    task = Task(
+        "multi_turn",
+        {"prompt": "go", "task_index": {"taskset_id": "t", "index": 3}},
+        workflow_args={"environment": Countdown},
+    )
+    _, experiences = played(FakeModel(lambda seed: "stop"), task, repeat_times=3)
+    assert sorted(e.eid.run for e in experiences) == [0, 1, 2]
+    assert all(e.info["task_index"]["index"] == 3 for e in experiences)
+
+
+# -- how an episode ends ----------------------------------------------------------------------------------------------
+
+
+def test_the_environment_ends_it() -> None:
+    model = answering("a", "stop")
+    _, (one,) = played(model)
+    assert (one.metrics["turns"], one.metrics["completed"]) == (2.0, 1.0)
+    assert one.tokens.tolist() == codes("goa\n2 leftstop")
+
+
+def test_it_ends_after_max_turns() -> None:
+    _, (one,) = played(answering("a", "b"), max_turns=2)
+    assert (one.metrics["turns"], one.metrics["completed"], one.reward) == (2.0, 0.0, 2.0)
+    assert one.tokens.tolist() == codes("goa\n2 leftb")
+
+
+@pytest.mark.parametrize("mode", ["single", "step_wise"])
+def test_a_full_context_ends_it_and_keeps_what_was_gained(mode: str) -> None:
+    status, experiences = played(answering("ab", "c", "d", max_model_len=19), mode=mode)
+    last = experiences[-1]
+    assert status.ok
+    assert last.tokens.tolist() == codes("goab\n2 leftc")
+    assert last.reward == 2.0
+    assert last.truncate_status == "response_truncated"
+    assert (last.metrics["context_overflow"], last.metrics["turns"], last.metrics["completed"]) == (1.0, 2.0, 0.0)
+    assert all(e.truncate_status is None for e in experiences[:-1])
+
+
+def test_an_opening_that_is_too_long_fails_the_run() -> None:
+    status, experiences = played(answering("a", max_model_len=2))
+    assert experiences == []
+    assert "PromptTooLongError: prompt_truncated: the prompt has 2 tokens" in status.message
+
+
+def test_a_response_cut_off_is_marked_and_the_episode_goes_on() -> None:
+    model = answering("a", "b", "stop")
+    model.finish_reason = "length"
+    _, experiences = played(model, mode="step_wise")
+    assert [e.truncate_status for e in experiences] == ["response_truncated"] * 3
+
+
+def test_an_aborted_request_fails_the_run() -> None:
+    model = answering("a")
+    model.finish_reason = "abort"
+    status, _ = played(model)
+    assert "aborted the request" in status.message
+
+
+def test_an_engine_that_changes_the_prompt_is_told_on() -> None:
+    class Other(FakeModel):
+        def _completion(self, prompt: list[int], text: str) -> Completion:
+            return super()._completion([prompt[0] + len(self.calls), *prompt[1:]], text)
+
+    status, _ = played(Other(lambda seed: "a"))
+    assert "changed the prompt's tokens" in status.message
+
+
+def test_the_environment_is_closed_however_it_ends() -> None:
+    before = Countdown.closed
+    played(answering("stop"))
+    played(FakeModel(max_model_len=1))
+    assert Countdown.closed == before + 2
+
+
+# -- environments -----------------------------------------------------------------------------------------------------
+
+
+def test_plain_methods_run_in_a_thread_and_async_ones_on_the_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    class Mixed:
+        def reset(self, task: Task) -> dict[str, str]:
+            threads.append(threading.current_thread())
+            return {"role": "user", "content": "?"}
+
+        async def step(self, response: str) -> Any:
+            threads.append(threading.current_thread())
+            return [], 1, True, None
+
+    _, (one,) = played(answering("a"), environment=Mixed)
+    assert one.reward == 1.0
+    assert threads[0] is not threading.main_thread()
+    assert threads[1] is threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (None, "step returned None: expected (observation, reward, done, info)"),
+        (("a", 1.0, False), "expected (observation, reward, done, info)"),
+        ((5, 1.0, False, {}), "observation is int: expected text or messages"),
+        (([{"content": "a"}], 1.0, False, {}), "observation is list"),
+    ],
+)
+def test_an_environment_that_returns_something_else_fails_the_run(result: Any, told: str) -> None:
+    class Wrong(Countdown):
+        def step(self, response: str) -> Any:
+            return result
+
+    status, experiences = played(FakeModel(), environment=Wrong)
+    assert experiences == []
+    assert told in status.message
+
+
+def test_an_environment_that_raises_fails_its_run() -> None:
+    class Failing(Countdown):
+        def step(self, response: str) -> Any:
+            raise OSError("no disk")
+
+    status, _ = played(FakeModel(), environment=Failing)
+    assert status.message == "1 of 1 runs failed: OSError: no disk"
+
+
+def test_guess_number() -> None:
+    game = GuessNumber(0, 10)
+    (rules,) = game.reset(Task("multi_turn", {"secret": 7}))
+    assert "from 0 to 10" in rules["content"]
+    assert game.step("hm") == ("Reply with a whole number.", 0.0, False, {"state": [0, 10]})
+    assert game.step("2.5") == ("Reply with a whole number.", 0.0, False, {"state": [0, 10]})
+    assert game.step("It is 5") == ("Higher.", 0.0, False, {"state": [6, 10]})
+    assert game.step("9") == ("Lower.", 0.0, False, {"state": [6, 8]})
+    assert game.step("7") == ("Right.", pytest.approx(0.9**4), True, {"state": [6, 8]})
+
+
+def test_the_number_is_the_same_for_all_runs_of_a_task() -> None:
+    def secret(index: int, seed: int = 0) -> int:
+        game = GuessNumber(0, 1000, seed=seed)
+        game.reset(Task("multi_turn", {"task_index": {"taskset_id": "t", "index": index}}))
+        return game._secret
+
+    assert secret(1) == secret(1)
+    assert len({secret(index) for index in range(20)}) > 15
+    assert secret(1, seed=1) != secret(1)
+    with pytest.raises(ConfigError, match="low must be less"):
+        GuessNumber(3, 3)
+
+
+def tried(task: Task, *answers: str, **arguments: Any) -> list[Any]:
+    async def steps() -> list[Any]:
+        game = Retry(**arguments)
+        game.reset(task)
+        return [(await game.step(answer))[1:3] for answer in answers]
+
+    return asyncio.run(steps())
+
+
+def test_retry_pays_less_for_later_answers() -> None:
+    task = Task("multi_turn", {"prompt": "2 + 2?", "answer": "4"})
+    assert tried(task, "4") == [(1.0, True)]
+    assert tried(task, "5", "3", "4") == [(0.0, False), (0.0, False), (0.25, True)]
+    assert tried(task, "5", "4", decay=0.8) == [(0.0, False), (0.8, True)]
+
+
+def test_retry_pays_for_the_best_answer_in_all() -> None:
+    task = Task("multi_turn", {"prompt": "?"})
+
+    def verifier(response: str, task: Task) -> float:
+        return float(response)
+
+    steps = tried(task, "0.5", "0.2", "1", verifier=verifier, decay=0.9)
+    assert [reward for reward, _ in steps] == [0.5, 0.0, pytest.approx(0.81 - 0.5)]
+    assert [done for _, done in steps] == [False, False, True]
+    assert tried(task, "0.5", verifier=verifier, pass_at=0.5) == [(0.5, True)]
+
+
+def test_retry_asks_reasoning_gyms_own_verifier() -> None:
+    raw_task = Taskset.from_reasoning_gym("chain_sum", size=3, seed=1)[0]
+    model = answering("wrong", f"<answer>{raw_task['answer']}</answer>", max_model_len=1000)
+    task = Task("multi_turn", raw_task, workflow_args={"environment": "retry"})
+    _, (one,) = played(model, task)
+    assert one.metrics["completed"] == 1.0
+    assert 0.5 <= one.reward < 1.0
+    assert one.metrics["first_answer_score"] < 1.0
+    assert "That is wrong. Try again." in one.response_text
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "workflow 'multi_turn' needs workflow.args.environment"),
+        ({"environment": "guess_numbr"}, "Did you mean 'guess_number'"),
+        ({"environment": 3}, "environment 3 cannot be called"),
+        ({"environment": "retry", "environment_args": {"deca": 1}}, "environment 'retry': .*'deca'"),
+        ({"environment": "retry", "max_turn": 1}, "Did you mean 'max_turns'"),
+        ({"environment": "retry", "max_turns": 0}, "max_turns is 0"),
+        ({"environment": "retry", "mode": "stepwise"}, "Did you mean 'step_wise'"),
+        ({"environment": "retry", "step_reward": "each"}, "unknown step_reward 'each'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_tried(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        TaskSource(Taskset.addition(), "multi_turn", workflow_args=arguments)
+    with pytest.raises(ConfigError, match=told):
+        MultiTurnWorkflow(Task("multi_turn", {"prompt": "go"}, workflow_args=arguments), FakeModel())
+
+
+def test_an_environment_goes_by_its_path() -> None:
+    path = f"{GuessNumber.__module__}.GuessNumber"
+    task = Task("multi_turn", {"secret": 4}, workflow_args={"environment": path, "environment_args": {"high": 9}})
+    _, (one,) = played(answering("4", max_model_len=200), task)
+    assert (one.reward, one.metrics["completed"]) == (1.0, 1.0)

@@ -1,0 +1,338 @@
+"""An `openai.AsyncOpenAI` over a model of this process; the client is real, only its requests stay here."""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, scripted
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.explorer.models.bound import BoundModel
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
+from trinity_lightning.explorer.workflows import Workflow
+
+openai = pytest.importorskip("openai")
+
+HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = 'Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def view(model: FakeModel, trained: bool = True, **sampling: Any) -> BoundModel:
+    return BoundModel(model, run_seed=5, batch=7, task=1, run=2, sampling=sampling, trained=trained)
+
+
+def ask(model: Any, **arguments: Any) -> Any:
+    async def call() -> Any:
+        client = model.get_openai_async_client()
+        return await client.chat.completions.create(**({"model": "any", "messages": HI} | arguments))
+
+    return asyncio.run(call())
+
+
+def run(body: Any, model: FakeModel | None = None, workflow: type[Workflow] = Scripted, n: int = 1) -> Any:
+    runner = WorkflowRunner(ExplorerConfig(), model or FakeModel())
+    return asyncio.run(runner.run_task(scripted(body, workflow, batch_id=3, task_id=4), n))
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_with_the_exact_tokens() -> None:
+    response = ask(FakeModel(lambda seed: "yes"), n=2, seed=1, logprobs=True, temperature=0.5, max_tokens=7)
+    assert isinstance(response, openai.types.chat.ChatCompletion)
+    assert response.model == "any"
+    assert [choice.message.content for choice in response.choices] == ["yes", "yes"]
+    assert [choice.index for choice in response.choices] == [0, 1]
+    choice = response.choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert response.prompt_token_ids == [ord("h"), ord("i")]
+    assert choice.token_ids == [ord(c) for c in "yes"]
+    assert choice.token_logprobs == [-0.5] * 3
+    assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * 3
+    assert choice.logprobs.content[0].token == f"token_id:{ord('y')}"
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (2, 6)
+
+
+def test_log_probabilities_arrive_to_the_last_bit() -> None:
+    class Odd(FakeModel):
+        def _completion(self, prompt: list[int], text: str) -> Any:
+            completion = super()._completion(prompt, text)
+            return type(completion)(prompt, [1, 2], [-0.1 - 0.2, -1e-17 / 3], text, "stop")
+
+    assert ask(Odd(), seed=1).choices[0].token_logprobs == [-0.1 - 0.2, -1e-17 / 3]
+
+
+def test_settings_reach_the_engine_unless_they_change_nothing() -> None:
+    model = FakeModel(max_model_len=50)
+    ask(model, seed=1, stop=["x"], top_p=1.0, presence_penalty=0, extra_body={"top_k": 5})
+    assert model.calls == [{"prompt": [104, 105], "n": 1, "seed": 1, "stop": ["x"], "top_k": 5, "max_tokens": 48}]
+
+
+def test_a_views_calls_have_its_seeds_and_settings() -> None:
+    model = FakeModel()
+    bound = view(model, temperature=0.7, max_tokens=9)
+    ask(bound)
+    ask(bound, max_completion_tokens=4)
+    assert model.calls == [
+        {"prompt": [104, 105], "n": 1, "temperature": 0.7, "max_tokens": 9, "seed": rollout_seed(5, 7, 1, 0, 2)},
+        {"prompt": [104, 105], "n": 1, "temperature": 0.7, "max_tokens": 4, "seed": rollout_seed(5, 7, 1, 1, 2)},
+    ]
+
+
+def test_models_are_listed() -> None:
+    async def listed() -> list[str]:
+        return [model.id async for model in FakeModel().get_openai_async_client().models.list()]
+
+    assert asyncio.run(listed()) == ["policy"]
+
+
+def test_tool_calls_are_read() -> None:
+    choice = ask(FakeModel(lambda seed: CALL), tools=[TOOL], seed=1).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Well."
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
+    assert choice.token_ids == [ord(c) for c in CALL]
+
+
+@pytest.mark.parametrize("offered", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_tools_a_call_is_text(offered: dict[str, Any]) -> None:
+    message = ask(FakeModel(lambda seed: CALL), seed=1, **offered).choices[0].message
+    assert (message.content, message.tool_calls) == (CALL, None)
+
+
+def test_a_malformed_call_is_text() -> None:
+    message = ask(FakeModel(lambda seed: "<tool_call>{</tool_call>"), tools=[TOOL], seed=1).choices[0].message
+    assert (message.content, message.tool_calls) == ("<tool_call>{</tool_call>", None)
+
+
+def test_the_engine_that_generates_with_the_training_model_has_a_client() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from trinity_lightning.common.model_files import resolve_model
+    from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+
+    engine = TransformersEngine("tiny", max_model_len=128)
+    engine.bind(AutoModelForCausalLM.from_pretrained(resolve_model("tiny")))
+    response = ask(engine, seed=3, max_tokens=5)
+    expected = asyncio.run(engine.chat(HI, seed=3, max_tokens=5))[0]
+    assert response.choices[0].token_ids == list(expected.token_ids)
+    assert response.choices[0].message.content == expected.text
+    with pytest.raises(openai.BadRequestError, match="not top_p: use vLLM"):
+        ask(engine, top_p=0.5)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"stream": True}, r"stream=True\) is not supported"),
+        ({"top_logprobs": 3}, r"top_logprobs=3\) is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"extra_body": {"best_off": 2}}, "unknown argument of chat.completions.create 'best_off'"),
+        ({"messages": []}, "needs messages"),
+    ],
+)
+def test_what_is_not_supported_is_refused_plainly(arguments: dict[str, Any], told: str) -> None:
+    model = FakeModel()
+    with pytest.raises(openai.BadRequestError, match=told):
+        ask(model, seed=1, **arguments)
+    assert model.calls == []
+
+
+def test_a_trained_call_comes_from_the_whole_distribution() -> None:
+    with pytest.raises(openai.BadRequestError, match=r"sampling\.top_p is for evaluation only"):
+        ask(view(FakeModel()), top_p=0.5)
+    ask(view(FakeModel(), trained=False), top_p=0.5)
+
+
+def test_other_paths_are_not_found() -> None:
+    client = FakeModel().get_openai_async_client()
+    with pytest.raises(openai.NotFoundError, match=r"only chat\.completions\.create and models\.list"):
+        asyncio.run(client.embeddings.create(model="any", input="hi"))
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    with pytest.raises(openai.BadRequestError, match="the prompt has 2 tokens, the context 1") as caught:
+        ask(FakeModel(max_model_len=1), seed=1)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_engine_that_fails_or_aborts() -> None:
+    class Failing(FakeModel):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
+        ask(Failing())
+    aborting = FakeModel()
+    aborting.finish_reason = "abort"
+    with pytest.raises(openai.InternalServerError, match="aborted the request"):
+        ask(aborting, seed=1)
+
+
+def test_retries_and_timeouts_are_the_clients_own() -> None:
+    class Failing(FakeModel):
+        failures = 1
+
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            self.failures -= 1
+            if self.failures >= 0:
+                raise RuntimeError("try again")
+            return await super().generate(*args, **kwargs)
+
+    async def call() -> None:
+        client = Failing().get_openai_async_client().with_options(max_retries=1)
+        response = await client.chat.completions.create(model="any", messages=HI, seed=3)
+        assert response.choices[0].message.content == "3"
+        slow = FakeModel(latency=30)
+        with pytest.raises(openai.APITimeoutError):
+            await slow.get_openai_async_client().chat.completions.create(model="any", messages=HI, seed=3, timeout=0.01)
+        assert slow.aborted == 1
+
+    asyncio.run(call())
+
+
+def test_cancelling_a_call_aborts_its_request() -> None:
+    async def call() -> None:
+        model = FakeModel(latency=30)
+        waiting = asyncio.create_task(
+            model.get_openai_async_client().chat.completions.create(model="any", messages=HI, seed=3)
+        )
+        while not model.calls:  # noqa: ASYNC110 - the fake model has no event to wait for
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert model.aborted == 1
+
+    asyncio.run(call())
+
+
+def test_without_openai_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[openai\]'"):
+        FakeModel().get_openai_async_client()
+
+
+# -- calls as experiences ---------------------------------------------------------------------------------------------
+
+
+async def two_calls(workflow: Any, temperature: float | None = None) -> None:
+    client = workflow.model.get_openai_async_client()
+    first = await client.chat.completions.create(model="any", messages=HI)
+    messages = [
+        *HI,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "b"},
+    ]
+    await client.chat.completions.create(model="any", messages=messages, temperature=temperature, tools=[TOOL])
+    workflow.model.set_reward(0.5, {"found": 1.0})
+
+
+def test_a_workflow_that_returns_nothing_has_its_calls_as_experiences() -> None:
+    model = FakeModel(lambda seed: "yes")
+    status, (first, second) = run(two_calls, model)
+    assert status.ok
+    assert status.metric["found"] == 1.0
+    assert first.tokens.tolist() == [ord(c) for c in "hiyes"]
+    assert (first.prompt_length, first.response_text, first.reward) == (2, "yes", 0.5)
+    assert first.logprobs is not None
+    assert first.logprobs.tolist() == [-0.5] * 3
+    assert second.tokens.tolist() == [ord(c) for c in "hi\nyes\nbyes"]
+    assert [(e.eid.batch, e.eid.task, e.eid.run, e.eid.step) for e in (first, second)] == [(3, 4, 0, 0), (3, 4, 0, 1)]
+    assert (second.reward, second.metrics, second.tools) == (0.5, {"found": 1.0}, [TOOL])
+    assert second.messages is not None
+    assert [message["role"] for message in second.messages] == ["user", "assistant", "user"]
+    assert first.info == {"finish_reason": "stop", "temperature": 1.0, "model_version": 0}
+
+
+def test_calls_at_several_temperatures_each_have_their_own() -> None:
+    async def body(workflow: Any) -> None:
+        await two_calls(workflow, temperature=0.5)
+
+    _, experiences = run(body)
+    assert [e.info["temperature"] for e in experiences] == [1.0, 0.5]
+
+
+def test_rewards_in_between_are_those_of_the_calls_before() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        client = workflow.model.get_openai_async_client()
+        for reward in (0.25, 1.0):
+            await client.chat.completions.create(model="any", messages=HI)
+            workflow.model.set_reward(reward)
+        return []
+
+    assert [e.reward for e in run(body)[1]] == [0.25, 1.0]
+
+
+def test_experiences_of_the_workflows_own_take_the_place_of_the_calls() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        await two_calls(workflow)
+        return [an_experience(reward=3.0)]
+
+    assert [e.reward for e in run(body)[1]] == [3.0]
+
+
+def test_the_history_may_be_taken_and_changed() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        await two_calls(workflow)
+        kept = workflow.model.extract_experience_from_history(clear_history=False)
+        experiences = workflow.model.extract_experience_from_history()
+        assert len(kept) == 2
+        assert workflow.model.extract_experience_from_history() == []
+        experiences[-1].reward = 2.0
+        return experiences[-1:]
+
+    assert [e.reward for e in run(body)[1]] == [2.0]
+
+
+def test_the_responses_of_a_call_are_runs_where_a_workflow_repeats_itself() -> None:
+    async def body(workflow: Any) -> None:
+        client = workflow.model.get_openai_async_client()
+        await client.chat.completions.create(model="any", messages=HI, n=workflow.repeat_times)
+        workflow.model.set_reward(1.0)
+
+    _, experiences = run(body, workflow=ScriptedRepeatable, n=3)
+    assert [(e.eid.run, e.eid.step) for e in experiences] == [(0, 0), (1, 0), (2, 0)]
+    assert len({e.response_text for e in experiences}) == 3
+
+
+def test_a_failed_call_leaves_no_experience() -> None:
+    async def body(workflow: Any) -> None:
+        client = workflow.model.get_openai_async_client()
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="any", messages=HI, stream=True)
+
+    status, _ = run(body)
+    assert "returned NoneType, expected a list of Experience" in status.message
+
+
+class Blocking(Workflow):
+    def run(self) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        model: Any = self.model
+        model.get_openai_client().chat.completions.create(model="any", messages=HI)
+
+        async def call() -> None:
+            await model.get_openai_async_client().chat.completions.create(model="any", messages=HI)
+
+        asyncio.run(call())
+        model.set_reward(1.0)
+
+
+def test_plain_workflows_have_clients_that_block_or_run_on_a_loop_of_their_own() -> None:
+    model = FakeModel()
+    status, experiences = asyncio.run(WorkflowRunner(ExplorerConfig(), model).run_task(Task(Blocking)))
+    assert status.ok, status.message
+    assert [(e.eid.step, e.reward) for e in experiences] == [(0, 1.0), (1, 1.0)]
+    assert len({call["seed"] for call in model.calls}) == 2

@@ -1,0 +1,30 @@
+"""Every recipe trains: one step with the tiny model, trained tokens, changed weights."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trinity_lightning.common.config import options
+from trinity_lightning.common.model_files import resolve_model
+
+SMALL = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
+QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
+
+
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])  # tests/test_offline.py
+def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tmp_path: Path) -> None:
+    done = run_train(tmp_path, f"+recipe={recipe}", "model=tiny", "steps=1", *SMALL, *QUIET)
+    assert done.returncode == 0, done.stdout[-4000:]
+    [run] = tmp_path.glob(f"outputs/{recipe}/*")
+    with (run / "metrics.csv").open() as file:
+        [row] = [row for row in csv.DictReader(file) if row["actor/trained_rows"]]
+    assert float(row["actor/trained_rows"]) > 0
+    assert float(row["actor/logprob_diff/max"]) < 1e-3
+    before = load_file(Path(resolve_model("tiny")) / "model.safetensors")
+    after = load_file(run / "model" / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in after)

@@ -1,0 +1,124 @@
+"""From messages to token ids: chat templates that know tools and that do not, and conversations that go on."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
+
+Messages = Sequence[Mapping[str, Any]]
+
+# Stands for a response whose tokens are known, so that what the template writes after it can be told apart.
+_PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
+
+# Short: it is part of every prompt, and small models have little context.
+_TOOLS_PROMPT = """You can call these functions:
+{functions}
+To call one, reply with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>"""
+
+_PROBE: list[dict[str, Any]] = [{"role": "user", "content": "."}]
+_PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+
+
+def render_chat(
+    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, so_far: Sequence[int] = ()
+) -> list[int]:
+    """Token ids of a conversation up to where the model answers next; see `InferenceModel.render`.
+
+    A template without tools gets them as a system message, and tool calls as text.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        messages: as OpenAI's API has them, content as text.
+        tools: functions on offer, as OpenAI's API describes them.
+        so_far: token ids of the conversation before `messages`, which end with a response; the result begins with them.
+
+    Raises:
+        ConfigError: the template refuses the messages, or a content is no text.
+    """
+    if not so_far:
+        return _apply(tokenizer, messages, tools, tokenize=True)
+    opening = [*_PROBE, {"role": "assistant", "content": _PLACEHOLDER}]
+    text = _apply(tokenizer, [*opening, *messages], tools, tokenize=False)
+    _, found, tail = text.rpartition(_PLACEHOLDER)
+    if not found:
+        raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
+    added = tokenizer.encode(tail, add_special_tokens=False)
+    # The model ends its turn itself, with the token that the template would write; cut off, it has not.
+    if added and added[0] == so_far[-1]:
+        added = added[1:]
+    return [*so_far, *added]
+
+
+def renders_tools(tokenizer: Any) -> bool:
+    """Whether the chat template tells the model about tools."""
+    texts = [
+        tokenizer.apply_chat_template(_PROBE, tools=tools, tokenize=False, add_generation_prompt=True)
+        for tools in (None, [_PROBE_TOOL])
+    ]
+    return texts[0] != texts[1]
+
+
+def _apply(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, tokenize: bool) -> Any:
+    try:
+        has_tools = bool(tools) or any(message.get("tool_calls") for message in messages)
+        native = has_tools and renders_tools(tokenizer)
+        plain = [_plain(message, native) for message in messages]
+        if tools and not native:
+            plain = _with_tools_told(plain, tools)
+        return tokenizer.apply_chat_template(
+            plain,
+            tools=list(tools) if tools and native else None,
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=False,
+        )
+    except (TemplateError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
+
+
+def _plain(message: Mapping[str, Any], native: bool) -> dict[str, Any]:
+    """The message with text as its content, and its tool calls as templates expect them or as text."""
+    plain = dict(message) | {"content": _text(message.get("content"))}
+    entries: Any = plain.pop("tool_calls", None)
+    if not entries:
+        return plain
+    calls = [call_of_message(entry) for entry in entries]
+    if None in calls:
+        raise ConfigError(f"a message holds a tool call without a name, or whose arguments are no object: {entries}.")
+    if native:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls if call]
+        return plain | {
+            "tool_calls": [
+                {**entry, "type": "function", "function": function}
+                for entry, function in zip(entries, functions, strict=True)
+            ]
+        }
+    texts = [format_tool_call(call) for call in calls if call]
+    return plain | {"content": "\n".join([plain["content"], *texts] if plain["content"] else texts)}
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
+
+
+def _with_tools_told(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False, separators=(",", ":")) for tool in tools]
+    told = _TOOLS_PROMPT.format(functions="\n".join(functions))
+    if messages and messages[0].get("role") == "system":
+        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]
