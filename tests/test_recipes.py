@@ -16,7 +16,8 @@ SMALL = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_token
 QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
 
 
-@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])  # tests/test_offline_runs.py
+# The offline recipe: tests/test_offline_runs.py
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
 def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tmp_path: Path) -> None:
     done = run_train(tmp_path, f"+recipe={recipe}", "model=tiny", "steps=1", *SMALL, *QUIET)
     assert done.returncode == 0, done.stdout[-4000:]
