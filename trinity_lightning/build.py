@@ -6,7 +6,7 @@ from pathlib import Path
 
 import hydra.utils
 import lightning as L
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
@@ -96,6 +96,8 @@ def build(config: DictConfig) -> Run:
         data = online_data(typed, folder)
         callbacks.append(explorer_callback(typed, monitor))
     else:
+        # With an explorer its callback does it, between two steps.
+        callbacks.append(OnExceptionCheckpoint(folder / "checkpoints", "interrupted"))
         data = OfflineExperienceDataModule(
             stored_experiences(typed), batch_size=typed.buffer.batch_size, steps_per_epoch=1
         )

@@ -174,8 +174,15 @@ def test_a_refused_request_is_its_callers_and_the_engine_goes_on(host: Host, eng
 def test_a_step_that_raises_fails_all_waiters_and_the_engine_goes_on(engine: CountingEngine, driven: bool) -> None:
     engine.before_step = raises_once(ArithmeticError("no good"))
 
+    all_posted = threading.Event()
+
     async def ask() -> tuple[list[Any], list[int]]:
-        failed = await asyncio.gather(*[engine.generate([i], steps=3) for i in range(5)], return_exceptions=True)
+        if driven:  # the driver must not take its first step before all five wait
+            engine._post(lambda: all_posted.wait(60) and None)
+        calls = [asyncio.create_task(engine.generate([i], steps=3)) for i in range(5)]
+        await asyncio.sleep(0)
+        all_posted.set()
+        failed = await asyncio.gather(*calls, return_exceptions=True)
         return failed, tokens(await engine.generate([7]))
 
     if driven:

@@ -338,10 +338,13 @@ def test_a_failing_step_fails_its_requests_and_no_later_ones(
     monkeypatch.setattr(executor, "execute_model", fail_at_the_third)
 
     async def several() -> list[Any]:
-        return await asyncio.gather(
-            *[engine.generate([5 + i], n=2, seed=i, max_tokens=30, ignore_eos=True) for i in range(5)],
-            return_exceptions=True,
-        )
+        all_posted = threading.Event()
+        engine._post(lambda: all_posted.wait(60) and None)
+        calls = [engine.generate([5 + i], n=2, seed=i, max_tokens=30, ignore_eos=True) for i in range(5)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(0)
+        all_posted.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     errors = host.run(several())
     assert [str(error) for error in errors] == [

@@ -83,9 +83,9 @@ class ExperienceDataModule(L.LightningDataModule):
         await self.prepare()
         self.storage.begin()
         metrics = await self.pipeline.process(experiences, step)
-        self.storage.commit(step)
         if self._keep_folder is not None:
-            await asyncio.to_thread(keep_step, self._keep_folder, step, self.storage.experiences)
+            await asyncio.to_thread(keep_step, self._keep_folder, step, self.storage.written)
+        self.storage.commit(step)  # last: an interruption while something is awaited must find the step not taken
         return metrics
 
     async def prepare(self) -> None:

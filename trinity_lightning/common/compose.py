@@ -33,6 +33,9 @@ def register() -> None:
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)
 
 
+_made: set[Path] = set()  # folders of runs that this process began
+
+
 def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
     """A new folder for this run; with `ckpt_path=last` the newest one of that name that holds a checkpoint.
 
@@ -55,6 +58,7 @@ def _new_folder(folder: Path) -> Path:
     while True:
         try:
             folder.mkdir(parents=True)
+            _made.add(folder)
             return folder
         except FileExistsError as error:
             if not folder.is_dir():
@@ -66,7 +70,9 @@ def _new_folder(folder: Path) -> Path:
 
 
 def discard_unused(folder: str | Path) -> None:
-    """Remove the folder of a run that was refused before it wrote anything but its configuration and log."""
+    """Remove the folder, made by this process, of a run that was refused before it wrote more than its log."""
+    if Path(folder) not in _made:
+        return
     inside = [path for path in Path(folder).rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
         shutil.rmtree(folder, ignore_errors=True)

@@ -295,8 +295,8 @@ class BufferConfig:
     """Where experiences wait for the trainer, and what is kept of them.
 
     Attributes:
-        storage: `memory`, filled by this run's rollouts; or `file` or `sql`, from which is read what another run wrote:
-            then there are no rollouts, and a step is one optimizer step.
+        storage: `memory`, filled by this run's rollouts; or `file` or `sql`, from which is read what another run kept
+            or a program wrote: then there are no rollouts, and a step is one optimizer step.
         path: the file of `file`, or the folder of steps that `keep` wrote; of `sql` with SQLite the database.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
         keep: also write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run

@@ -34,6 +34,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 CORRECTION_LEVELS = ("none", "token", "sequence")
 CORRECTION_MODES = ("truncate", "mask")
 WORKFLOWS = ("judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use")
+ASKING_WORKFLOWS = ("judge", "on_policy_distill")  # they need an auxiliary model
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")

@@ -88,6 +88,7 @@ def validate(config: DictConfig) -> None:
         _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
         _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
         _check_data_file(source)
+    _check_together(config)
     _check_numbers(config)
     _check_trainer(config)
 
@@ -127,6 +128,31 @@ def _check_data_file(source: DictConfig) -> None:
     path = source.path
     if source.source == "dataset" and path and (Path(path).suffix or path[0] in "./~") and not Path(path).exists():
         raise ConfigError(f"path of taskset '{source.name}': there is no file or folder '{path}'.")
+
+
+def _check_together(config: DictConfig) -> None:
+    """Refuse combinations that would fail late, or train on something else than they seem to."""
+    named = [str(getattr(args, "get", {}.get)("name", label)) for label, args in strategies(config.add_strategy)]
+    step_wise = config.workflow.args.get("step_reward") == "own"
+    if "gigpo" in named and config.workflow.name in ("multi_turn", "tool_use") and not step_wise:
+        raise ConfigError(
+            "add_strategy=gigpo sums the rewards of an episode's steps: set workflow.args.step_reward=own, as `return` "
+            "gives every step the whole episode's."
+        )
+    asks = config.workflow.name in known.ASKING_WORKFLOWS
+    if asks or any(operator.name == "judge" for operator in operator_configs(config.operators)):
+        raise ConfigError(
+            "judges and teachers are auxiliary models, which only code can give yet: Explorer(auxiliary_models=...), "
+            "ExperienceDataModule(auxiliary_models=...)."
+        )
+    algorithm = config.algorithm
+    if config.buffer.storage != "memory" and (
+        algorithm.kl.coef > 0 or algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1
+    ):
+        raise ConfigError(
+            "without rollouts (buffer.storage) there is no reference and one optimizer step a read: set "
+            "algorithm.kl.coef=0, algorithm.optimizer_steps=1 and algorithm.inner_epochs=1."
+        )
 
 
 def _check_buffer(config: DictConfig) -> None:

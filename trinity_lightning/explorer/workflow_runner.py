@@ -167,6 +167,8 @@ class _Run:
         name = type(self.workflow).__name__
         if experiences is None or experiences == []:
             experiences = self.view.extract_experience_from_history() or experiences
+            if not self.workflow.repeatable and any(each.eid.run != self.run for each in experiences or []):
+                raise RolloutError(f"{name} asked for n > 1 responses, which are other runs' too: ask for one a run")
         if not isinstance(experiences, list) or not all(isinstance(item, Experience) for item in experiences):
             raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
         if not experiences:
@@ -186,6 +188,8 @@ class _Run:
             experience.eid.batch, experience.eid.task = self.task.batch_id, self.task.task_id
             if not self.workflow.repeatable:
                 experience.eid.run = self.run
+            if "task_index" in self.task.raw_task:
+                experience.info.setdefault("task_index", self.task.raw_task["task_index"])
             experience.info["model_version"] = self.view.used_version
             # The trainer divides its logits by it, for both log-probabilities to be of the same distribution.
             if "temperature" not in experience.info:

@@ -92,8 +92,10 @@ def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
 
 def _explore_step(checkpoint: dict[str, Any]) -> int:
     explorer = checkpoint["callbacks"].get("ExplorerCallback")
-    # Trained offline, there is no explorer, and an epoch is a step; Lightning counts it up after it has saved.
-    return int(explorer["explorer"]["step"]) if explorer else int(checkpoint["epoch"]) + 1
+    if explorer:
+        return int(explorer["explorer"]["step"])
+    # Trained offline, an epoch is a step. Not "epoch": that is counted up only after a checkpoint at its end.
+    return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
 
 
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:

@@ -289,5 +289,5 @@ class RewardVarianceAddStrategy(AddStrategy):
 class DAPOAddStrategy(RewardVarianceAddStrategy):
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
 
-    Groups that all failed or all succeeded are left out; an explorer that refills makes up for them with new tasks.
+    Groups that all failed or all succeeded are left out. The step is then so much smaller: nothing refills it yet.
     """

@@ -121,7 +121,7 @@ class JudgeOperator(ExperienceOperatorV1):
         try:
             async with asyncio.timeout(self.timeout):
                 names = [model.id async for model in client.models.list()]
-        except (OpenAIError, TimeoutError) as error:
+        except (OpenAIError, _JudgeFailureError, *_DEGENERATE) as error:
             logger.info("judge '%s': its server lists no models (%s); asking for that name.", self.model, error)
             names = []
         if not names or str(self.model) in names:
@@ -156,7 +156,14 @@ class JudgeOperator(ExperienceOperatorV1):
                     return _score(await self._ask(client, question))
             except TimeoutError:
                 reason = f"no answer within {self.timeout:g} s"
-            except (OpenAIError, _JudgeFailureError) as error:
+            except (
+                OpenAIError,
+                _JudgeFailureError,
+                ValueError,
+                ArithmeticError,
+                RecursionError,
+                AttributeError,
+            ) as error:
                 reason = f"{type(error).__name__.lstrip('_')}: {error}"
         return reason
 
@@ -171,6 +178,10 @@ class JudgeOperator(ExperienceOperatorV1):
         if not response.choices:
             raise _JudgeFailureError("the answer has no choices")
         return response.choices[0].message.content or ""
+
+
+# What a degenerate answer can raise: numbers of thousands of digits, nesting without end, a body that is no answer.
+_DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
 
 
 def _score(text: str) -> float:

@@ -29,6 +29,11 @@ class MemoryStorage(BufferWriter):
         """Append to what is being gathered for the next step."""
         self._written.extend(experiences)
 
+    @property
+    def written(self) -> list[Experience]:
+        """What was written since `begin`."""
+        return self._written
+
     def begin(self) -> None:
         """What is written from now on belongs to the next step; what was written and never committed is dropped."""
         self._written = []

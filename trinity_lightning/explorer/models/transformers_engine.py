@@ -9,7 +9,7 @@ import torch
 from trinity_lightning.common.config import EngineConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import load_tokenizer
-from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
 from trinity_lightning.explorer.models.decoding import Decoding, Request
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 
@@ -110,11 +110,13 @@ class TransformersEngine(InProcessEngine):
 
     def _take_weights(self, stream: WeightStream) -> None:
         """The trainer's weights are this engine's already; a checkpoint's are copied in."""
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        with torch.no_grad():
-            for name, tensor in stream:
-                if tensor.data_ptr() != own[name].data_ptr():
-                    own[name].copy_(tensor)
+        own = {name: p.detach() for name, p in self._model.named_parameters(remove_duplicate=False)}
+        sent = dict(stream)
+        if all(name in own and tensor.data_ptr() == own[name].data_ptr() for name, tensor in sent.items()):
+            return
+        check_shapes(stream.shapes, self.weight_shapes)
+        for name, tensor in sent.items():
+            own[name].copy_(tensor)
 
     def _free(self) -> None:
         """Nothing to free: the model is the trainer's."""

@@ -121,9 +121,6 @@ class EpisodeWorkflow(Workflow):
         everyone = self.arguments.mode == "single" or self.arguments.step_reward == "return"
         for experience in experiences if everyone else [last]:
             experience.reward = (experience.reward or 0.0) + reward
-        for experience in experiences:
-            if "task_index" in self.task.raw_task:
-                experience.info["task_index"] = self.task.raw_task["task_index"]
         return experiences
 
 

@@ -47,6 +47,11 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     def reset(self, task: Task) -> None:
         """Take another task."""
         super().reset(task)
+        if not task.is_eval and task.rollout_args.get("temperature") not in (None, 1.0):
+            raise ConfigError(
+                f"workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
+                f"{task.rollout_args['temperature']}: set sampling.temperature=1."
+            )
         teacher = read_arguments(DistillArguments, task.workflow_args, "on_policy_distill").teacher
         if teacher >= len(self.auxiliary_models):
             raise ConfigError(

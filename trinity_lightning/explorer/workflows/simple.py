@@ -64,8 +64,6 @@ class SimpleWorkflow(Workflow):
             raise RolloutError("the engine aborted the request before its end")
         reward, metrics = await score(self.rewards, completion.text, self.task)
         info: dict[str, Any] = {"finish_reason": completion.finish_reason}
-        if "task_index" in self.task.raw_task:
-            info["task_index"] = self.task.raw_task["task_index"]
         return Experience(
             eid=EID(run=run),
             tokens=[*completion.prompt_token_ids, *completion.token_ids],
