@@ -25,10 +25,10 @@ from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.trainer.attention import attention_implementation
+from trinity_lightning.trainer.cpu_memory import bound_primitive_caches, reuse_large_buffers
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.onednn import bound_primitive_caches
 from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule
 from trinity_lightning.trainer.packing import MicroBatch, collate, cut, padding_ratio, trainable_rows
 
@@ -281,6 +281,8 @@ class PolicyModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
+        if self.device.type == "cpu":
+            reuse_large_buffers()
         self._restore_random_state()
 
     def on_train_start(self) -> None:

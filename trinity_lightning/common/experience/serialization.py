@@ -4,7 +4,9 @@ Nothing here is pickled, and a payload is checked before an experience is made o
 `ExperienceFormatError`. Payloads of version 1, Trinity-RFT's, are read by `legacy`.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -110,7 +112,20 @@ def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experienc
         )
     if len(view) > len(container.MAGIC) and view[len(container.MAGIC)] == legacy.VERSION:
         return legacy.read_version_1(view)
-    return container.unpack(view, _read)
+    with _collector_paused():
+        return container.unpack(view, _read)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: thousands of new containers, none of them garbage, set off a full one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def deserialize(data: Buffer, allow_pickle: bool = False) -> Experience:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from trinity_lightning.trainer.onednn import BOUNDS
+from trinity_lightning.trainer.cpu_memory import BOUNDS
 
 GROWTH = """
 import torch
@@ -38,3 +38,30 @@ def grown(**variables: str) -> float:
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no bfloat16 products")
 def test_products_of_many_shapes_do_not_pile_up() -> None:
     assert 2 * grown() < grown(**dict.fromkeys(BOUNDS, "1024"))
+
+
+REUSE = """
+import resource
+import torch
+from trinity_lightning.trainer.cpu_memory import reuse_large_buffers
+
+if {reuse}:
+    reuse_large_buffers()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for size in (9_000_000, 15_000_000):  # 60 MB, in a heap that has grown
+    torch.ones(size)
+    before = faults()
+    for _ in range(5):
+        torch.ones(size)
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_large_buffers_are_used_again() -> None:
+    def page_faults(reuse: bool) -> int:
+        script = REUSE.format(reuse=reuse)
+        return int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+
+    assert 10 * page_faults(reuse=True) < page_faults(reuse=False)
