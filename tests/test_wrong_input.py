@@ -125,6 +125,7 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
     assert "Error executing job" not in done.stderr
+    assert "while resolving" not in done.stderr
     assert not [path for path in tmp_path.glob("outputs/*/*") if path.is_dir()]  # nothing is left of it
 
 

@@ -60,11 +60,12 @@ class Run:
 
     def _save_last_checkpoint(self) -> None:
         """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
-        checkpoint = self.trainer.checkpoint_callback
-        if not isinstance(checkpoint, ModelCheckpoint) or checkpoint.dirpath is None:
+        found = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        if not found or found[0].dirpath is None:
             return
+        checkpoint = found[0]
         if checkpoint._last_global_step_saved != self.trainer.global_step:
-            self.trainer.save_checkpoint(Path(checkpoint.dirpath) / "final.ckpt")
+            self.trainer.save_checkpoint(Path(str(checkpoint.dirpath)) / "final.ckpt")
 
 
 def build(config: DictConfig) -> Run:

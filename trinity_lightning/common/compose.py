@@ -58,7 +58,7 @@ def _new_folder(folder: Path) -> Path:
     while True:
         try:
             folder.mkdir(parents=True)
-            _made.add(folder)
+            _made.add(folder.resolve())
             return folder
         except FileExistsError as error:
             if not folder.is_dir():
@@ -71,7 +71,7 @@ def _new_folder(folder: Path) -> Path:
 
 def discard_unused(folder: str | Path) -> None:
     """Remove the folder, made by this process, of a run that was refused before it wrote more than its log."""
-    if Path(folder) not in _made:
+    if Path(folder).resolve() not in _made:
         return
     inside = [path for path in Path(folder).rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
@@ -139,6 +139,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 # -- errors as sentences ----------------------------------------------------------------------------------------------
 
+_OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
@@ -151,7 +152,7 @@ def explain(error: BaseException) -> str:
         return unknown_name(group or "config", name, error.options)
     root = _root(error)
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
-        return str(root).strip().rpartition("raised while resolving interpolation: ")[2]
+        return str(root).strip()
     key = str(root.full_key or root.key or "")
     if root.parent_node is not None and root.key is not None and "not in" in str(root):
         allowed = [str(k) for k in root.parent_node] if isinstance(root.parent_node, DictConfig) else []
@@ -161,6 +162,8 @@ def explain(error: BaseException) -> str:
             unknown_name("key", key, allowed) if not nearest(str(root.key), allowed) else _misspelt(root, key, allowed)
         )
     first_line = str(root).strip().splitlines()[0]
+    if _OF_A_RESOLVER in first_line:  # one of ours, which says it all
+        return first_line.partition(_OF_A_RESOLVER)[2]
     return f"{key}: {first_line}" if key else first_line
 
 
