@@ -317,7 +317,7 @@ def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left(
             try:
                 await engine.generate([1], steps=2)
                 await asyncio.sleep(0.01)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, RolloutError):  # the interrupted step's, if that comes first
                 continue
 
     engine.before_step = raises_once(KeyboardInterrupt())
