@@ -374,7 +374,9 @@ def test_training_is_drawn_from_the_whole_distribution(sampling: dict[str, float
 
 
 def test_a_usual_temperature_is_accepted() -> None:
-    explorer(source(sampling=SamplingConfig(temperature=0.7, stop=["\n"])))
+    accepted = source(sampling=SamplingConfig(temperature=0.7, stop=["\n"]))
+    explorer(accepted)
+    assert accepted.next_tasks(1)[0].rollout_args["temperature"] == 0.7
 
 
 @pytest.mark.parametrize("fields", [{"sync_interval": 2}, {"sync_offset": 1}])

@@ -1,5 +1,6 @@
 """Several turns with an environment."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,9 +90,9 @@ class EpisodeWorkflow(Workflow):
         self.arguments: Any = read_arguments(self.arguments_class, task.workflow_args, self.name)
         self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
 
+    @abstractmethod
     def make_environment(self) -> Environment:
         """The environment of one episode."""
-        raise NotImplementedError
 
     async def run(self) -> list[Experience]:
         """The experiences of one episode.
