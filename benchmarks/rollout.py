@@ -14,6 +14,7 @@ from typing import Any
 
 from trinity_lightning.common.config import EngineDtype
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.vllm_args import engine_args
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 
 REQUESTS = 64
@@ -29,7 +30,7 @@ class SharedEngine(VLLMEngine):
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        self.llm = LLM(**self._engine_args(path, on_cpu=current_platform.is_cpu()))
+        self.llm = LLM(**engine_args(path, self._config, on_cpu=current_platform.is_cpu()))
         return self.llm.llm_engine
 
 

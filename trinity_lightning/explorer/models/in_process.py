@@ -5,103 +5,43 @@ plain `asyncio.run`), a waiting coroutine pumps the engine itself.
 """
 
 import asyncio
-import logging
 import queue
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-import torch
-from torch import Tensor
-
-from trinity_lightning.common.errors import PromptTooLongError, RolloutError
+from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
-from trinity_lightning.explorer.models.chat_template import render_chat
-from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client
+from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.explorer.models.engine import Engine
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
-
-class InProcessEngine(ABC):
-    """Base of the in-process engines: tokenizing, queueing, waiting, cancelling, and failing without a hang.
+class InProcessEngine(Engine):
+    """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
     An engine implements `_load`, `_add`, `_add_scoring`, `_abort`, `_abort_all`, `_has_work`, `_step`,
     `_take_weights`, `_free`: all are called on the driving thread, never at the same time.
     """
 
-    # Whether the engine generates with the trainer's own weights, so that there is nothing to send.
-    shares_weights = False
-
     def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._told_of_room = False
-        self._model_version = 0
+        super().__init__(max_model_len)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, _Reply[Any]] = {}
         self._requests = 0
         self._loaded = False
         self._wake: Callable[[], None] | None = None
 
-    # -- what workflows see -----------------------------------------------------------------------------------------
+    # -- what coroutines wait for -------------------------------------------------------------------------------------
 
-    @property
-    def model_version(self) -> int:
-        """The number of the weight sync that made the present weights; 0 before the first."""
-        return self._model_version
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._max_model_len
-
-    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        """n completions of one prompt; see `InferenceModel.generate`."""
-        await self.load()
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_length(token_ids)
-        self._check_room(len(token_ids), sampling.get("max_tokens"))
+    async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         return await self._request(lambda request_id: self._add(request_id, token_ids, n, sampling))
 
-    async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        n: int = 1,
-        **sampling: Any,
-    ) -> list[Completion]:
-        """n completions of a conversation; see `InferenceModel.chat`."""
-        return await self.generate(await self.render(messages, tools), n, **sampling)
+    async def _logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._request(lambda request_id: self._add_scoring(request_id, token_ids))
 
-    async def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        so_far: Sequence[int] = (),
-    ) -> list[int]:
-        """Token ids of a conversation; see `InferenceModel.render`."""
-        await self.load()
-        return render_chat(self.tokenizer, messages, tools, so_far)
-
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""
-        await self.load()
-        self._check_length(token_ids)
-        return await self._request(lambda request_id: self._add_scoring(request_id, list(token_ids)))
-
-    def get_openai_async_client(self) -> Any:
-        """An `openai.AsyncOpenAI` over this engine; see `InferenceModel.get_openai_async_client`."""
-        return async_client(ChatCompletions(self).answer)
-
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the trainer's weights; see `InferenceModel.sync_weights`."""
-        await self.load()
-        stream = WeightStream.of(named_tensors)
-        if not self.shares_weights:
-            check_shapes(stream.shapes, self.weight_shapes)
-
+    async def _take(self, stream: WeightStream, version: int) -> None:
         def take() -> None:
             self._take_weights(stream)
             self._model_version = version  # in the same command: no request can come in between
@@ -152,21 +92,6 @@ class InProcessEngine(ABC):
 
     # -- what an engine implements ------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-
-    @property
-    @abstractmethod
-    def weight_shapes(self) -> dict[str, Shape]:
-        """Names and shapes of the weights it wants to be sent."""
-
     @abstractmethod
     def _load(self) -> None: ...
 
@@ -195,26 +120,6 @@ class InProcessEngine(ABC):
     def _free(self) -> None: ...
 
     # -- in between ---------------------------------------------------------------------------------------------------
-
-    def _check_length(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) >= self._max_model_len:
-            raise PromptTooLongError(
-                f"prompt_truncated: the prompt has {len(token_ids)} tokens, and the model's context of "
-                f"{self._max_model_len} leaves no room for a response. Raise engine.max_model_len, or drop such tasks."
-            )
-
-    def _check_room(self, prompt: int, max_tokens: int | None) -> None:
-        room = self._max_model_len - prompt
-        if max_tokens is not None and max_tokens > room and not self._told_of_room:
-            self._told_of_room = True
-            logger.warning(
-                "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (told once): raise "
-                "engine.max_model_len (%d), or lower max_tokens.",
-                prompt,
-                room,
-                max_tokens,
-                self._max_model_len,
-            )
 
     def _load_once(self) -> None:
         if not self._loaded:

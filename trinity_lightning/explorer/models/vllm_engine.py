@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.util
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.config import EngineConfig, EngineDtype
+from trinity_lightning.common.config import EngineConfig
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import resolve_model
@@ -19,18 +18,7 @@ from trinity_lightning.common.random_state import random_state, restore_random_s
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.in_process import InProcessEngine
-
-VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
-GIB = 1 << 30
-
-
-def require_vllm() -> None:
-    """Raise ConfigError, with what to install, where vLLM is not."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
-            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
-        )
+from trinity_lightning.explorer.models.vllm_args import engine_args, require_vllm
 
 
 class VLLMEngine(InProcessEngine):
@@ -100,32 +88,10 @@ class VLLMEngine(InProcessEngine):
         for name in self._config.args:
             if name not in known:
                 raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, known)}")
-        arguments = self._engine_args(path, on_cpu=current_platform.is_cpu())
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-
-    def _engine_args(self, path: str, on_cpu: bool) -> dict[str, Any]:
-        config = self._config
-        arguments: dict[str, Any] = {
-            "model": path,
-            "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "seed": 0,  # every request brings its own
-        }
-        if config.kv_cache_gb is not None:
-            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gb * GIB)
+        on_cpu = current_platform.is_cpu()
         if on_cpu:
             _avoid_compiled_sampler()
-            # Seeded requests cannot be prefilled in chunks: a CPU generator has no offset to set.
-            arguments |= {
-                "enforce_eager": True,
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(config.max_model_len, 4096),
-            }
-        return arguments | dict(config.args)
+        return LLMEngine.from_engine_args(EngineArgs(**engine_args(path, self._config, on_cpu)))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         chosen = {name: value for name, value in sampling.items() if value is not None}

@@ -1,0 +1,21 @@
+"""vLLM's server as a child process that never outlives its parent; started by path, `python -P server_main.py FLAGS`.
+
+Its standard input is a pipe that the parent holds open and never writes to. When it ends, the parent has: however
+that came about, the server and the processes it started end too.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os.killpg(os.getpgid(0), signal.SIGKILL)  # the parent made it the leader of a group of its own
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -1,0 +1,61 @@
+"""How vLLM is started: the same arguments for the engine in this process and for a server's."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_lightning.common.config import EngineConfig, EngineDtype
+from trinity_lightning.common.errors import ConfigError
+
+VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
+GIB = 1 << 30
+
+
+def require_vllm() -> None:
+    """Raise ConfigError, with what to install, where vLLM is not."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
+            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
+        )
+
+
+def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's EngineArgs by name; those of `config.args` come last."""
+    arguments: dict[str, Any] = {
+        "model": path,
+        "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        # Those of the distribution sampled from, temperature applied: what the trainer compares its own with.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,  # every request brings its own
+    }
+    if config.kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gb * GIB)
+    if on_cpu:
+        # Seeded requests cannot be prefilled in chunks: a CPU generator has no offset to set.
+        arguments |= {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_model_len, 4096),
+        }
+    return arguments | dict(config.args)
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """The same arguments as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
+    flags = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+            flags += [f"--{flag}", text]
+    return flags
