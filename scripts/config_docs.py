@@ -66,7 +66,13 @@ def _page(name: str, field: Any) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _knobs(cls: type, prefix: str, skip: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
+def _knobs(
+    cls: type,
+    prefix: str,
+    skip: set[str] = frozenset(),  # type: ignore[assignment]
+    values: Any = None,
+) -> list[str]:
+    values = cls() if values is None else values
     lines = ["| knob | default | meaning |", "|---|---|---|"]
     meanings = _meanings(cls)
     for field in dataclasses.fields(cls):
@@ -75,9 +81,11 @@ def _knobs(cls: type, prefix: str, skip: set[str] = frozenset()) -> list[str]:  
         nested = _schema_of(field)
         if nested is not None:
             lines.append(f"| `{prefix}{field.name}` | | {_summary(nested)} |")
-            lines += _knobs(nested, f"{prefix}{field.name}.")[2:]
+            lines += _knobs(nested, f"{prefix}{field.name}.", values=getattr(values, field.name))[2:]
         else:
-            lines.append(f"| `{prefix}{field.name}` | {_default(field)} | {meanings.get(field.name, '')} |")
+            lines.append(
+                f"| `{prefix}{field.name}` | {_default(getattr(values, field.name))} | {meanings.get(field.name, '')} |"
+            )
     return lines
 
 
@@ -96,8 +104,7 @@ def _schema_of(field: Any) -> type | None:
     return field.type if isinstance(field.type, type) and dataclasses.is_dataclass(field.type) else None
 
 
-def _default(field: Any) -> str:
-    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+def _default(value: Any) -> str:
     if isinstance(value, Enum):
         value = value.value
     return "required" if value == "???" else f"`{'null' if value is None else value}`"

@@ -160,13 +160,14 @@ def _items(config: TrainConfig) -> int:
 def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     explorer, engine = config.explorer, config.engine
     rollouts = explorer.batch_size * explorer.repeat_times
+    expert = config.buffer.expert.per_step
     items = _items(config)
     return [
         ("engine", f"{engine.kind.value} ({engine.dtype.value}), context {engine.max_model_len}"),
         (
             "explore step",
             f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts, at most "
-            f"{rollouts * config.sampling.max_tokens} new tokens",
+            f"{rollouts * config.sampling.max_tokens} new tokens" + (f", and {expert} of an expert" if expert else ""),
         ),
         ("training", f"{config.steps} explore steps x {items} optimizer steps = {config.steps * items}"),
         ("objective", f"{config.algorithm.policy_loss}, {' then '.join(name for name, _ in strategies_of(config))}"),

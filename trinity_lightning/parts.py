@@ -19,6 +19,7 @@ from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TasksetConfig, TrainConfig
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.validate import strategies
+from trinity_lightning.experts import expert_data
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.in_process import InProcessEngine
@@ -79,6 +80,7 @@ def online_data(config: TrainConfig, folder: Path) -> ExperienceDataModule:
         operators=operator_configs(config.operators),
         folder=folder,
         keep_folder=folder / FOLDER if config.buffer.keep else None,
+        experts=expert_data(config),
     )
 
 

@@ -59,11 +59,11 @@ def test_a_read_cut_short_by_the_end_of_a_pass_is_made_up_for():
 def test_each_says_whether_it_is_an_experts_and_the_source_is_left_alone():
     source = rollouts(4)
     source[0].info["is_expert"] = "what"
-    source[0].custom_fields = [CustomField("x", "is_expert", torch.float32), CustomField("y", "y", torch.float32)]
+    source[0].custom_fields = [CustomField("x", "expert_mask", torch.float32), CustomField("y", "y", torch.float32)]
     got = MixedReader(MemoryReader(source), MemoryReader(rollouts(4, 9)), 0.5).read(4)
     assert [experience.info["is_expert"] for experience in got] == [False, False, True, True]
     assert [experience.eid.batch for experience in got] == [1, 1, 9, 9]
-    assert [field.destination_field for field in got[0].custom_fields] == ["y", "is_expert"]
+    assert [field.destination_field for field in got[0].custom_fields] == ["y", "expert_mask"]
     assert source[0].info["is_expert"] == "what"
     assert len(source[0].custom_fields) == 2
     assert source[1].custom_fields == []
@@ -71,8 +71,8 @@ def test_each_says_whether_it_is_an_experts_and_the_source_is_left_alone():
 
 def test_the_batch_has_a_column():
     batch = gather_experiences(mixed(0.25).read(8), pad_token_id=0)
-    assert batch.is_expert.tolist() == [False] * 6 + [True] * 2
-    assert batch.is_expert.dtype == torch.bool
+    assert batch.expert_mask.tolist() == [False] * 6 + [True] * 2
+    assert batch.expert_mask.dtype == torch.bool
 
 
 def test_while_rollouts_are_short_there_are_fewer_experts_too():

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 
+from trinity_lightning.buffer.experts import ExpertData
 from trinity_lightning.buffer.kept import keep_step
 from trinity_lightning.buffer.loader import ExperienceLoader
 from trinity_lightning.buffer.loops import run_on_loop
@@ -34,6 +35,7 @@ class ExperienceDataModule(L.LightningDataModule):
         auxiliary_models: clients of other models, for operators that ask them.
         folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
         keep_folder: where the experiences of every step are kept, as the trainer is given them; None: nowhere.
+        experts: expert data that join every step behind the strategies; None: none.
 
     Raises:
         ValueError, TypeError: an unknown strategy or operator, or arguments it does not have.
@@ -50,6 +52,7 @@ class ExperienceDataModule(L.LightningDataModule):
         auxiliary_models: AuxiliaryModels | None = None,
         folder: str | Path | None = None,
         keep_folder: Path | None = None,
+        experts: ExpertData | None = None,
     ) -> None:
         super().__init__()
         self.storage = MemoryStorage()
@@ -60,6 +63,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.inner_epochs = inner_epochs
         self._seed = seed
         self._keep_folder = keep_folder
+        self._experts = experts
         self._loop: asyncio.AbstractEventLoop | None = None  # where the operators live
 
     @property
@@ -79,13 +83,20 @@ class ExperienceDataModule(L.LightningDataModule):
 
         Raises:
             OperatorError: an operator failed; the buffer holds what it held before.
+            StorageError: the expert data cannot be read, or have ended.
         """
         await self.prepare()
         self.storage.begin()
         metrics = await self.pipeline.process(experiences, step)
+        if self._experts is not None:
+            joining = self._experts.read(step)
+            self.storage.write(joining)
+            metrics["experience_pipeline/expert"] = float(len(joining))
         if self._keep_folder is not None:
             await asyncio.to_thread(keep_step, self._keep_folder, step, self.storage.written)
         self.storage.commit(step)  # last: an interruption while something is awaited must find the step not taken
+        if self._experts is not None:
+            self._experts.keep()
         return metrics
 
     async def prepare(self) -> None:
@@ -126,12 +137,15 @@ class ExperienceDataModule(L.LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer."""
-        return self.storage.state_dict()
+        """The buffer, and where the expert data stand."""
+        state = self.storage.state_dict()
+        return state if self._experts is None else state | {"experts": self._experts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the buffer."""
+        """Restore the buffer, and go on with the expert data; new ones begin at their beginning."""
         self.storage.load_state_dict(state_dict)
+        if self._experts is not None and "experts" in state_dict:
+            self._experts.load_state_dict(state_dict["experts"])
 
 
 class OfflineExperienceDataModule(L.LightningDataModule):

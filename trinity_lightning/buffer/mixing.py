@@ -1,16 +1,12 @@
 """Readers made of readers: the same data again and again, and expert data among rollouts."""
 
-import copy
 from typing import Any
-
-import torch
 
 from trinity_lightning.buffer.reader import BufferReader, CursorReader, check_count
 from trinity_lightning.buffer.storage.errors import StorageError
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.experience import CustomField, Experience
-
-IS_EXPERT = CustomField("is_expert", "is_expert", torch.bool)
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.expert import marked
 
 
 class RepeatingReader(BufferReader):
@@ -49,7 +45,7 @@ class RepeatingReader(BufferReader):
 class MixedReader(BufferReader):
     """Rollouts and expert data in a ratio, held over all reads together as nearly as whole experiences allow.
 
-    The experiences are copies whose `info["is_expert"]` tells one from the other, in a column `is_expert` of the
+    The experiences are copies whose `info["is_expert"]` tells one from the other, in a column `expert_mask` of the
     batch. Of each read the rollouts come first. When the rollouts end, so does this reader; while they are short, it
     gives fewer expert experiences too.
 
@@ -90,7 +86,7 @@ class MixedReader(BufferReader):
             )
         self._rollouts_read += len(rollouts)
         self._experts_read += len(experts)
-        return [_marked(e, False) for e in rollouts] + [_marked(e, True) for e in experts]
+        return [marked(e, False) for e in rollouts] + [marked(e, True) for e in experts]
 
     def state_dict(self) -> dict[str, Any]:
         """Where both readers stand, and how many experiences of each were read."""
@@ -110,12 +106,3 @@ class MixedReader(BufferReader):
         """Close both readers."""
         self._rollouts.close()
         self._experts.close()
-
-
-def _marked(experience: Experience, is_expert: bool) -> Experience:
-    """A copy that says whether it is an expert's."""
-    marked = copy.copy(experience)
-    marked.info = {**experience.info, IS_EXPERT.source_field: is_expert}
-    others = [f for f in experience.custom_fields if f.destination_field != IS_EXPERT.destination_field]
-    marked.custom_fields = [*others, IS_EXPERT]
-    return marked

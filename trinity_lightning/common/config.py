@@ -10,8 +10,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.common.config_buffer import BufferConfig as BufferConfig
+from trinity_lightning.common.config_buffer import ExpertConfig as ExpertConfig
 from trinity_lightning.common.config_sections import AlgorithmConfig as AlgorithmConfig
-from trinity_lightning.common.config_sections import BufferConfig as BufferConfig
 from trinity_lightning.common.config_sections import DynamicTimeoutConfig as DynamicTimeoutConfig
 from trinity_lightning.common.config_sections import EngineConfig as EngineConfig
 from trinity_lightning.common.config_sections import EngineDtype as EngineDtype

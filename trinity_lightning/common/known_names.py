@@ -28,7 +28,7 @@ EXPERIENCE_OPERATORS = (
     "reward_std_filter",
 )
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
-POLICY_LOSSES = ("cispo", "grpo", "gspo", "opmd", "ppo", "reinforce", "sapo", "sft")
+POLICY_LOSSES = ("cispo", "grpo", "gspo", "mix", "opmd", "ppo", "reinforce", "sapo", "sft")
 KL_ESTIMATES = ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 CORRECTION_LEVELS = ("none", "token", "sequence")
@@ -39,4 +39,5 @@ LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polyno
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql")
+EXPERT_STORAGES = ("dataset", "file", "sql")
 BUFFER_ORDERS = ("fifo", "priority", "random")

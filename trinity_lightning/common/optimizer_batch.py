@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.expert import is_expert
 
 
 def trained_mask(experience: Experience) -> Tensor:
@@ -35,6 +36,7 @@ class OptimizerBatch:
     Attributes:
         experiences: what is trained on, with advantages set.
         columns: per-token extras by name ("old_logprobs", "ref_logprobs"), a float32 tensor [response] an experience.
+        num_expert_tokens, num_expert_sequences: how many of the two below are an expert's; losses may treat them apart.
         num_tokens: trained tokens, the N of token means.
         num_sequences: experiences, the B of sequence means; those without a trained token count.
         max_response_length: longest response in tokens, the R of normalised sums.
@@ -47,14 +49,20 @@ class OptimizerBatch:
     max_response_length: int
     explore_step: int
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    num_expert_tokens: int = 0
+    num_expert_sequences: int = 0
 
     @classmethod
     def of(cls, experiences: Sequence[Experience], explore_step: int) -> "OptimizerBatch":
         """A batch of these experiences, its totals counted from their action masks."""
+        tokens = [int(trained_mask(e).sum()) for e in experiences]
+        expert = [is_expert(e) for e in experiences]
         return cls(
             experiences=experiences,
-            num_tokens=sum(int(trained_mask(e).sum()) for e in experiences),
+            num_tokens=sum(tokens),
             num_sequences=len(experiences),
             max_response_length=max((len(e.tokens) - e.prompt_length for e in experiences), default=0),
             explore_step=explore_step,
+            num_expert_tokens=sum(count for count, one in zip(tokens, expert, strict=True) if one),
+            num_expert_sequences=sum(expert),
         )

@@ -42,7 +42,14 @@ FINITE = (
     "algorithm.entropy_coef",
     "sampling.temperature",
 )
-AT_LEAST_ZERO = ("seed", "explorer.eval_interval", "optimizer.lr", "optimizer.warmup_steps", "algorithm.kl.coef")
+AT_LEAST_ZERO = (
+    "buffer.expert.per_step",
+    "seed",
+    "explorer.eval_interval",
+    "optimizer.lr",
+    "optimizer.warmup_steps",
+    "algorithm.kl.coef",
+)
 
 # Keys that hold one of a few names; those of a second element take a dotted path too.
 NAMES = {
@@ -55,6 +62,7 @@ NAMES = {
     "optimizer.lr_scheduler": (known.LR_SCHEDULERS, False),
     "buffer.storage": (known.BUFFER_STORAGES, False),
     "buffer.order": (known.BUFFER_ORDERS, False),
+    "buffer.expert.storage": (known.EXPERT_STORAGES, False),
     "synchronizer.method": (("memory",), False),
     "explorer.runner": (("local",), False),
 }
@@ -84,11 +92,13 @@ def validate(config: DictConfig) -> None:
         )
     for operator in operator_configs(config.operators):
         _check_name("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
-    for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values()):
+    expert = (config.buffer.expert.dataset,)
+    for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values(), *expert):
         _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
         _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
         _check_data_file(source)
     _check_together(config)
+    _check_expert(config)
     _check_numbers(config)
     _check_trainer(config)
 
@@ -167,6 +177,35 @@ def _check_buffer(config: DictConfig) -> None:
         )
     if path is not None and not Path(path).exists():
         raise ConfigError(f"buffer.path: there is no file or folder '{path}'.")
+
+
+def _check_expert(config: DictConfig) -> None:
+    """Expert data and the loss that learns from them go together."""
+    expert, loss, rollouts = config.buffer.expert, config.algorithm.policy_loss, config.buffer.storage == "memory"
+    if expert.per_step > 0 and loss in known.POLICY_LOSSES and loss != "mix":
+        raise ConfigError(
+            f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
+            "data, which have no advantages: choose algorithm.policy_loss=mix, or buffer.expert.per_step=0."
+        )
+    if expert.per_step > 0 and not rollouts:
+        raise ConfigError("buffer.expert joins rollouts (buffer.storage=memory): set buffer.expert.per_step=0.")
+    if expert.per_step == 0 and loss == "mix" and rollouts:
+        raise ConfigError(
+            "algorithm.policy_loss=mix needs expert data: give buffer.expert.per_step=8 and "
+            "buffer.expert.dataset.path=FILE of prompts and answers."
+        )
+    if expert.per_step == 0:
+        return
+    if expert.storage == "dataset":
+        if (expert.dataset.source == "addition") != (expert.dataset.path is None):
+            raise ConfigError(
+                "buffer.expert needs prompts and answers: give buffer.expert.dataset.source=dataset and "
+                "buffer.expert.dataset.path=FILE; the source `addition` has no path."
+            )
+    elif expert.path is None and (expert.storage == "file" or expert.url is None):
+        raise ConfigError(f"buffer.expert.storage={expert.storage} reads stored experiences: give buffer.expert.path.")
+    elif expert.path is not None and not Path(expert.path).exists():
+        raise ConfigError(f"buffer.expert.path: there is no file or folder '{expert.path}'.")
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:

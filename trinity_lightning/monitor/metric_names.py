@@ -56,6 +56,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "experience_pipeline/written", "experiences", "What was left to train on after operators and add strategies."
     ),
+    Metric("experience_pipeline/expert", "experiences", "Expert data that joined the rollouts behind the strategies."),
     Metric("experience_pipeline/<operator>/filtered_count", "experiences", "What a filter dropped."),
     Metric(
         "experience_pipeline/<operator>/dropped_all_{correct,wrong}",
@@ -103,6 +104,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("add_strategy_time", "s", "Time within a filtering add strategy."),
     # What was learnt
     Metric("actor/pg_loss", "", "Policy loss, clipped and aggregated, of the whole optimizer batch."),
+    Metric("actor/sft_loss", "nats", "Mean of minus log-probability of the expert data's tokens (policy_loss=mix)."),
     Metric("actor/kl_loss", "nats", "KL estimate between policy and reference model, before its coefficient."),
     Metric("actor/entropy", "nats", "Mean entropy of the policy at trained tokens."),
     Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability: how far the policy moved within the step."),

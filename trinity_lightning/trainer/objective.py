@@ -43,6 +43,7 @@ class Objective:
         self._config = config
         self._policy_loss = create_policy_loss(config.policy_loss, **arguments)
         self._mode = _aggregation(self._policy_loss)
+        self._tells_experts_apart = "expert_mask" in inspect.signature(self._policy_loss).parameters
         self._ignores_advantages = _has_gradient_without_advantage(self._policy_loss)
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1
         self.needs_reference = config.kl.coef != 0 and config.kl.name != "none"
@@ -72,7 +73,9 @@ class Objective:
             "num_sequences": batch.num_sequences,
             "max_response_length": batch.max_response_length,
         }
-        loss, policy_metrics = self._policy_loss(logprobs, old, mask, advantages, **totals)
+        loss, policy_metrics = self._policy_loss(
+            logprobs, old, mask, advantages, **totals, **self._expert_arguments(micro, batch)
+        )
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
         if self.needs_reference:
@@ -91,6 +94,16 @@ class Objective:
         if self._ignores_advantages:
             return torch.zeros_like(micro.action_mask, dtype=torch.float32)
         raise ConfigError("experiences without advantages reached the trainer: choose an add strategy that sets them.")
+
+    def _expert_arguments(self, micro: MicroBatch, batch: OptimizerBatch) -> dict[str, Any]:
+        """What a loss is told that treats an expert's rows apart."""
+        if not self._tells_experts_apart:
+            return {}
+        return {
+            "expert_mask": micro.expert,
+            "num_expert_tokens": batch.num_expert_tokens,
+            "num_expert_sequences": batch.num_expert_sequences,
+        }
 
     def _corrected(
         self, advantages: Tensor, micro: MicroBatch, old: Tensor, computed_tokens: int

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs
+from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 
 
@@ -27,6 +28,7 @@ class MicroBatch:
             the rows, its logprobs.
         sampled: which rows have log-probabilities of an engine (expert data have none), bool [B].
         temperature: sampling temperature of each row, float32 [B].
+        expert: which rows are an expert's, bool [B].
     """
 
     tokens: Tensor
@@ -35,6 +37,7 @@ class MicroBatch:
     columns: dict[str, Tensor]
     sampled: Tensor
     temperature: Tensor
+    expert: Tensor
 
     def positions(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each trained token, in order: where the state that predicts it is, what it is, and its row.
@@ -48,13 +51,16 @@ class MicroBatch:
 
 
 def trainable_rows(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int]:
-    """Rows worth computing: those with a trained token, and (if no other loss term needs them) a non-zero advantage."""
+    """Rows worth computing: those with a trained token, and (if no other loss term needs them) a non-zero advantage.
+
+    An expert's rows are always worth it: what they teach is not told by their advantages.
+    """
     return [row for row, experience in enumerate(batch.experiences) if _is_trained(experience, skip_zero_advantage)]
 
 
 def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
     mask = trained_mask(experience)
-    if skip_zero_advantage and experience.advantages is not None:
+    if skip_zero_advantage and experience.advantages is not None and not is_expert(experience):
         mask = mask & (experience.advantages != 0)
     return bool(mask.any())
 
@@ -99,6 +105,7 @@ def collate(batch: OptimizerBatch, rows: Sequence[int], device: torch.device) ->
         columns=columns,
         sampled=torch.tensor([e.logprobs is not None for e in experiences], device=device),
         temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences], device=device),
+        expert=torch.tensor([is_expert(e) for e in experiences], device=device),
     )
 
 

@@ -6,6 +6,7 @@ from trinity_lightning.algorithm.policy_loss.aggregate import aggregate as aggre
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import opmd as opmd
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import reinforce as reinforce
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import sft as sft
+from trinity_lightning.algorithm.policy_loss.mix import mix as mix
 from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo
 from trinity_lightning.algorithm.policy_loss.ratio_losses import cispo as cispo
 from trinity_lightning.algorithm.policy_loss.ratio_losses import gspo as gspo

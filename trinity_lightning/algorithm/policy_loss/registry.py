@@ -13,6 +13,9 @@ from trinity_lightning.common.suggest import unknown_name
 # exp(20) = 5e8: far beyond any useful ratio, and finite in float32 with room for products.
 MAX_LOG_RATIO = 20.0
 
+# Keyword arguments that the trainer gives, not the configuration.
+_GIVEN = ("ref_logprobs", "expert_mask", "num_expert_tokens", "num_expert_sequences")
+
 
 class PolicyLossFn(Protocol):
     """A policy loss: a pure function of per-token tensors [b, r] of one micro-batch.
@@ -24,6 +27,9 @@ class PolicyLossFn(Protocol):
         advantages: A.
         ref_logprobs: of the reference model, for losses that need them.
         num_tokens, num_sequences, max_response_length: see `BatchTotals`.
+
+    A loss with an argument `expert_mask` (which rows are an expert's, bool [b]) is given it, with the totals
+    `num_expert_tokens` and `num_expert_sequences` of the whole optimizer batch; the other totals count those too.
 
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.
@@ -56,7 +62,7 @@ def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
     """
     fn = cast(PolicyLossFn, POLICY_LOSS_FN.resolve(name))
     parameters = inspect.signature(fn).parameters.values()
-    valid = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "ref_logprobs"]
+    valid = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _GIVEN]
     for arg in args:
         if arg not in valid:
             raise TypeError(unknown_name(f"argument of policy loss '{name}'", arg, valid))

@@ -1,0 +1,113 @@
+"""Expert data among the rollouts: marked, never weighed, and each read once, whatever is interrupted."""
+
+import asyncio
+
+import pytest
+import torch
+from buffer_cases import make_group, through_a_file
+
+from trinity_lightning.buffer import datamodule
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.experts import ExpertData
+from trinity_lightning.buffer.kept import read_experiences
+from trinity_lightning.buffer.mixing import RepeatingReader
+from trinity_lightning.buffer.reader import MemoryReader
+from trinity_lightning.buffer.storage.errors import StorageError
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.expert import is_expert
+
+ROLLOUTS = make_group(0, 4)
+
+
+def expert_experiences(number):
+    return [experience for task in range(number) for experience in make_group(task, 1, batch=77)]
+
+
+def data_with(number=5, per_step=2, **settings):
+    experts = ExpertData(RepeatingReader(MemoryReader(expert_experiences(number))), per_step)
+    return ExperienceDataModule("grpo", experts=experts, **settings)
+
+
+def fill(data, step):
+    return asyncio.run(data.fill(make_group(0, 4, batch=step), step))
+
+
+def expert_tasks(data):
+    """Which expert data the buffer holds, told by the second token."""
+    return [int(e.tokens[1]) - 10 for e in data.experiences if is_expert(e)]
+
+
+def test_they_join_behind_the_strategies():
+    data = data_with()
+    metrics = fill(data, 3)
+    assert metrics["experience_pipeline/written"] == 4
+    assert metrics["experience_pipeline/expert"] == 2
+    rollouts, experts = data.experiences[:4], data.experiences[4:]
+    assert not any(map(is_expert, rollouts))
+    assert all(e.advantages.any() for e in rollouts)
+    assert [is_expert(e) for e in experts] == [True, True]
+    assert all(torch.equal(e.advantages, torch.zeros(2)) and e.logprobs is None for e in experts)
+    assert [e.eid.tid for e in experts] == ["3/expert-0", "3/expert-1"]
+    (batch,) = data.train_dataloader()
+    assert (batch.num_tokens, batch.num_sequences) == (12, 6)
+    assert (batch.num_expert_tokens, batch.num_expert_sequences) == (4, 2)
+
+
+def test_every_step_goes_on_where_the_last_one_ended_and_begins_again_at_the_end():
+    data = data_with(number=3, per_step=2)
+    seen = []
+    for step in (1, 2, 3):
+        fill(data, step)
+        seen.append(expert_tasks(data))
+    assert seen == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_the_cursor_goes_through_a_checkpoint():
+    whole, parts = data_with(), data_with()
+    for data in (whole, parts):
+        fill(data, 1)
+    resumed = data_with()
+    resumed.load_state_dict(through_a_file(parts.state_dict()))
+    assert resumed.experiences == parts.experiences
+    for step in (2, 3, 4):
+        fill(whole, step)
+        fill(resumed, step)
+        assert expert_tasks(resumed) == expert_tasks(whole)
+
+
+def test_a_step_cut_short_takes_none(monkeypatch, tmp_path):
+    data = data_with(keep_folder=tmp_path / "kept")
+    fill(data, 1)
+    before = through_a_file(data.state_dict())
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datamodule, "keep_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fill(data, 2)
+    assert data.state_dict()["experts"] == before["experts"]
+    fill(data, 2)
+    assert expert_tasks(data) == [2, 3]
+    assert [is_expert(e) for e in read_experiences(tmp_path / "kept")] == ([False] * 4 + [True] * 2) * 2
+
+
+def test_expert_data_taken_up_later_begin_at_their_beginning():
+    before = ExperienceDataModule("grpo")
+    fill(before, 1)
+    data = data_with()
+    data.load_state_dict(through_a_file(before.state_dict()))
+    fill(data, 2)
+    assert expert_tasks(data) == [0, 1]
+    before.load_state_dict(through_a_file(data.state_dict()))  # and may be left out again
+
+
+def test_data_that_end_and_numbers_that_cannot_be_are_refused():
+    experts = ExpertData(MemoryReader(expert_experiences(3)), 2)
+    experts.read(1)
+    experts.keep()
+    with pytest.raises(StorageError, match="have ended"):
+        experts.read(2)
+    with pytest.raises(ConfigError, match="at least 1, not 0"):
+        ExpertData(MemoryReader([]), 0)

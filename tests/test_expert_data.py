@@ -1,0 +1,151 @@
+"""Expert data from the configuration: prompts and answers, or stored experiences, and whole runs that mix them in."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from trinity_lightning.buffer.kept import keep_step, read_experiences
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import TrainConfig, config_dir
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.expert import is_expert
+from trinity_lightning.common.model_files import load_tokenizer
+from trinity_lightning.common.validate import validate
+from trinity_lightning.experts import AnswerReader, expert_data
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.parts import typed_part
+
+CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer("tiny")
+
+
+def config_of(*arguments: str) -> TrainConfig:
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", ["+recipe=mix", "model=tiny", "engine=transformers", *arguments])
+    config.output_dir = "."
+    validate(config)
+    return OmegaConf.to_object(typed_part(config))  # type: ignore[return-value]
+
+
+def write_lines(path: Path, entries: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, entries)))
+    return path
+
+
+def of_dataset(path: Path, *arguments: str) -> tuple[str, ...]:
+    return ("buffer.expert.dataset.source=dataset", f"buffer.expert.dataset.path={path}", *arguments)
+
+
+def test_an_answer_becomes_a_response_that_ends(tokenizer: Any) -> None:
+    taskset = Taskset([{"prompt": "What is 1 + 1?", "answer": 2}], name="sums")
+    (experience,) = AnswerReader(taskset, tokenizer).read(1)
+    prompt = "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(experience.tokens[: experience.prompt_length]) == prompt
+    assert tokenizer.decode(experience.tokens[experience.prompt_length :]) == "2<|im_end|>"
+    assert experience.action_mask is not None
+    assert experience.action_mask.all()
+    assert (experience.prompt_text, experience.response_text) == ("What is 1 + 1?", "2")
+    assert experience.info["task_index"] == {"taskset_id": "sums", "index": 0}
+
+
+def test_a_conversation_ends_with_the_response(tokenizer: Any) -> None:
+    (experience,) = AnswerReader(Taskset([{"messages": CONVERSATION}]), tokenizer, {"system_prompt": "no"}).read(1)
+    assert tokenizer.decode(experience.tokens[experience.prompt_length :]) == "Hello.<|im_end|>"
+    (prompted,) = AnswerReader(
+        Taskset([{"prompt": "x", "answer": "y"}]), tokenizer, {"system_prompt": "Be brief."}
+    ).read(1)
+    assert tokenizer.decode(prompted.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+@pytest.mark.parametrize("entry", [{"prompt": "x"}, {"messages": CONVERSATION[:1]}, {"messages": CONVERSATION[1:]}])
+def test_an_entry_without_a_response_is_refused_at_once(entry: dict[str, Any], tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"entry 0: no answer.*answer_field"):
+        AnswerReader(Taskset([entry]), tokenizer)
+
+
+def test_a_file_of_prompts_and_answers(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "expert.jsonl", [{"question": f"{i}?", "solution": f"{i}!"} for i in range(5)])
+    fields = ("buffer.expert.dataset.prompt_field=question", "buffer.expert.dataset.answer_field=solution")
+    experts = expert_data(config_of(*of_dataset(path, *fields, "buffer.expert.per_step=5")))
+    assert experts is not None
+    first = [e.response_text for e in experts.read(1)]
+    assert sorted(map(str, first)) == [f"{i}!" for i in range(5)]
+    assert first != sorted(map(str, first))  # shuffled, by the seed
+    experts.keep()
+    resumed = expert_data(config_of(*of_dataset(path, *fields, "buffer.expert.per_step=5")))
+    assert resumed is not None
+    resumed.load_state_dict(experts.state_dict())
+    assert [e.response_text for e in resumed.read(2)] == [e.response_text for e in experts.read(2)] != first
+
+
+def test_what_another_run_kept(tmp_path: Path) -> None:
+    stored = [Experience(tokens=[1, 2, 3 + i], prompt_length=1, logprobs=[-1.0, -2.0]) for i in range(3)]
+    keep_step(tmp_path, 1, stored)
+    experts = expert_data(
+        config_of("buffer.expert.storage=file", f"buffer.expert.path={tmp_path}", "buffer.expert.per_step=4")
+    )
+    assert experts is not None
+    got = experts.read(1)
+    assert [int(e.tokens[2]) for e in got] == [3, 4, 5, 3]
+    assert all(is_expert(e) and e.logprobs is None for e in got)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("buffer.expert.per_step=0",), "policy_loss=mix needs expert data"),
+        (("algorithm.policy_loss=ppo", "algorithm.policy_loss_args={}"), "learns nothing from expert data"),
+        (("buffer.expert.per_step=-1",), "buffer.expert.per_step is -1"),
+        (("buffer.expert.storage=fille",), "Did you mean 'file'"),
+        (("buffer.expert.storage=file",), "give buffer.expert.path"),
+        (("buffer.expert.storage=sql", "buffer.expert.path=missing.db"), "no file or folder 'missing.db'"),
+        (("buffer.expert.dataset.source=dataset",), "needs prompts and answers"),
+        (("buffer.expert.dataset.path=only.jsonl",), r"needs prompts and answers: give .*source=dataset"),
+        (of_dataset(Path("no.jsonl")), "no file or folder 'no.jsonl'"),
+        (("buffer=file", "buffer.path=."), "buffer.expert joins rollouts"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(*arguments)
+
+
+RUN = ("+recipe=mix", "model=tiny", "engine=transformers", "logger=csv", "buffer.keep=true", "optimizer.lr=1e-3")
+RUN += ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "buffer.expert.per_step=3")
+RUN += ("explorer.eval_on_startup=false", "explorer.eval_interval=0")
+
+
+def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: Callable[..., Any], tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    path = write_lines(tmp_path / "expert.jsonl", [{"prompt": f"{i}?", "answer": str(i)} for i in range(7)])
+    arguments = (*RUN, *of_dataset(path))
+    for folder, steps in ((whole, (("steps=4",))), (parts, ("steps=2",)), (parts, ("steps=4", "ckpt_path=last"))):
+        folder.mkdir(exist_ok=True)
+        done = run_train(folder, *arguments, *([steps] if isinstance(steps, str) else steps))
+        assert done.returncode == 0, done.stdout[-4000:]
+    runs = [next(folder.glob("outputs/mix/*")) for folder in (whole, parts)]
+    kept = [[e.response_text for e in read_experiences(run / "experiences") if is_expert(e)] for run in runs]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 12
+    assert set(kept[0][:7]) == set(map(str, range(7)))  # each once before one comes again
+    weights = [load_file(run / "model" / "model.safetensors") for run in runs]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    with (runs[0] / "metrics.csv").open() as file:
+        losses = [float(row["actor/sft_loss"]) for row in csv.DictReader(file) if row["actor/sft_loss"]]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
