@@ -11,8 +11,8 @@ from trinity_lightning.buffer.storage.file import FileReader, FileStorage
 from trinity_lightning.buffer.storage.sql import SqlReader, SqlStorage
 from trinity_lightning.common.experience import EID, Experience
 
-STORAGES = {"file": FileStorage, "sql": SqlStorage}
-READERS = {"file": FileReader, "sql": SqlReader}
+STORAGES = {"file": FileStorage, "sqlite": SqlStorage, "postgresql": SqlStorage}
+READERS = {"file": FileReader, "sqlite": SqlReader, "postgresql": SqlReader}
 
 
 def name(experience):

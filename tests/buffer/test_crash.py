@@ -11,19 +11,20 @@ from pathlib import Path
 
 import crash_cases
 import pytest
+from postgres_server import postgres_url  # noqa: F401  # a fixture
 from processes import processes  # noqa: F401  # a fixture
 
 KILLS = int(os.environ.get("TRINITY_CRASH_KILLS", "10"))
 # Writers at work at the same time.
-WRITERS = {"file": 1, "sql": 2}
+WRITERS = {"file": 1, "sqlite": 2, "postgresql": 2}
 
 
 class Crashes:
-    """A buffer, its writers and its reader, and what they left behind."""
+    """A buffer at a place, its writers and its reader, and what they left behind in a folder."""
 
-    def __init__(self, context, kind, folder):
-        self.context, self.kind, self.folder = context, kind, folder
-        self.place, self.memory = str(folder / "buffer"), str(folder / "memory.json")
+    def __init__(self, context, kind, place, folder):
+        self.context, self.kind, self.place, self.folder = context, kind, place, folder
+        self.memory = str(folder / "memory.json")
         self.lives = 0
         crash_cases.STORAGES[kind](self.place).close()
         self.writers = [self.start_writer() for _ in range(WRITERS[kind])]
@@ -77,9 +78,10 @@ class Crashes:
         return {life: text[: text.rfind("\n") + 1].split() for life, text in texts.items()}
 
 
-@pytest.mark.parametrize("kind", ["file", "sql"])
-def test_acknowledged_writes_survive_kills_and_are_read_once(processes, kind, tmp_path):  # noqa: F811
-    crashes = Crashes(processes, kind, tmp_path)
+@pytest.mark.parametrize("kind", list(WRITERS))
+def test_acknowledged_writes_survive_kills_and_are_read_once(processes, kind, tmp_path, request):  # noqa: F811
+    place = request.getfixturevalue("postgres_url")() if kind == "postgresql" else str(tmp_path / "buffer")
+    crashes = Crashes(processes, kind, place, tmp_path)
     generator = random.Random()
     for _ in range(KILLS):
         if generator.random() < 0.8:  # else perhaps while it opens the buffer
