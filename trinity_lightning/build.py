@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint
-from trinity_lightning.common.config import TrainConfig
+from trinity_lightning.common.config import EngineDtype, TrainConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
@@ -95,7 +95,7 @@ def build(config: DictConfig) -> Run:
     data: L.LightningDataModule
     if typed.buffer.storage == "memory":
         data = online_data(typed, folder)
-        callbacks.append(explorer_callback(typed, monitor))
+        callbacks.append(explorer_callback(typed, folder, monitor))
     else:
         # With an explorer its callback does it, between two steps.
         callbacks.append(OnExceptionCheckpoint(folder / "checkpoints", "interrupted"))
@@ -162,8 +162,9 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     rollouts = explorer.batch_size * explorer.repeat_times
     expert = config.buffer.expert.per_step
     items = _items(config)
+    dtype = (config.model if engine.dtype is EngineDtype.auto else engine).dtype.value
     return [
-        ("engine", f"{engine.kind.value} ({engine.dtype.value}), context {engine.max_model_len}"),
+        ("engine", f"{engine.kind.value} ({dtype}), context {engine.max_model_len}"),
         (
             "explore step",
             f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts, at most "

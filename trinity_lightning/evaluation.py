@@ -8,14 +8,15 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.config import TrainConfig
+from trinity_lightning.engines import engines_of
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (
-    engine_of,
     eval_sources,
     finish,
     loggers_of,
@@ -32,15 +33,15 @@ class Evaluation:
     """Everything an evaluation is made of."""
 
     explorer: Explorer
-    engine: InProcessEngine
+    engines: list[Engine]
     checkpoints: list[Path]
     folder: Path
     monitor: RunMonitor
     loggers: list[Logger]
 
     def run(self) -> dict[int, dict[str, float]]:
-        """Evaluate the model or each checkpoint, log and print the metrics, and free the engine."""
-        host = Host([self.engine])
+        """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
+        host = Host([engine for engine in self.engines if isinstance(engine, InProcessEngine)])
         try:
             host.run(self.explorer.prepare())
             results: dict[int, dict[str, float]] = {}
@@ -75,13 +76,13 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     quiet_lightning()
     record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
-    engine = engine_of(typed)
-    if isinstance(engine, TransformersEngine):
+    engines = engines_of(typed, folder)
+    if isinstance(engine := engines[0], TransformersEngine):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()
         engine.bind(policy.policy)
     loggers = loggers_of(config)
     monitor = RunMonitor(folder, total_steps=0)
-    explorer = Explorer(typed.explorer, [engine], None, eval_sources(typed))
+    explorer = Explorer(typed.explorer, engines, None, eval_sources(typed))
     explorer.connect(observer=monitor.keep_completions, progress=monitor.show_tasks)
-    return Evaluation(explorer, engine, checkpoints, folder, monitor, loggers)
+    return Evaluation(explorer, engines, checkpoints, folder, monitor, loggers)

@@ -16,26 +16,19 @@ from trinity_lightning.buffer.factory import create_reader
 from trinity_lightning.buffer.kept import FOLDER
 from trinity_lightning.buffer.mixing import RepeatingReader
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
-from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TasksetConfig, TrainConfig
+from trinity_lightning.common.config import TasksetConfig, TrainConfig
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.validate import strategies
+from trinity_lightning.engines import engines_of, leave_cores_to_servers
 from trinity_lightning.experts import expert_data
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.models.in_process import InProcessEngine
-from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.run_monitor import RunMonitor
 
 logger = logging.getLogger(__name__)
-
-ENGINES: dict[EngineKind, type[InProcessEngine]] = {
-    EngineKind.vllm: VLLMEngine,
-    EngineKind.transformers: TransformersEngine,
-}
 
 
 def quiet_lightning() -> None:
@@ -84,9 +77,10 @@ def online_data(config: TrainConfig, folder: Path) -> ExperienceDataModule:
     )
 
 
-def explorer_callback(config: TrainConfig, monitor: RunMonitor) -> ExplorerCallback:
+def explorer_callback(config: TrainConfig, folder: Path, monitor: RunMonitor) -> ExplorerCallback:
     """What rolls out, watched by the monitor."""
-    explorer = Explorer(config.explorer, [engine_of(config)], train_source(config), eval_sources(config))
+    leave_cores_to_servers(config)
+    explorer = Explorer(config.explorer, engines_of(config, folder), train_source(config), eval_sources(config))
     callback = ExplorerCallback(
         explorer, config.synchronizer, observer=monitor.keep_completions, progress=monitor.show_tasks
     )
@@ -114,14 +108,6 @@ def strategies_of(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
     """Name and arguments of each add strategy."""
     entries = [(label, dict(arguments)) for label, arguments in strategies(config.add_strategy)]  # type: ignore[call-overload]
     return [(str(arguments.pop("name", label)), arguments) for label, arguments in entries]
-
-
-def engine_of(config: TrainConfig) -> InProcessEngine:
-    """The engine; its dtype is the policy's where the configuration leaves it open."""
-    engine: EngineConfig = config.engine
-    if engine.dtype is EngineDtype.auto:
-        engine.dtype = EngineDtype(config.model.dtype.value)
-    return ENGINES[engine.kind](config.model.name, engine)
 
 
 def train_source(config: TrainConfig) -> TaskSource:

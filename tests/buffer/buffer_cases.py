@@ -30,6 +30,7 @@ def filled(sizes, batch=1, columns=False):
     for task, size in enumerate(sizes):
         storage.write(make_group(task, size, batch))
     storage.commit(batch)
+    storage.advance(batch)
     if columns:
         storage.columns = {
             "old_logprobs": [torch.tensor([float(row), -float(row)]) for row in range(len(storage.experiences))]

@@ -14,7 +14,9 @@ WEIGHED = [0.0, 1.0, 1.0, 1.0]
 
 
 def fill(data, experiences, step):
-    return asyncio.run(data.fill(experiences, step))
+    metrics = asyncio.run(data.fill(experiences, step))
+    data.advance(step)
+    return metrics
 
 
 def test_grpo_weighs_each_group_and_the_loader_hands_it_out():

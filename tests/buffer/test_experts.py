@@ -29,7 +29,9 @@ def data_with(number=5, per_step=2, **settings):
 
 
 def fill(data, step):
-    return asyncio.run(data.fill(make_group(0, 4, batch=step), step))
+    metrics = asyncio.run(data.fill(make_group(0, 4, batch=step), step))
+    data.advance(step)
+    return metrics
 
 
 def expert_tasks(data):

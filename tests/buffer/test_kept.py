@@ -96,6 +96,7 @@ def test_the_data_module_keeps_what_the_trainer_is_given(tmp_path):
     data = ExperienceDataModule("grpo", keep_folder=tmp_path / "experiences")
     for step in (1, 2):
         asyncio.run(data.fill(make_group(0, 4, batch=step), step))
+        data.advance(step)
     kept = read_experiences(tmp_path / "experiences")
     assert kept[4:] == data.experiences
     assert all(experience.advantages is not None for experience in kept)

@@ -52,6 +52,7 @@ def test_the_length_is_constant_and_items_without_experiences_are_items_too():
     storage.begin()
     storage.write(make_group(0, 4))
     storage.commit(1)
+    storage.advance(1)
     assert len(loader) == 6
     items = list(loader)
     assert sorted(len(item.experiences) for item in items) == [0, 0, 0, 0, 4, 4]
@@ -64,6 +65,7 @@ def test_the_buffer_is_read_only_at_the_first_next():
     storage.begin()
     storage.write(make_group(5, 3, batch=2))
     storage.commit(2)
+    storage.advance(2)
     item = next(iterator)
     assert item.explore_step == 2
     assert len(item.experiences) == 3
@@ -109,6 +111,7 @@ def test_a_new_explore_step_starts_at_its_first_item():
     storage.begin()
     storage.write(make_group(0, 2, batch=2))
     storage.commit(2)
+    storage.advance(2)
     assert [item.explore_step for item in loader] == [2, 2, 2]
 
 

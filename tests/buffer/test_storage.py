@@ -17,7 +17,9 @@ def test_what_was_written_is_held_in_order_once_committed():
     storage.write(second)
     assert (storage.batch, storage.experiences) == (0, [])
     storage.commit(1)
-    assert storage.batch == 1
+    assert (storage.batch, storage.is_ready(1)) == (0, True)
+    storage.advance(1)
+    assert (storage.batch, storage.is_ready(1)) == (1, False)
     assert storage.experiences == first + second
 
 
@@ -26,6 +28,7 @@ def test_the_next_step_replaces_the_last_and_its_columns():
     storage.begin()
     storage.write(make_group(7, 1, batch=2))
     storage.commit(2)
+    storage.advance(2)
     assert (storage.batch, len(storage.experiences), storage.columns) == (2, 1, {})
 
 
@@ -39,7 +42,28 @@ def test_a_filling_cut_short_leaves_the_step_before_and_is_forgotten():
     again = make_group(3, 1, batch=2)
     storage.write(again)
     storage.commit(2)
+    storage.advance(2)
     assert storage.experiences == again
+
+
+def test_steps_wait_their_turn_while_another_is_trained_on_and_go_through_a_checkpoint():
+    storage = filled([2], batch=1, columns=True)
+    trained = list(storage.experiences)
+    waiting = {step: make_group(step, 2, batch=step) for step in (2, 3)}
+    for step, experiences in waiting.items():
+        storage.begin()
+        storage.write(experiences)
+        storage.commit(step)
+    assert (storage.batch, storage.experiences, len(storage.columns)) == (1, trained, 1)
+    other = MemoryStorage()
+    other.load_state_dict(through_a_file(storage.state_dict()))
+    assert other.experiences == trained
+    for step, experiences in waiting.items():
+        assert other.is_ready(step)
+        other.advance(step)
+        assert other.experiences == experiences
+        assert (other.batch, other.columns) == (step, {})
+    assert not other.is_ready(2)
 
 
 def test_state_goes_through_a_checkpoint():

@@ -14,6 +14,7 @@ from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, experience_metrics, gathered, spread
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -379,10 +380,54 @@ def test_a_usual_temperature_is_accepted() -> None:
     assert accepted.next_tasks(1)[0].rollout_args["temperature"] == 0.7
 
 
-@pytest.mark.parametrize("fields", [{"sync_interval": 2}, {"sync_offset": 1}])
-def test_lagging_engines_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"sync_interval must be 1 and explorer\.sync_offset 0"):
+@pytest.mark.parametrize("fields", [{"sync_interval": 0}, {"sync_offset": -1}])
+def test_intervals_and_offsets_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"sync_interval.* must be 1 or more, explorer\.sync_offset .* 0 or more"):
         explorer(**fields)
+
+
+def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
+    with pytest.raises(ConfigError, match="cannot generate while the trainer trains. Choose engine=vllm_server"):
+        Explorer(ExplorerConfig(sync_offset=1), [TransformersEngine("tiny")], source())
+
+
+def test_syncs_are_due_by_interval_and_offset() -> None:
+    def due(**fields: Any) -> list[int]:
+        explored = explorer(**fields)
+        steps = []
+        for explored.step in range(9):
+            steps += [explored.step] * explored.need_sync()
+        return steps
+
+    assert due() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert due(sync_interval=3) == [3, 6]
+    assert due(sync_offset=1) == [2, 3, 4, 5, 6, 7, 8]
+    assert due(sync_interval=2, sync_offset=1) == [3, 5, 7]
+
+
+def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on() -> None:
+    trainers = {"w": torch.zeros(2)}
+    model = FakeModel()
+    explored = Explorer(ExplorerConfig(sync_interval=2), [model], source())
+    explored.connect(Sink(), lambda: WeightStream.of(trainers.items()))
+
+    async def body() -> None:
+        await explored.sync_weight(2)
+        trainers["w"] += 1
+        assert (await explored.get_weight("w")).tolist() == [0, 0]
+
+    running(explored, body)
+    state = explored.state_dict()
+    again = Explorer(ExplorerConfig(sync_interval=2), [fresh := FakeModel()], source())
+    again.load_state_dict(state)
+    asyncio.run(again.restore_weights())
+    assert fresh.model_version == 2
+    assert asyncio.run(again.get_weight("w")).tolist() == [0, 0]
+
+
+def test_no_engine_joins_a_process_group() -> None:
+    with pytest.raises(ConfigError, match="127.0.0.1:1234.*synchronizer=checkpoint"):
+        asyncio.run(explorer().setup_weight_sync_group("127.0.0.1", 1234))
 
 
 def test_evaluation_tasksets_need_names_of_their_own() -> None:

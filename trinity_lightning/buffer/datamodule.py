@@ -68,8 +68,12 @@ class ExperienceDataModule(L.LightningDataModule):
 
     @property
     def batch(self) -> int:
-        """The explore step whose experiences the buffer holds; 0 before the first."""
+        """The explore step that is trained on; 0 before the first."""
         return self.storage.batch
+
+    def advance(self, step: int) -> None:
+        """Hand the trainer explore step `step`, which has been filled in."""
+        self.storage.advance(step)
 
     @property
     def experiences(self) -> list[Experience]:
@@ -77,9 +81,10 @@ class ExperienceDataModule(L.LightningDataModule):
         return self.storage.experiences
 
     async def fill(self, experiences: list[Experience], step: int) -> dict[str, float]:
-        """Replace the buffer's contents by an explore step's experiences, weighed; the pipeline's metrics.
+        """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
 
-        A step of which the strategies leave nothing is an empty one: its items train nothing and are counted.
+        They wait there for `advance`, while another step may be trained on. A step of which the strategies leave
+        nothing is an empty one: its items train nothing and are counted.
 
         Raises:
             OperatorError: an operator failed; the buffer holds what it held before.

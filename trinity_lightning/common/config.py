@@ -12,11 +12,12 @@ from omegaconf import MISSING
 
 from trinity_lightning.common.config_buffer import BufferConfig as BufferConfig
 from trinity_lightning.common.config_buffer import ExpertConfig as ExpertConfig
+from trinity_lightning.common.config_engine import EngineConfig as EngineConfig
+from trinity_lightning.common.config_engine import EngineDtype as EngineDtype
+from trinity_lightning.common.config_engine import EngineKind as EngineKind
+from trinity_lightning.common.config_engine import SynchronizerConfig as SynchronizerConfig
 from trinity_lightning.common.config_sections import AlgorithmConfig as AlgorithmConfig
 from trinity_lightning.common.config_sections import DynamicTimeoutConfig as DynamicTimeoutConfig
-from trinity_lightning.common.config_sections import EngineConfig as EngineConfig
-from trinity_lightning.common.config_sections import EngineDtype as EngineDtype
-from trinity_lightning.common.config_sections import EngineKind as EngineKind
 from trinity_lightning.common.config_sections import ExplorerConfig as ExplorerConfig
 from trinity_lightning.common.config_sections import KLConfig as KLConfig
 from trinity_lightning.common.config_sections import ModelConfig as ModelConfig
@@ -24,7 +25,6 @@ from trinity_lightning.common.config_sections import OptimizerConfig as Optimize
 from trinity_lightning.common.config_sections import OverRolloutConfig as OverRolloutConfig
 from trinity_lightning.common.config_sections import RolloutCorrectionConfig as RolloutCorrectionConfig
 from trinity_lightning.common.config_sections import SamplingConfig as SamplingConfig
-from trinity_lightning.common.config_sections import SynchronizerConfig as SynchronizerConfig
 from trinity_lightning.common.config_sections import TasksetConfig as TasksetConfig
 from trinity_lightning.common.config_sections import WeightDtype as WeightDtype
 from trinity_lightning.common.config_sections import WorkflowConfig as WorkflowConfig

@@ -14,21 +14,6 @@ class WeightDtype(Enum):
     fp32 = "fp32"
 
 
-class EngineKind(Enum):
-    """Which engine generates."""
-
-    vllm = "vllm"
-    transformers = "transformers"
-
-
-class EngineDtype(Enum):
-    """The engine's compute dtype; `auto` follows the policy's weights."""
-
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
 @dataclass
 class ModelConfig:
     """The policy.
@@ -44,27 +29,6 @@ class ModelConfig:
     dtype: WeightDtype = WeightDtype.bf16
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
-
-
-@dataclass
-class EngineConfig:
-    """The engine that generates rollouts.
-
-    Attributes:
-        kind: `vllm` in this process, or `transformers`, which generates with the training model itself.
-        dtype: compute dtype of the engine.
-        max_model_len: longest prompt and response together, in tokens.
-        max_num_seqs: requests decoded at once.
-        kv_cache_gb: memory of the key-value cache in GiB (vLLM; on a GPU null leaves it to vLLM).
-        args: further arguments of vLLM's EngineArgs, by their own names.
-    """
-
-    kind: EngineKind = EngineKind.vllm
-    dtype: EngineDtype = EngineDtype.auto
-    max_model_len: int = 1024
-    max_num_seqs: int = 64
-    kv_cache_gb: float | None = 0.5
-    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,9 +136,13 @@ class ExplorerConfig:
         max_timeout: seconds one attempt at a task may take.
         max_retry_times: further attempts after a failed one.
         max_repeat_times_per_runner: a task with more rollouts is cut into chunks of this many; null: never.
-        runner: `local`, asyncio tasks in this process.
-        sync_interval: explore steps between weight syncs; 1, for an engine in this process.
-        sync_offset: steps the trainer lags behind the explorer; 0, for an engine in this process.
+        runner: `local`, asyncio tasks in this process; or `ray`, each a process of its own (a Ray actor), which needs
+            an engine that is a server. A worker that dies is replaced, and its task tried again.
+        ray_address: of a Ray cluster to join, HOST:PORT of its head, or `auto` for the one on this machine; null: one
+            is started here, for this run.
+        sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights.
+        sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
+            while the trainer trains, which needs engine=vllm_server.
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
@@ -187,6 +155,7 @@ class ExplorerConfig:
     max_retry_times: int = 2
     max_repeat_times_per_runner: int | None = None
     runner: str = "local"
+    ray_address: str | None = None
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
     sync_interval: int = 1
@@ -273,21 +242,6 @@ class OptimizerConfig:
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-
-
-@dataclass
-class SynchronizerConfig:
-    """How the trainer's weights reach the engine, and how that is checked.
-
-    Attributes:
-        method: `memory`, for an engine in the same process.
-        check_interval: syncs between probes; the first sync is always probed.
-        drill: before the first step, send perturbed weights and require the engine to follow.
-    """
-
-    method: str = "memory"
-    check_interval: int = 10
-    drill: bool = True
 
 
 @dataclass

@@ -25,6 +25,8 @@ AT_LEAST_ONE = (
     "explorer.runner_per_model",
     "engine.max_model_len",
     "engine.max_num_seqs",
+    "engine.servers",
+    "explorer.sync_interval",
     "sampling.max_tokens",
     "eval_sampling.max_tokens",
     "eval_repeat_times",
@@ -63,8 +65,8 @@ NAMES = {
     "buffer.storage": (known.BUFFER_STORAGES, False),
     "buffer.order": (known.BUFFER_ORDERS, False),
     "buffer.expert.storage": (known.EXPERT_STORAGES, False),
-    "synchronizer.method": (("memory",), False),
-    "explorer.runner": (("local",), False),
+    "synchronizer.method": (("auto", "memory", "checkpoint"), False),
+    "explorer.runner": (("local", "ray"), False),
 }
 
 
@@ -103,6 +105,15 @@ def validate(config: DictConfig) -> None:
     _check_trainer(config)
 
 
+def require_ray() -> None:
+    """ConfigError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
+            "choose explorer.runner=local."
+        )
+
+
 def check_checkpoint(config: DictConfig) -> None:
     """Refuse a checkpoint to resume from that does not exist; a ConfigError."""
     if config.ckpt_path not in (None, "last") and not Path(config.ckpt_path).is_file():
@@ -126,10 +137,24 @@ def _check_model_and_engine(config: DictConfig) -> None:
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_model_name(config.model.name)
     offline = config.buffer.storage in ("file", "sql")
-    if not offline and config.engine.kind.value == "vllm" and importlib.util.find_spec("vllm") is None:
+    needs_vllm = config.engine.kind.value == "vllm" or (
+        config.engine.kind.value == "vllm_server" and not config.engine.urls
+    )
+    if not offline and needs_vllm and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
             "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
+        )
+    if not offline and config.explorer.runner == "ray":
+        _check_ray(config)
+
+
+def _check_ray(config: DictConfig) -> None:
+    require_ray()
+    if config.engine.kind.value in ("vllm", "transformers"):
+        raise ConfigError(
+            f"explorer.runner=ray: engine={config.engine.kind.value} computes in this process, where Ray runners "
+            "cannot reach it. Choose engine=vllm_server, or explorer.runner=local."
         )
 
 
@@ -154,6 +179,12 @@ def _check_together(config: DictConfig) -> None:
         raise ConfigError(
             "judges and teachers are auxiliary models, which only code can give yet: Explorer(auxiliary_models=...), "
             "ExperienceDataModule(auxiliary_models=...)."
+        )
+    needed = "checkpoint" if config.engine.kind.value == "vllm_server" else "memory"
+    if config.synchronizer.method not in ("auto", needed):
+        raise ConfigError(
+            f"synchronizer.method is {config.synchronizer.method}, and weights reach engine={config.engine.kind.value} "
+            f"by {needed}: set synchronizer={needed}, or auto."
         )
     algorithm = config.algorithm
     if config.buffer.storage != "memory" and (
@@ -257,10 +288,10 @@ def _check_explorer(config: DictConfig) -> None:
     explorer = config.explorer
     if not explorer.max_timeout > 0:
         raise ConfigError(f"explorer.max_timeout is {explorer.max_timeout}; give seconds above 0.")
-    if (explorer.sync_interval, explorer.sync_offset) != (1, 0):
+    if explorer.sync_offset > 0 and config.engine.kind.value != "vllm_server":
         raise ConfigError(
-            "explorer.sync_interval must be 1 and explorer.sync_offset 0: an engine in this process cannot generate "
-            "while the trainer trains."
+            f"explorer.sync_offset is {explorer.sync_offset}: an engine in this process cannot generate while the "
+            "trainer trains. Choose engine=vllm_server."
         )
     if config.algorithm.optimizer_steps > explorer.batch_size and config.buffer.storage == "memory":
         raise ConfigError(

@@ -4,12 +4,15 @@ Everything is decided by state (which explore step the buffer holds, which weigh
 hooks ran: a resumed run may skip some of them.
 """
 
+import asyncio
 import logging
+import math
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,9 +22,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.config import SynchronizerConfig
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.errors import ConfigError, WeightSyncError
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.lookahead import Interval, LookAhead
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.trainer.policy import PolicyModule
@@ -58,7 +64,10 @@ class ExplorerCallback(L.Callback):
         self._observer = observer
         self._progress = progress
         self._host: Host | None = None
-        self._synced_at: int | None = None  # global_step of the weights that the engines have
+        self._synced_at: int | None = None  # global_step of the weights that the engines were last synced to
+        self._trained = 0  # explore steps trained in them
+        self._ahead = LookAhead(explorer)
+        self._observed: list[tuple[list[Experience], int, str | None]] = []
         self._started = False
         self._filling = False
         self._interrupts = 0
@@ -74,23 +83,24 @@ class ExplorerCallback(L.Callback):
             raise ConfigError("ExplorerCallback needs an ExperienceDataModule: trainer.fit(policy, datamodule).")
         if trainer.world_size > 1:
             raise ConfigError("one device only: with an in-process engine set trainer.devices=1.")
-        if not all(isinstance(model, InProcessEngine) for model in self.explorer.models):
-            raise ConfigError("ExplorerCallback drives engines in this process: VLLMEngine or TransformersEngine.")
+        if not all(isinstance(model, Engine) for model in self.explorer.engines.models):
+            raise ConfigError("ExplorerCallback needs engines that take weights: VLLMEngine, VLLMServerEngine or so.")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""
         # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         policy, data = self._parts(trainer)
-        engines = [model for model in self.explorer.models if isinstance(model, InProcessEngine)]
+        engines = [model for model in self.explorer.engines.models if isinstance(model, Engine)]
         for engine in engines:
             if isinstance(engine, TransformersEngine):
                 engine.bind(policy.policy)
         self._interrupts, self._synced_at, self._started, self._filling = 0, None, False, False
-        self._host = Host(engines, lambda: self._interruption(trainer))
+        driven = [engine for engine in engines if isinstance(engine, InProcessEngine)]
+        self._host = Host(driven, lambda: self._interruption(trainer))
         if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
             self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
-        self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), self._observer, self._progress)
+        self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), self._observe, self._show_progress)
         self._run(data.prepare())
         self._run(self.explorer.prepare())
         self._synchronizer = self._make_synchronizer(policy, engines)
@@ -105,14 +115,15 @@ class ExplorerCallback(L.Callback):
             self._previous_handler = None
         if self._host is not None:
             host, self._host = self._host, None
+            self._ahead.forget()
             host.run(self.explorer.shutdown(), interruptible=False)
             host.close()
 
-    def _make_synchronizer(self, policy: PolicyModule, engines: list[InProcessEngine]) -> Synchronizer:
+    def _make_synchronizer(self, policy: PolicyModule, engines: list[Engine]) -> Synchronizer:
         token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             policy.policy,
-            send=lambda: self._run(self.explorer.sync_weight()),
+            send=self._send,
             trainer_logprobs=lambda: policy.sequence_logprobs(token_ids),
             engine_logprobs=lambda: [self._run(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(policy.policy.dtype, *[engine.dtype for engine in engines]),
@@ -126,7 +137,7 @@ class ExplorerCallback(L.Callback):
         """Evaluate the untrained policy, then fill: a resumed run may not come by `on_train_epoch_start`."""
         self._started = True
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
-            self._evaluate(trainer, step=0)
+            self._evaluate(trainer, trained=0, row=0)
         self._fill(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -135,49 +146,89 @@ class ExplorerCallback(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate where due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
-        last = trainer.current_epoch + 1 == trainer.max_epochs
-        if self.explorer.need_eval() or (last and self.explorer.config.eval_interval > 0 and self.explorer.evaluates):
+        self._ahead.training = replace(self._ahead.training, end=time.perf_counter())
+        step, config = trainer.current_epoch + 1, self.explorer.config
+        last = step == trainer.max_epochs
+        if self.explorer.need_eval(step) or (last and config.eval_interval > 0 and self.explorer.evaluates):
             # Not to be interrupted: a resumed run would take this epoch's end as done.
-            self._evaluate(trainer, trainer.fit_loop.epoch_loop.total_batch_idx, interruptible=False)
+            self._evaluate(trainer, step, trainer.fit_loop.epoch_loop.total_batch_idx, interruptible=False)
         # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
         pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
     def _fill(self, trainer: L.Trainer) -> None:
         policy, data = self._parts(trainer)
+        step = trainer.current_epoch + 1
         self._filling = True
         if (reason := self._interruption(trainer)) is not None:
             raise reason
-        if data.batch != trainer.current_epoch + 1:
-            self._explore(trainer, policy, data)
+        if data.batch != step:
+            self.metrics = {}
+            self._obtain(trainer, data, step)
+            data.advance(step)
+            self.metrics |= self._ahead.take(step)
+            start = time.perf_counter()
+            data.storage.columns = policy.prepare_step(data.experiences)
+            self.metrics["time/prepare"] = time.perf_counter() - start
+            self._explore_ahead(trainer, step)
+            self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
         self._filling = False
+        self._ahead.training = Interval(time.perf_counter())
 
-    def _explore(self, trainer: L.Trainer, policy: PolicyModule, data: ExperienceDataModule) -> None:
-        self.metrics = {}
-        self._sync(trainer)
-        self.explorer.step = trainer.current_epoch
-        if not self._run(self.explorer.explore_step()):
-            raise ConfigError(
-                f"the taskset is exhausted after {self.explorer.step} explore steps; lower `steps`, or let it repeat."
-            )
-        self.metrics |= self.explorer.metrics
+    def _obtain(self, trainer: L.Trainer, data: ExperienceDataModule, step: int) -> None:
+        """Have the experiences of a step ready: wait for those begun ahead, or roll them out now."""
         start = time.perf_counter()
-        data.storage.columns = policy.prepare_step(data.experiences)
-        self.metrics["time/prepare"] = time.perf_counter() - start
-        self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1)
+        self._wait_ahead()
+        if data.storage.is_ready(step):
+            self.metrics["time/wait_for_rollout"] = time.perf_counter() - start
+            return
+        self.explorer.step = step - 1
+        self._sync_if_due(trainer, step - 1)
+        self._run(self._ahead.explore(step))
 
-    def _evaluate(self, trainer: L.Trainer, step: int, interruptible: bool = True) -> None:
-        self._sync(trainer)
-        metrics = self._run(self.explorer.eval(), interruptible)
+    def _explore_ahead(self, trainer: L.Trainer, step: int) -> None:
+        """With sync_offset, begin the rollouts that go on while `step` is trained on."""
+        limit = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
+        target = min(step + self.explorer.config.sync_offset, limit)
+        if self.explorer.step < target:
+            self._sync_if_due(trainer, step - 1)
+            self._ahead.begin(self._running_host(), int(target))
+
+    def _wait_ahead(self) -> None:
+        self._ahead.wait()
+        self._flush()
+
+    def _evaluate(self, trainer: L.Trainer, trained: int, row: int, interruptible: bool = True) -> None:
+        self._wait_ahead()
+        self._sync(trainer, trained)
+        metrics = self._run(self.explorer.eval(trained), interruptible)
         self.metrics |= metrics
-        self._log(trainer, metrics, step)
+        self._log(trainer, metrics, row, trained)
 
-    def _sync(self, trainer: L.Trainer) -> None:
+    def _sync_if_due(self, trainer: L.Trainer, trained: int) -> None:
+        """Before rollouts: fresh engines are always synced, and then given what they had, where that was older."""
+        fresh, due = self._synced_at is None, self.explorer.need_sync()
+        if fresh or due:
+            self._sync(trainer, trained)
+        if fresh and not due:
+            self._run(self.explorer.restore_weights())
+
+    def _sync(self, trainer: L.Trainer, trained: int) -> None:
         """Send the weights, unless the engines have them: an item that trained nothing changed none."""
         if self._synced_at != trainer.global_step:
+            self._trained = trained
             metrics = self._synchronizer.sync()
             self._synced_at = trainer.global_step
             self.metrics |= metrics
-            self._log(trainer, metrics, max(trainer.fit_loop.epoch_loop.total_batch_idx, 0))
+            self._log(trainer, metrics, max(trainer.fit_loop.epoch_loop.total_batch_idx, 0), trained)
+
+    def _send(self) -> None:
+        limit = self._sync_config.sync_timeout
+        try:
+            self._run(asyncio.wait_for(self.explorer.sync_weight(self._trained), limit))
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live?"
+            ) from error
 
     # -- bits ---------------------------------------------------------------------------------------------------------
 
@@ -185,14 +236,38 @@ class ExplorerCallback(L.Callback):
         return trainer.lightning_module, trainer.datamodule  # type: ignore[return-value,attr-defined]
 
     def _run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
-        if self._host is None:
+        try:
+            host = self._running_host()
+        except RuntimeError:
             coroutine.close()
-            raise RuntimeError("the explorer runs only inside Trainer.fit.")
-        return self._host.run(coroutine, interruptible)
+            raise
+        try:
+            return host.run(coroutine, interruptible)
+        finally:
+            self._flush()
 
-    def _log(self, trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
+    def _running_host(self) -> Host:
+        if self._host is None:
+            raise RuntimeError("the explorer runs only inside Trainer.fit.")
+        return self._host
+
+    def _observe(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
+        """Kept for the main thread: the observer's loggers are the trainer's too, which may be logging just now."""
+        self._observed.append((experiences, step, taskset))
+
+    def _flush(self) -> None:
+        observed, self._observed = self._observed, []
+        for each in observed:
+            if self._observer is not None:
+                self._observer(*each)
+
+    def _show_progress(self, batch: int | str, done: int, total: int) -> None:
+        if self._progress is not None and not self._ahead.under_way:  # while it trains the bar is the trainer's
+            self._progress(batch, done, total)
+
+    def _log(self, trainer: L.Trainer, metrics: dict[str, float], row: int, step: int) -> None:
         for each in trainer.loggers:
-            each.log_metrics(metrics | {"explore_step": float(self.explorer.step)}, step=step)
+            each.log_metrics(metrics | {"explore_step": float(step)}, step=row)
 
     # -- interruption -------------------------------------------------------------------------------------------------
 
@@ -228,10 +303,17 @@ class ExplorerCallback(L.Callback):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps done, the taskset's cursor, and what was measured of the step under way."""
-        return {"explorer": self.explorer.state_dict(), "metrics": dict(self.metrics)}
+        """Steps done, the taskset's cursor, and what was measured; rollouts in flight are waited for.
+
+        Lightning asks for it before it asks the DataModule, whose buffer then holds those rollouts too.
+        """
+        if self._host is not None:
+            self._wait_ahead()
+        ahead = self._ahead.state_dict()
+        return {"explorer": self.explorer.state_dict(), "metrics": dict(self.metrics), "ahead": ahead}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.explorer.load_state_dict(state_dict["explorer"])
         self.metrics = dict(state_dict["metrics"])
+        self._ahead.load_state_dict(state_dict["ahead"])

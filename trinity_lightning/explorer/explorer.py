@@ -14,14 +14,14 @@ from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.sampling import check_trained_sampling
-from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.policy_engines import PolicyEngines
 from trinity_lightning.explorer.rollout_metrics import (
     evaluation_metrics,
-    experience_metrics,
-    gathered,
     pass_rates,
+    rollout_metrics,
     valid_rewards,
 )
 from trinity_lightning.explorer.scheduler import Scheduler
@@ -51,11 +51,12 @@ class Explorer:
 
     Attributes:
         step: explore steps done.
+        engines: what holds the policy.
         metrics: of the last explore step, evaluation or sync.
 
     Raises:
-        ConfigError: training rollouts would not be drawn from the policy's own distribution, or two tasksets share a
-            name.
+        ConfigError: training rollouts would not be drawn from the policy's own distribution, two tasksets share a
+            name, or an engine in this process should generate while the trainer trains (sync_offset).
     """
 
     def __init__(
@@ -72,23 +73,18 @@ class Explorer:
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
-        if config.sync_interval != 1 or config.sync_offset != 0:
-            raise ConfigError(
-                "explorer.sync_interval must be 1 and explorer.sync_offset 0: an engine in this process cannot "
-                "generate while the trainer trains."
-            )
+        _check_sync(config, models)
         self.config = config
-        self.models = list(models)
+        self.engines = PolicyEngines(models, keeps_copy=config.sync_interval > 1 or config.sync_offset > 0)
         self.step = 0
         self.metrics: dict[str, float] = {}
         self._train = train
         self._evals = list(evals)
         self._auxiliary = [list(engines) for engines in auxiliary_models or []]
-        self._scheduler = Scheduler(config, self.models, self._auxiliary)
+        self._scheduler = Scheduler(config, models, self._auxiliary)
         self._sink: Sink | None = None
         self._observer: Observer | None = None
         self._progress: Progress | None = None
-        self._weights: Callable[[], WeightStream] | None = None
         self._cursor = {} if train is None else train.taskset.state_dict()
 
     def connect(
@@ -99,14 +95,14 @@ class Explorer:
         progress: Progress | None = None,
     ) -> None:
         """Where experiences go, where weights come from, and who watches."""
-        self._sink, self._weights, self._observer, self._progress = sink, weights, observer, progress
+        self._sink, self.engines.source, self._observer, self._progress = sink, weights, observer, progress
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Load the engines of this process and start the runners."""
+        """Load or start the engines, and start the runners."""
         for model in self._engines():
-            if isinstance(model, InProcessEngine):
+            if isinstance(model, Engine):
                 await model.load()
         await self._scheduler.start()
 
@@ -117,7 +113,7 @@ class Explorer:
             await model.shutdown()
 
     def _engines(self) -> list[InferenceModel]:
-        return [*self.models, *(model for engines in self._auxiliary for model in engines)]
+        return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
 
     # -- explore ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +149,7 @@ class Explorer:
         statuses, experiences = await self._run(tasks, step)
         seconds = time.perf_counter() - start
         _report_failures(f"explore step {step}", statuses, len(tasks), len(experiences))
-        self.metrics = _rollout_metrics(statuses, experiences, len(tasks), seconds)
+        self.metrics = rollout_metrics(statuses, experiences, step, len(tasks), seconds)
         self._source.taskset.update(pass_rates(experiences))  # before operators shape the rewards
         self.metrics |= await self._sink(experiences, step)
         if self._observer is not None:
@@ -194,22 +190,26 @@ class Explorer:
         """Whether there is anything to evaluate on."""
         return bool(self._evals)
 
-    def need_eval(self) -> bool:
-        """Whether an evaluation is due after the present number of steps."""
-        interval = self.config.eval_interval
-        return self.evaluates and interval > 0 and self.step > 0 and self.step % interval == 0
+    def need_eval(self, step: int | None = None) -> bool:
+        """Whether an evaluation is due after that many steps; None: after those done."""
+        step, interval = self.step if step is None else step, self.config.eval_interval
+        return self.evaluates and interval > 0 and step > 0 and step % interval == 0
 
-    async def eval(self) -> dict[str, float]:
-        """Run every evaluation taskset once; metrics are `eval/<taskset>/...`.
+    async def eval(self, step: int | None = None) -> dict[str, float]:
+        """Run every evaluation taskset once, with the weights that the engines have; metrics are `eval/<taskset>/...`.
+
+        Args:
+            step: of which step these are the weights; None: of the steps done.
 
         Raises:
             RolloutError: not one task of a taskset succeeded.
         """
+        step = self.step if step is None else step
         self.metrics = {}
         for source in self._evals:
             start = time.perf_counter()
             tasks = source.all_tasks()
-            batch = f"{self.step}/{source.name}"
+            batch = f"{step}/{source.name}"
             statuses, _ = await self._run(tasks, batch)
             experiences = [experience for status in statuses for experience in status.eval_experiences]
             _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
@@ -219,7 +219,7 @@ class Explorer:
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
             }
             if self._observer is not None:
-                self._observer(experiences, self.step, source.name)
+                self._observer(experiences, step, source.name)
         return self.metrics
 
     async def benchmark(
@@ -233,10 +233,9 @@ class Explorer:
         if checkpoints is None:
             return {self.step: await self.eval()}
         results = {}
-        for self.step, weights in checkpoints:
-            for model in self.models:
-                await model.sync_weights(weights, self.step)
-            results[self.step] = await self.eval()
+        for step, weights in checkpoints:
+            await self.engines.send(weights, step)
+            results[step] = await self.eval(step)
         return results
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -246,41 +245,77 @@ class Explorer:
         done = self.step - self.config.sync_offset
         return done > 0 and done % self.config.sync_interval == 0
 
-    async def sync_weight(self) -> None:
-        """Give every engine the trainer's present weights; they are version `step` from then on."""
-        if self._weights is None:
-            raise RuntimeError("connect() the explorer to the trainer's weights before it syncs.")
+    async def sync_weight(self, version: int | None = None) -> None:
+        """Give every engine the trainer's present weights.
+
+        Args:
+            version: explore steps trained in them; None: those done, less the trainer's lag.
+        """
         start = time.perf_counter()
-        for model in self.models:
-            await model.sync_weights(self._weights(), self.step)
+        await self.engines.sync(max(self.step - self.config.sync_offset, 0) if version is None else version)
         self.metrics = {"time/sync_weight": time.perf_counter() - start}
 
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: object | None = None
+    ) -> None:
+        """Refused: weights go by memory or as a folder, and no engine here joins a process group.
+
+        Raises:
+            ConfigError: always; it says what to use instead.
+        """
+        raise ConfigError(
+            f"no process group at {master_address}:{master_port}: weights reach engines in this process by "
+            "synchronizer=memory, servers by synchronizer=checkpoint."
+        )
+
     async def get_weight(self, name: str) -> Tensor:
-        """The trainer's present weight of that name: what the engines were given, until a training step changes it.
+        """The weight of that name that the engines were last given.
+
+        With sync_interval 1 and sync_offset 0 no copy is kept: it is the trainer's present one, which is the same until
+        a training step changes it.
 
         Raises:
             KeyError: unknown name; the message has the nearest match.
             RuntimeError: `connect` was not called.
         """
-        if self._weights is None:
-            raise RuntimeError("connect() the explorer to the trainer's weights before asking for one.")
-        stream = self._weights()
-        if name not in stream.shapes:
-            match = nearest(name, stream.shapes)
-            hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(stream.shapes), None)}'."
-            raise KeyError(f"unknown weight '{name}' (the policy has {len(stream.shapes)}). {hint}")
-        return next(tensor for other, tensor in stream if other == name)
+        return self.engines.weight(name)
+
+    async def restore_weights(self) -> None:
+        """Give fresh engines the weights that they had when the checkpoint was written, where it holds such weights."""
+        await self.engines.restore()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps done and the taskset's cursor after the last of them; a step under way is done again on resume."""
-        return {"step": self.step, "taskset": self._cursor}
+        """Steps done and the taskset's cursor after the last of them; a step under way is done again on resume.
+
+        With sync_interval above 1 also the weights that the engines have, for the steps until the next sync: they are
+        not the trainer's any more.
+        """
+        state = {"step": self.step, "taskset": self._cursor}
+        if self.config.sync_interval > 1:
+            state["engines"] = self.engines.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._source.taskset.load_state_dict(state["taskset"])
         self.step, self._cursor = state["step"], state["taskset"]
+        if "engines" in state:
+            self.engines.load_state_dict(state["engines"])
+
+
+def _check_sync(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
+    if config.sync_interval < 1 or config.sync_offset < 0:
+        raise ConfigError(
+            f"explorer.sync_interval ({config.sync_interval}) must be 1 or more, explorer.sync_offset "
+            f"({config.sync_offset}) 0 or more."
+        )
+    if config.sync_offset > 0 and any(isinstance(model, InProcessEngine) for model in models):
+        raise ConfigError(
+            "explorer.sync_offset must be 0: an engine in this process cannot generate while the trainer trains. "
+            "Choose engine=vllm_server."
+        )
 
 
 def _report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
@@ -291,18 +326,3 @@ def _report_failures(what: str, statuses: Sequence[Status], tasks: int, experien
     if experiences == 0:
         told = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
         raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {told}")
-
-
-def _rollout_metrics(
-    statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
-) -> dict[str, float]:
-    tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
-    return {
-        **gathered((status.metric for status in statuses), "rollout"),
-        **experience_metrics(experiences),
-        "rollout/tasks": float(tasks),
-        "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
-        "rollout/experiences": float(len(experiences)),
-        "rollout/tokens_per_second": tokens / seconds,
-        "time/rollout": seconds,
-    }

@@ -48,7 +48,14 @@ class Host:
         Ctrl-C and `interrupted` cancel the coroutine, let it clean up (cancelled requests are aborted in their
         engines), and are raised then; where it came to its end all the same, `interrupted` waits for the next run.
         """
-        job = _Job(self._loop, coroutine, self._wake.set)
+        return self.wait(self.start(coroutine), interruptible)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Job[T]":
+        """Let the coroutine run while the main thread does something else: it must not need an in-process engine."""
+        return Job(self._loop, coroutine, self._wake.set)
+
+    def wait(self, job: "Job[T]", interruptible: bool = True) -> T:
+        """The result of what `start` began; as `run`."""
         try:
             while not job.done:
                 self._pump(job)
@@ -75,13 +82,13 @@ class Host:
         self._thread.join()
         self._loop.close()
 
-    def _pump(self, job: "_Job[Any]") -> None:
+    def _pump(self, job: "Job[Any]") -> None:
         self._wake.clear()  # before looking: what happens from here on sets it again
         worked = [engine.pump() for engine in self._engines]
         if not any(worked) and not job.done:
             self._wake.wait(SIGNAL_CHECK_SECONDS)
 
-    def _cancel(self, job: "_Job[Any]") -> None:
+    def _cancel(self, job: "Job[Any]") -> None:
         if job.done:
             return
         job.cancel()
@@ -94,7 +101,7 @@ class Host:
         job.report()
 
 
-class _Job(Generic[T]):
+class Job(Generic[T]):
     """A coroutine running on a loop in another thread; unlike a concurrent future it is done only once cleaned up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], wake: Callable[[], None]):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.rewards import is_constant, is_valid_reward
+from trinity_lightning.explorer.workflow_runner import Status
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -64,6 +65,23 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     metrics |= spread("response_length", responses)
     metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
     return metrics
+
+
+def rollout_metrics(
+    statuses: Sequence[Status], experiences: Sequence[Experience], step: int, tasks: int, seconds: float
+) -> dict[str, float]:
+    """What explore step `step` scheduled, lost and got, and how old the weights were that it sampled from."""
+    tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
+    return {
+        **gathered((status.metric for status in statuses), "rollout"),
+        **experience_metrics(experiences),
+        "sample/lag/mean": statistics.fmean(step - 1 - e.info.get("model_version", 0) for e in experiences),
+        "rollout/tasks": float(tasks),
+        "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
+        "rollout/experiences": float(len(experiences)),
+        "rollout/tokens_per_second": tokens / seconds,
+        "time/rollout": seconds,
+    }
 
 
 def evaluation_metrics(taskset: str, groups: Sequence[Sequence[float]]) -> dict[str, float]:

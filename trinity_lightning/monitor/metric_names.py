@@ -42,9 +42,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/task_run_time/{mean,max,min}", "s", "Time a task took in its runner, retries included."),
     Metric("rollout/time_per_task/{mean,max,min}", "s", "Time of one attempt at a task."),
     Metric("rollout/{tasks,failed_tasks,experiences}", "", "What the step scheduled, lost and got."),
+    Metric(
+        "rollout/overlap", "", "Time that rollouts and training went on at once, as a share of the shorter of the two."
+    ),
     Metric("rollout/tokens_per_second", "tokens/s", "Response tokens over the time of the rollouts."),
     Metric("rollout/<metric>/{mean,max,min}", "", "Any other number of workflows or runners, over the step's tasks."),
-    Metric("sample/model_version/mean", "syncs", "Number of the weight sync that made the weights sampled from."),
+    Metric("sample/model_version/mean", "steps", "Trained explore steps in the weights sampled from."),
+    Metric("sample/lag/mean", "steps", "Trained explore steps that those weights lacked; 0 is on-policy."),
     Metric("reward/mean", "reward", "Mean reward of the step's rollouts, before any filter."),
     Metric("reward/std", "reward", "Standard deviation of those rewards."),
     Metric("reward/<function>/mean", "reward", "Mean of one reward function's values."),

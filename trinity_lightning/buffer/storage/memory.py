@@ -1,4 +1,4 @@
-"""Experiences of an explore step in this process's memory."""
+"""Experiences of explore steps in this process's memory."""
 
 from typing import Any
 
@@ -9,13 +9,14 @@ from trinity_lightning.common.writer import BufferWriter
 
 
 class MemoryStorage(BufferWriter):
-    """Holds the experiences of one explore step, and the per-token columns computed for them.
+    """Holds the explore step that is trained on, with the columns computed for it, and those that are ready after it.
 
-    What is written becomes visible at `commit`, all at once: a step whose filling was cut short leaves the one before.
+    What is written becomes ready at `commit`, all at once: a step whose filling was cut short leaves nothing. It takes
+    the place of the step before at `advance`: a step can be written while another is trained on.
 
     Attributes:
-        batch: the explore step held (EID.batch), 0 before the first.
-        experiences: in the order written.
+        batch: the explore step that is trained on (EID.batch), 0 before the first.
+        experiences: of that step, in the order written.
         columns: float32 tensors [response] by name, one an experience.
     """
 
@@ -24,6 +25,7 @@ class MemoryStorage(BufferWriter):
         self.experiences: list[Experience] = []
         self.columns: dict[str, list[Tensor]] = {}
         self._written: list[Experience] = []
+        self._ready: dict[int, list[Experience]] = {}
 
     def write(self, experiences: list[Experience]) -> None:
         """Append to what is being gathered for the next step."""
@@ -39,8 +41,17 @@ class MemoryStorage(BufferWriter):
         self._written = []
 
     def commit(self, batch: int) -> None:
-        """What was written since `begin` is explore step `batch`, and takes the place of the step that was held."""
-        self.batch, self.experiences, self.columns, self._written = batch, self._written, {}, []
+        """What was written since `begin` is explore step `batch`, ready to be trained on."""
+        self._ready[batch], self._written = self._written, []
+
+    def is_ready(self, batch: int) -> bool:
+        """Whether explore step `batch` waits to be trained on."""
+        return batch in self._ready
+
+    def advance(self, batch: int) -> None:
+        """Explore step `batch` takes the place of the one that was trained on; earlier ones are forgotten."""
+        self.batch, self.experiences, self.columns = batch, self._ready[batch], {}
+        self._ready = {step: waiting for step, waiting in self._ready.items() if step > batch}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, tensors and bytes."""
@@ -48,13 +59,16 @@ class MemoryStorage(BufferWriter):
             "batch": self.batch,
             "payload": Experience.serialize_many(self.experiences),
             "columns": self.columns,
+            "ready": {step: Experience.serialize_many(waiting) for step, waiting in self._ready.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
-            ExperienceFormatError: the payload is damaged; the storage is as it was.
+            ExperienceFormatError: a payload is damaged; the storage is as it was.
         """
         experiences = Experience.deserialize_many(state["payload"])
+        ready = {step: Experience.deserialize_many(payload) for step, payload in state["ready"].items()}
         self.batch, self.experiences, self.columns = state["batch"], experiences, state["columns"]
+        self._ready = ready

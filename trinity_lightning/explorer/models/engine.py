@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class Engine(ABC):
     """Base of the engines that hold the policy: an `InferenceModel` that takes weights.
 
-    An engine implements `load`, `shutdown`, `_completions`, `_logprobs`, `_take`, and tells its tokenizer, dtype and weights.
+    An engine implements `load`, `shutdown`, `_completions`, `_logprobs` and `_take`, and tells its tokenizer,
+    dtype and weights.
     """
 
     # Whether the engine generates with the trainer's own weights, so that there is nothing to send.

@@ -42,6 +42,7 @@ class VLLMServerEngine(Engine):
         url: of a server that runs already, such as http://node7:8000.
         weights: where weights are written for it; engines that share one read the same files.
         cores: CPU cores for a server started here, where there is no GPU; None: all that this process may use.
+        gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
 
     Raises:
@@ -57,6 +58,7 @@ class VLLMServerEngine(Engine):
         url: str | None = None,
         weights: WeightFolder | None = None,
         cores: list[int] | None = None,
+        gpus: list[int] | None = None,
         log: Path | None = None,
         **overrides: Any,
     ) -> None:
@@ -68,6 +70,7 @@ class VLLMServerEngine(Engine):
         self._url = url
         self._weights = weights
         self._cores = cores
+        self._gpus = gpus
         self._log = log
         self._socket: str | None = None
         self._process: ServerProcess | None = None
@@ -119,6 +122,8 @@ class VLLMServerEngine(Engine):
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self._gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
         if not torch.cuda.is_available():
             cores = self._cores or sorted(os.sched_getaffinity(0))
             environment |= {

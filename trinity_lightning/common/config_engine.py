@@ -1,0 +1,72 @@
+"""The typed sections of the configuration that say where rollouts are generated, and how weights get there."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class EngineKind(Enum):
+    """Which engine generates."""
+
+    vllm = "vllm"
+    vllm_server = "vllm_server"
+    transformers = "transformers"
+
+
+class EngineDtype(Enum):
+    """The engine's compute dtype; `auto` follows the policy's weights."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass
+class EngineConfig:
+    """The engine that generates rollouts.
+
+    Attributes:
+        kind: `vllm` in this process; `vllm_server`, vLLM in processes of its own, which generates while the trainer
+            trains; or `transformers`, which generates with the training model itself.
+        dtype: compute dtype of the engine.
+        max_model_len: longest prompt and response together, in tokens.
+        max_num_seqs: requests decoded at once.
+        kv_cache_gb: memory of the key-value cache in GiB (vLLM; on a GPU null leaves it to vLLM).
+        args: further arguments of vLLM's EngineArgs, by their own names.
+        urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
+        servers: of `vllm_server`: how many are started here.
+        cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
+            cores for the servers together and half for the trainer, otherwise all.
+        gpus: of `vllm_server`: the GPUs that the servers share out among them; null: as the process sees them.
+    """
+
+    kind: EngineKind = EngineKind.vllm
+    dtype: EngineDtype = EngineDtype.auto
+    max_model_len: int = 1024
+    max_num_seqs: int = 64
+    kv_cache_gb: float | None = 0.5
+    args: dict[str, Any] = field(default_factory=dict)
+    urls: list[str] = field(default_factory=list)
+    servers: int = 1
+    cpu_cores: int | None = None
+    gpus: list[int] | None = None
+
+
+@dataclass
+class SynchronizerConfig:
+    """How the trainer's weights reach the engine, and how that is checked.
+
+    Attributes:
+        method: `memory`, for an engine in the same process; `checkpoint`, a folder that `vllm_server` reads; `auto`
+            takes the one that the engine needs.
+        folder: where `checkpoint` writes; engines on other machines must see it. Null: in the run's folder.
+        check_interval: syncs between probes; the first sync is always probed.
+        drill: before the first step, send perturbed weights and require the engine to follow.
+        sync_timeout: seconds after which a sync that hangs stops the run.
+    """
+
+    method: str = "auto"
+    folder: str | None = None
+    check_interval: int = 10
+    drill: bool = True
+    sync_timeout: float = 600.0

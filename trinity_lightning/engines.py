@@ -1,0 +1,69 @@
+"""The engines of a run, made from its configuration, and what each may use of the machine."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TrainConfig
+from trinity_lightning.common.weight_folder import WeightFolder
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+
+
+def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
+    """The engines that generate; their dtype is the policy's where the configuration leaves it open."""
+    dtype = config.engine.dtype
+    engine = replace(config.engine, dtype=EngineDtype(config.model.dtype.value) if dtype is EngineDtype.auto else dtype)
+    if engine.kind is EngineKind.vllm_server:
+        return _servers(config, engine, folder)
+    kind = VLLMEngine if engine.kind is EngineKind.vllm else TransformersEngine
+    return [kind(config.model.name, engine)]
+
+
+def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[Engine]:
+    weights = WeightFolder(config.synchronizer.folder or folder / "weights")
+    name = config.model.name
+    if engine.urls:
+        return [VLLMServerEngine(name, engine, url=url, weights=weights) for url in engine.urls]
+    cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
+    gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
+    return [
+        VLLMServerEngine(
+            name, engine, weights=weights, cores=cores[i], gpus=gpus[i], log=folder / f"vllm_server_{i}.log"
+        )
+        for i in range(engine.servers)
+    ]
+
+
+def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> list[list[int]]:
+    """The CPU cores of each server. Two that compute at once on the same core slow each other down many times over.
+
+    Args:
+        cores: what this process may use.
+        engine: `cpu_cores` and `servers` of it.
+        overlaps: whether the trainer computes while they do.
+    """
+    usable = cores[len(cores) // 2 :] if overlaps else cores
+    each = engine.cpu_cores or max(len(usable) // engine.servers, 1)
+    taken = list(cores)[-each * engine.servers :]
+    return [[taken[(server * each + i) % len(taken)] for i in range(each)] for server in range(engine.servers)]
+
+
+def leave_cores_to_servers(config: TrainConfig) -> None:
+    """Train with the threads that servers of this machine leave, where they compute at the same time."""
+    engine = config.engine
+    if engine.kind is EngineKind.vllm_server and not engine.urls and config.explorer.sync_offset > 0:
+        cores = sorted(os.sched_getaffinity(0))
+        taken = {core for server in server_cores(cores, engine, overlaps=True) for core in server}
+        torch.set_num_threads(max(len(cores) - len(taken), 1))
+
+
+def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:
+    """The GPUs of each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
+    each = max(len(gpus) // servers, 1)
+    return [[gpus[(server * each + i) % len(gpus)] for i in range(each)] for server in range(servers)]

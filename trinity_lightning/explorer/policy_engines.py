@@ -1,0 +1,80 @@
+"""The engines that hold the policy, as one: which weights they have, and giving them others."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.suggest import nearest
+from trinity_lightning.common.weights import WeightStream
+
+
+class PolicyEngines:
+    """Engines that are always given the same weights.
+
+    Args:
+        models: the engines.
+        keeps_copy: whether the weights last given are kept, because the trainer's may be newer by the time that they
+            are asked for.
+
+    Attributes:
+        version: trained explore steps in the weights that the engines were last given.
+        source: where the trainer's present weights come from; None: not connected yet.
+    """
+
+    def __init__(self, models: Sequence[InferenceModel], keeps_copy: bool) -> None:
+        self.models = list(models)
+        self.version = 0
+        self.source: Callable[[], WeightStream] | None = None
+        self._keeps_copy = keeps_copy
+        self._given: dict[str, Tensor] = {}
+        self._restored: tuple[dict[str, Tensor], int] | None = None
+
+    async def sync(self, version: int) -> None:
+        """Give every engine the trainer's present weights; RuntimeError where they are not connected."""
+        stream = self._trainers()
+        await self.send(stream, version)
+        if self._keeps_copy:
+            self._given = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give every engine these weights."""
+        await asyncio.gather(*(model.sync_weights(stream, version) for model in self.models))
+        self.version = version
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of that name that the engines were last given, or the trainer's present one where no copy is kept.
+
+        Raises:
+            KeyError: unknown name; the message has the nearest match.
+            RuntimeError: the trainer's weights are not connected.
+        """
+        stream = WeightStream.of(self._given.items()) if self._given else self._trainers()
+        if name not in stream.shapes:
+            match = nearest(name, stream.shapes)
+            hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(stream.shapes), None)}'."
+            raise KeyError(f"unknown weight '{name}' (the policy has {len(stream.shapes)}). {hint}")
+        return next(tensor for other, tensor in stream if other == name)
+
+    def _trainers(self) -> WeightStream:
+        if self.source is None:
+            raise RuntimeError("connect() the explorer to the trainer's weights first.")
+        return self.source()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The copy that is kept, and its version."""
+        return {"version": self.version, "weights": self._given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember what `restore` is to give."""
+        self._restored = (state["weights"], state["version"]) if state["weights"] else None
+
+    async def restore(self) -> None:
+        """Give fresh engines the weights that they had when the state was taken, once."""
+        if self._restored is not None:
+            (self._given, version), self._restored = self._restored, None
+            await self.send(WeightStream.of(self._given.items()), version)
