@@ -687,7 +687,6 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"runner": "ray"}, "use 'local'"),
         ({"runner": "locl"}, "Did you mean 'local'"),
         ({"runner_per_model": 0}, "runner_per_model must be at least 1"),
         ({"max_retry_times": -1}, "max_retry_times must be at least 0"),

@@ -17,6 +17,10 @@ class RolloutError(TrinityError):
     """No experience could be made of a whole explore step, or an engine failed for good."""
 
 
+class WorkerDiedError(RolloutError):
+    """The process that tried a task died."""
+
+
 class OperatorError(TrinityError):
     """An experience operator failed; the message says which, why, and where the step's experiences are."""
 

@@ -9,6 +9,7 @@ from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, PromptTooLongError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.explorer.ray_runner import RayRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner, describe, summarize
 
@@ -47,7 +48,8 @@ class RunnerWrapper:
     ) -> None:
         self.runner_id = runner_id
         self.config = config
-        self.runner = WorkflowRunner(config, rollout_model, auxiliary_models, runner_id)
+        runner_class = RayRunner if config.runner == "ray" else WorkflowRunner
+        self.runner: RayRunner | WorkflowRunner = runner_class(config, rollout_model, auxiliary_models, runner_id)
 
     async def run_with_retry(
         self,

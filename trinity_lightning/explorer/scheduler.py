@@ -15,6 +15,8 @@ from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.explorer.ray_cluster import RayCluster, check_ray
+from trinity_lightning.explorer.ray_runner import RayRunner
 from trinity_lightning.explorer.runner_wrapper import RunnerWrapper as RunnerWrapper
 from trinity_lightning.explorer.runner_wrapper import TaskWrapper as TaskWrapper
 from trinity_lightning.explorer.scheduler_batch import Batch, BatchKey, Job
@@ -43,7 +45,7 @@ class Scheduler:
         on_task_done: called with the batch id whenever a task is finished, to draw progress.
 
     Raises:
-        ConfigError: a value out of range, a `runner` other than "local", or no engine.
+        ConfigError: a value out of range, no engine, or one that Ray runners cannot use.
     """
 
     def __init__(
@@ -70,13 +72,16 @@ class Scheduler:
         self._task_numbers: dict[str, itertools.count[int]] = {}
         self._running: set[_Work] = set()
         self._times = TaskTimes(config)
+        self._cluster = RayCluster(config.ray_address) if config.runner == "ray" else None
         self._started = False
         self._finished_at = 0.0
         self._changed = asyncio.Event()
         self.on_task_done: Callable[[int | str], None] | None = None
 
     async def start(self) -> None:
-        """Begin to run what is scheduled; nothing happens when it runs already."""
+        """Begin to run what is scheduled; nothing happens when it runs already. Errors are those of `RayCluster`."""
+        if self._cluster is not None and not self._started:
+            await self._cluster.start([each.runner for each in self.runners if isinstance(each.runner, RayRunner)])
         self._started = True
         self._dispatch()
 
@@ -84,6 +89,8 @@ class Scheduler:
         """Cancel what runs, forget what waits, and wait for the end of it; finished results can still be collected."""
         self._started = False
         await self._drop(list(self._batches.values()))
+        if self._cluster is not None:
+            await self._cluster.stop()
 
     def schedule(self, tasks: Sequence[Task], batch_id: int | str) -> None:
         """Queue tasks as part of a batch; returns at once.
@@ -276,12 +283,12 @@ def _check(
     config: ExplorerConfig, models: Sequence[InferenceModel], auxiliary_models: Sequence[Sequence[InferenceModel]]
 ) -> None:
     """ConfigError for what the scheduler cannot work with."""
-    if config.runner == "ray":
-        raise ConfigError("explorer.runner='ray' is not available: use 'local'.")
-    if config.runner != "local":
-        raise ConfigError(unknown_name("explorer.runner", config.runner, ["local"]))
+    if config.runner not in ("local", "ray"):
+        raise ConfigError(unknown_name("explorer.runner", config.runner, ["local", "ray"]))
     if not models or not all(auxiliary_models):
         raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
+    if config.runner == "ray":
+        check_ray(config.ray_address, [*models, *itertools.chain(*auxiliary_models)])
     for name, value, lowest in (
         ("runner_per_model", config.runner_per_model, 1),
         ("max_retry_times", config.max_retry_times, 0),

@@ -97,6 +97,8 @@ def _number(reward: Reward, part: str, value: Any) -> float:
 
 
 def _reward(entry: Any, weight: Any) -> Reward:
+    if isinstance(entry, Reward):  # resolved already
+        return entry
     function = _function(entry)
     if not isinstance(weight, Real) or not is_valid_reward(float(weight)):
         raise ConfigError(f"the weight of reward function {entry!r} must be a finite number, not {weight!r}.")

@@ -1,0 +1,201 @@
+"""A runner in a process of its own, on this machine or another: a Ray actor, replaced when it dies."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.explorer.ray_worker import PACKAGE, Answer, RayWorker
+from trinity_lightning.explorer.rewards.scoring import resolve_rewards
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import CANCEL_GRACE_SECONDS, Attempt
+from trinity_lightning.explorer.workflows.workflow import resolve_workflow
+
+logger = logging.getLogger(__name__)
+
+# A worker imports torch first, on a machine that may be busy with the imports of all the others.
+START_SECONDS = 300.0
+# How much longer than its limit (or its clean-up, when cancelled) a worker may take to answer before it is replaced.
+ANSWER_SECONDS = 10.0
+
+
+class RayRunner:
+    """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayCluster`).
+
+    The actor works with copies of the models: requests go from there to the engine's server.
+
+    Args:
+        config: the explorer's configuration.
+        model: the rollout model.
+        auxiliary_models: one model of each auxiliary kind.
+        runner_id: for messages.
+    """
+
+    def __init__(
+        self,
+        config: ExplorerConfig,
+        model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
+        runner_id: int | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.auxiliary_models = list(auxiliary_models or [])
+        self.runner_id = runner_id
+        self._actor: Any = None
+        self._pid: int | None = None  # of the actor, once it is ready
+        self._greeting: Any = None  # reference to that number
+
+    def launch(self) -> None:
+        """Begin to start the worker; returns before it is ready.
+
+        Raises:
+            ConfigError: a model cannot be sent to another process.
+            RolloutError: Ray does not run.
+        """
+        import ray
+
+        if not ray.is_initialized():  # else Ray would start itself, with settings of its own
+            raise RolloutError("Ray does not run in this program: await Scheduler.start() first.")
+        models = (self.model, self.auxiliary_models)
+        setup = _pickled((self.config, *models), f"the engine {type(self.model).__name__}")
+        level = logging.getLogger(PACKAGE).getEffectiveLevel()
+        # No CPU is reserved: what computes is the engine, and a machine holds as many runners as it is told to.
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
+        self._actor = _actor_class().options(**options).remote(setup, sys.path, self.runner_id, level)
+        self._pid, self._greeting = None, self._actor.ready.remote()
+
+    async def ready(self) -> None:
+        """Wait until the worker can be given tasks; one that was stopped or replaced is started.
+
+        Raises:
+            RolloutError: it does not start; the next call tries with another one.
+        """
+        from ray.exceptions import RayError
+
+        if self._pid is not None:
+            return
+        if self._actor is None:
+            self.launch()
+        greeting = _future(self._greeting)
+        await asyncio.wait([greeting], timeout=START_SECONDS)
+        try:
+            if not greeting.done():
+                raise RolloutError(f"a Ray worker did not start within {START_SECONDS:g} s")
+            self._pid = greeting.result()
+        except RayError as error:
+            self.kill()
+            raise RolloutError(f"a Ray worker does not start: {_last_line(error)}") from error
+        except RolloutError:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the worker at once, whatever it does; twice is allowed."""
+        import ray
+
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._actor = self._pid = self._greeting = None
+
+    async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
+        """See `WorkflowRunner.attempt`. A worker that dies or does not answer fails these runs, and is replaced."""
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        try:
+            await self.ready()
+            answer = await self._ask(_sendable(task), list(runs), limit)
+            experiences = Experience.deserialize_many(answer.experiences)
+        except (TrinityError, TimeoutError) as error:
+            return Attempt([], dict.fromkeys(runs, error), clock() - start)
+        for name, level, text in answer.log:
+            logging.getLogger(name).log(level, "runner %s: %s", self.runner_id, text)
+        return Attempt(experiences, answer.errors, answer.seconds)
+
+    async def _ask(self, task: bytes, runs: list[int], limit: float | None) -> Answer:
+        """The worker's answer; WorkerDiedError or TimeoutError where there is none, RolloutError where it failed."""
+        import ray
+
+        call = self._actor.attempt.remote(task, runs, limit, self.model.model_version)
+        answer = _future(call)
+        try:
+            await asyncio.wait([answer], timeout=None if limit is None else limit + ANSWER_SECONDS)
+        except asyncio.CancelledError:
+            ray.cancel(call)
+            await asyncio.wait([answer], timeout=CANCEL_GRACE_SECONDS + ANSWER_SECONDS)
+            if not answer.done():
+                await self._replace(answer)
+            raise
+        if not answer.done():
+            await self._replace(answer)
+            raise TimeoutError(f"not done within {limit:g} s, nor did its worker answer: it was replaced")
+        return await self._result(answer)
+
+    async def _result(self, answer: "asyncio.Future[Answer]") -> Answer:
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return answer.result()
+        except RayTaskError as error:  # the worker lives: its task was cancelled from elsewhere
+            raise RolloutError(f"a Ray worker failed: {_last_line(error)}") from error
+        except RayError as error:
+            died = WorkerDiedError(f"the worker (pid {self._pid}) died: {type(error).__name__}: {_cause(error)}")
+            await self._replace(answer)
+            raise died from error
+
+    async def _replace(self, answer: "asyncio.Future[Answer]") -> None:
+        """Be rid of a worker that died or is to die; the next attempt starts another, wherever Ray finds a place."""
+        logger.warning("runner %s: its worker (pid %s) is replaced.", self.runner_id, self._pid)
+        self.kill()
+        await asyncio.wait([answer], timeout=1)  # it ends with the worker, and must not outlive this event loop
+
+
+@cache
+def _actor_class() -> Any:
+    import ray
+
+    return ray.remote(RayWorker)
+
+
+def _sendable(task: Task) -> bytes:
+    """A pickle of the task; what it names is looked up here, where all that this program registered is known."""
+    rewards = None if task.reward_fn is None else resolve_rewards(task.reward_fn)
+    return _pickled(
+        replace(task, workflow=resolve_workflow(task.workflow), reward_fn=rewards),
+        f"task {task.batch_id}/{task.task_id}",
+    )
+
+
+def _pickled(value: object, what: str) -> bytes:
+    from ray import cloudpickle  # functions and classes of a script or a notebook too
+
+    try:
+        return cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} cannot be sent to Ray runners: {reason}; choose explorer.runner=local.") from error
+
+
+def _future(reference: Any) -> "asyncio.Future[Any]":
+    """What a reference refers to; an error that nobody waits for any more is not complained about."""
+    future = asyncio.wrap_future(reference.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray puts a traceback into the text; its last line is the error."""
+    return str(error).strip().splitlines()[-1].strip()
+
+
+def _cause(error: BaseException) -> str:
+    """What Ray knows of the end of a worker, without its advice and identifiers."""
+    text = " ".join(str(error).split())
+    return text.partition("Worker exit detail: ")[2].partition(" Some common causes")[0] or text
