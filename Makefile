@@ -30,4 +30,4 @@ setup-dev:
 	@$(PYTHON) scripts/setup.py smollm dev
 
 setup-bench:
-	@$(PYTHON) scripts/setup.py smollm dev bench
+	@$(PYTHON) scripts/setup.py smollm dev bench ray

@@ -19,3 +19,9 @@ def test_faults_lose_nothing() -> None:
     found = run_benchmark("faults.py", "600")
     assert found["failed"] == {"raise": 60, "hang": 30, "cancel": 12}
     assert (found["succeeded"], found["lost"]) == (498, 0)
+
+
+def test_killed_ray_workers_lose_nothing() -> None:
+    found = run_benchmark("ray_faults.py", "80")
+    assert (found["killed_once"], found["killed_always"]) == (3, 1)
+    assert (found["failed"], found["succeeded"], found["lost"]) == (1, 79, 0)
