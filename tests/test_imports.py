@@ -16,8 +16,9 @@ MODULES = {
 }
 
 # What joins the rooms, and may import all of them.
+TOPS = ("train", "build", "evaluate", "evaluation", "parts", "engines", "experts", "report")
 PACKAGE_TOPS = ("explorer.callback", "buffer.datamodule")
-TOP = {f"{PACKAGE}.{name}" for name in ("train", "build", "evaluate", "evaluation", "parts", "engines", "experts", *PACKAGE_TOPS)}
+TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.
 RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}
 EXPLORER_PARTS = ("explorer.tasks", "explorer.rewards", "explorer.workflows", "explorer.models")

@@ -26,6 +26,7 @@ from trinity_lightning.parts import (
     strategies_of,
     typed_part,
 )
+from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
@@ -55,6 +56,7 @@ class Run:
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
         finish(self.trainer.loggers)
+        write_report(self.folder)
         parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
         print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
 

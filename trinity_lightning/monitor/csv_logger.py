@@ -92,7 +92,7 @@ class MetricsCSVLogger(Logger):
                 explore steps): the first row of that trainer step or a later one is dropped too, and what follows.
         """
         columns = self._load()
-        rows = _read(self.path)[1] if columns else []
+        rows = read_rows(self.path)[1] if columns else []
 
         def beyond(row: Row) -> bool:
             late = "explore_step" in row and int(row["explore_step"]) > explore_step
@@ -114,14 +114,14 @@ class MetricsCSVLogger(Logger):
     def _load(self) -> list[str]:
         """The columns so far; the first call reads what an earlier run left."""
         if self._columns is None:
-            columns, rows = _read(self.path) if self.path.exists() else ([], [])
+            columns, rows = read_rows(self.path) if self.path.exists() else ([], [])
             if columns:
                 self._write_all(rows, columns)
             self._columns = columns
         return self._columns
 
     def _rows_before_last(self) -> list[Row]:
-        return _read(self.path, self._row_start)[1] if self._row_start else []
+        return read_rows(self.path, self._row_start)[1] if self._row_start else []
 
     def _write_last_row(self) -> None:
         line = _line(self._row, self._load())
@@ -154,7 +154,7 @@ def _line(row: Row, columns: Iterable[str]) -> bytes:
     return text.getvalue().encode()
 
 
-def _read(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
+def read_rows(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
     """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line."""
     with path.open("rb") as file:
         content = file.read(size)

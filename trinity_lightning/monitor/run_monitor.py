@@ -12,6 +12,7 @@ from tqdm import tqdm
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.monitor.completions import CompletionsWriter
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.monitor.environment import write_environment
 from trinity_lightning.monitor.memory import MemoryMeter
 from trinity_lightning.monitor.step_line import format_step_line
 from trinity_lightning.monitor.wandb_setup import define_metrics, log_completions
@@ -35,6 +36,7 @@ class RunMonitor(L.Callback):
         self.memory = MemoryMeter()
         self._total_steps = total_steps
         self.explored: Callable[[], dict[str, float]] = dict
+        self._folder = Path(folder)
         self._completions = CompletionsWriter(Path(folder) / "completions")
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
@@ -68,7 +70,7 @@ class RunMonitor(L.Callback):
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Set up W&B's axis, and drop what an earlier run logged beyond the checkpoint that is resumed."""
+        """Set up W&B's axis."""
         self.memory.start()
         self.memory.mark("load")
         self._wandb = next((each for each in trainer.loggers if isinstance(each, WandbLogger)), None)
@@ -76,7 +78,8 @@ class RunMonitor(L.Callback):
             define_metrics(self._wandb.experiment)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A resumed run logs again what came after its checkpoint."""
+        """Say what the run runs on; drop what an earlier part of it logged beyond the checkpoint that is resumed."""
+        write_environment(self._folder)
         # Not global_step: items without an optimizer step are logged too. Nor the loop's counter of logged items: it is
         # corrected only after this hook where the checkpoint was written at an item's end.
         next_item = trainer.fit_loop.epoch_loop.total_batch_idx + 1

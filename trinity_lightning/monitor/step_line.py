@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 # The parts of a step that follow one another; what is measured within one of them (collate) is left out.
-_STEP_TIMES = ("time/rollout", "time/operators", "time/add_strategy", "time/train", "time/sync_weight")
+STEP_TIMES = ("time/rollout", "time/operators", "time/add_strategy", "time/train", "time/sync_weight")
 # Width of tables where no terminal tells one (files, pipes): rich would assume 80 and break long paths.
 _PLAIN_WIDTH = 160
 
@@ -37,7 +37,7 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
     ):
         if name in metrics:
             parts.append(template.format(metrics[name]))
-    seconds = sum(metrics.get(name, 0.0) for name in _STEP_TIMES)
+    seconds = sum(metrics.get(name, 0.0) for name in STEP_TIMES)
     if seconds > 0:
         parts.append(f"left {format_seconds((total_steps - step) * seconds)}")
     return "  ".join(parts)

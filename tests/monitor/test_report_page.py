@@ -1,0 +1,207 @@
+"""The report's page: complete without anything else, safe whatever the completions hold, and content with little."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_lightning.monitor.environment import describe_environment, write_environment
+from trinity_lightning.monitor.report import KeptStep, read_run, report_page
+from trinity_lightning.monitor.report.redaction import without_secrets
+from trinity_lightning.monitor.report.svg import line_chart, nice_ticks, short, stacked_bars, thinned
+
+EVIL = "</pre></svg><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b&gt;"
+VOID = {"meta", "hr", "br", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Elements of a page, and whether they nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def write_metrics(folder: Path, rows: list[dict[str, object]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_completions(folder: Path, name: str, texts: list[str], reward: float = 1.0) -> None:
+    (folder / "completions").mkdir(exist_ok=True)
+    records = [
+        {"task": task, "prompt": f"Q{task} {EVIL}", "completion": text, "reward": reward, "truncated": task == 0}
+        for task, text in enumerate(texts)
+    ]
+    (folder / "completions" / name).write_text("\n".join(map(json.dumps, records)) + '\n{"torn', encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's folder with everything in it, much of it hostile."""
+    (tmp_path / "config.yaml").write_text(f"name: {EVIL}\nbuffer:\n  url: postgresql://me:hunter2@host/db\n")
+    evaluations = {f"eval/held{EVIL}/mean@1": 0.2, "eval/held/seconds": 3.0}
+    rows: list[dict[str, object]] = [{"step": 0, "explore_step": 0, **evaluations}]
+    for step in range(1, 6):
+        losses = {"actor/grad_norm": "nan" if step == 3 else step / 2, "time/train": 2.0, "time/rollout": 4.0}
+        rows += [
+            {"step": 2 * step, "explore_step": step, "reward/mean": step / 10, **losses},
+            {"step": 2 * step + 1, "explore_step": step, "time/train": 3.0, "rollout/failed_tasks": 0},
+        ]
+    write_metrics(tmp_path, rows)
+    write_completions(tmp_path, "eval_held_step_0.jsonl", ["before 0", "before 1", "before 2"], reward=0.0)
+    write_completions(tmp_path, "eval_held_step_5.jsonl", [f"after 0 {EVIL}", "after 1"])
+    write_completions(tmp_path, "eval_held_step_3.jsonl", ["between"])
+    write_completions(tmp_path, "step_1.jsonl", ["\ud800 lone surrogate"])
+    write_environment(tmp_path)
+    return tmp_path
+
+
+def page_of(folder: Path) -> Page:
+    run = read_run(folder)
+    run.kept, run.kept_steps = [KeptStep(1, 80, 16, 900, 0.25, 0.05)], 30
+    return Page(report_page(run))
+
+
+def test_everything_is_on_the_page(folder: Path) -> None:
+    page = page_of(folder)
+    headings = [text for text in page.texts if text in ("Curves", "Where the time went", "Before and after")]
+    assert headings == ["Curves", "Where the time went", "Before and after"]
+    for part in ("reward/mean", "0.1 → 0.5", "before 0", "after 1", "Environment", "Python", "1 of 30 steps"):
+        assert part in page.text
+    assert "between" not in page.text
+    assert "before 2" not in page.text  # has no counterpart
+    assert "failed_tasks" not in page.text  # a line that never moves
+    assert [value for value in page.texts if value in ("25s", "20s", "3s")] == ["20s", "25s", "3s"]
+
+
+def test_hostile_text_stays_text(folder: Path) -> None:
+    page = page_of(folder)
+    assert EVIL in page.text
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "iframe", "object", "embed", "link", "a", "form"}
+    for _, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href", "style")]
+    policies = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+    assert "hunter2" not in page.text
+
+
+def test_a_page_needs_nothing_else(folder: Path) -> None:
+    text = report_page(read_run(folder))
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert not re.search(r"url\(|@import|https?:", style)
+    assert len(text) < 200_000
+    assert 'name="viewport"' in text
+
+
+@pytest.mark.parametrize("names", [(), ("config.yaml",), ("metrics.csv",), ("completions",), ("environment.json",)])
+def test_what_is_missing_is_left_out(folder: Path, names: tuple[str, ...], tmp_path_factory) -> None:
+    poor = tmp_path_factory.mktemp("poor")
+    for name in names:
+        (folder / name).rename(poor / name)
+    assert page_of(poor).text
+
+
+def test_without_a_second_evaluation_the_first_and_the_last_step_are_shown(tmp_path: Path) -> None:
+    write_completions(tmp_path, "eval_held_step_0.jsonl", ["evaluated once"])
+    write_completions(tmp_path, "step_1.jsonl", ["first"])
+    write_completions(tmp_path, "step_9.jsonl", ["x" * 5000])
+    text = page_of(tmp_path).text
+    assert "first" in text
+    assert "evaluated once" not in text
+    assert "3500 more characters" in text
+    assert "x" * 1501 not in text
+
+
+def test_damaged_files_do_not_stop_a_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,explore_step,reward/mean\n1,1,0.5\n2,oops,0.6\n3,3,huh\n4,4")
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "completions" / "step_1.jsonl").write_bytes(b'\xff\xfe\n[1]\n{"completion": 3}\n')
+    (tmp_path / "environment.json").write_text("[]")
+    assert "0.5" in page_of(tmp_path).text
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats(allow_nan=True)), min_size=1, max_size=30))
+def test_any_numbers_make_a_picture(points) -> None:
+    points = [(float(x), y) for x, y in sorted(points, key=lambda point: point[0])]
+    if not any(abs(y) < 1e100 for _, y in points):
+        with pytest.raises(ValueError, match="finite"):
+            line_chart({"a": points}, "label")
+        return
+    picture = line_chart({EVIL: points}, EVIL)
+    Page(picture)
+    assert "nan" not in picture
+    for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", " ".join(re.findall(r'points="([^"]*)"', picture))):
+        assert 0 <= float(x) <= 360
+        assert 0 <= float(y) <= 190
+
+
+def test_bars_stand_on_each_other() -> None:
+    picture = stacked_bars([1.0, 2.0], {"a": [1.0, 0.0], "b": [3.0, 4.0]}, "label")
+    boxes = re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', picture)
+    (a_top, a_height), (b_top, b_height) = [tuple(map(float, boxes[index])) for index in (0, 2)]
+    assert b_top + b_height == pytest.approx(a_top, abs=0.11)
+    assert b_height == pytest.approx(3 * a_height, abs=0.3)
+
+
+def test_ticks_numbers_and_thinning() -> None:
+    assert nice_ticks(0.0, 1.0) == [0.0, 0.5, 1.0]
+    assert nice_ticks(0.13, 0.71) == [0.0, 0.2, 0.4, 0.6, 0.8]
+    assert nice_ticks(3.0, 3.0)[0] < 3 < nice_ticks(3.0, 3.0)[-1]
+    assert [short(value) for value in (0.0, 0.25, 12345.6, 2e-5, 3.2e7)] == [
+        "0",
+        "0.25",
+        "1.235e+04",
+        "2.0e-5",
+        "3.2e7",
+    ]
+    many = [(float(x), float(x)) for x in range(1000)]
+    assert len(thinned(many)) == 334
+    assert thinned(many)[0] == (0.0, 1.0)
+
+
+def test_secrets_stay_behind() -> None:
+    config = (
+        "a:\n  url: postgresql://me:p@ss@host/db\n  api_key: abc\n  max_tokens: 3\n  password: null\n  path: a:b@c\n"
+    )
+    assert without_secrets(config) == (
+        "a:\n  url: postgresql://me:***@host/db\n  api_key: ***\n  max_tokens: 3\n  password: null\n  path: a:b@c\n"
+    )
+
+
+def test_the_environment_names_versions_and_no_machine() -> None:
+    told = describe_environment()
+    assert {"trinity-lightning", "Python", "torch", "CPU", "memory", "GPU"} <= told.keys()
+    assert not any(str(Path.home()) in value for value in told.values())
