@@ -102,10 +102,10 @@ def test_scores_are_found_within_text(text, score):
     ("answer", "reason"),
     [
         ((200, '{"score": 1.5}'), "the score 1.5 is not from 0 to 1"),
-        ((200, '{"score": NaN}'), 'no {"score": number}'),
+        ((200, '{"score": NaN}'), "the score nan is not"),
         ((200, '{"score": "good"}'), 'no {"score": number}'),
         ((200, '{"score": true}'), 'no {"score": number}'),
-        ((200, "very good"), "in the answer 'very good'"),
+        ((200, "very good"), "number}: 'very good'"),
         ((200, ""), 'no {"score": number}'),
         ((500, "out of order"), "out of order"),
         ((400, "no such model"), "no such model"),

@@ -1,9 +1,7 @@
 """A language model judges responses, and what it says is added to their rewards."""
 
 import asyncio
-import json
 import logging
-import math
 import re
 import statistics
 from collections import Counter
@@ -15,6 +13,7 @@ from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OP
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.verdict import VerdictError, read_score
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -25,10 +24,8 @@ PLACEHOLDERS = ("prompt", "response", "answer")
 MAX_CONCURRENT = 64  # requests in flight at once
 MAX_REASONS = 5  # of failures, logged for an explore step
 BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further one
-
-
-class _JudgeFailureError(Exception):
-    """The judge's answer cannot be used."""
+# What a degenerate answer can raise: numbers of thousands of digits, nesting without end, a body that is no answer.
+_DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
 
 
 @EXPERIENCE_OPERATORS.register("judge")
@@ -121,7 +118,7 @@ class JudgeOperator(ExperienceOperatorV1):
         try:
             async with asyncio.timeout(self.timeout):
                 names = [model.id async for model in client.models.list()]
-        except (OpenAIError, _JudgeFailureError, *_DEGENERATE) as error:
+        except (OpenAIError, *_DEGENERATE) as error:
             logger.info("judge '%s': its server lists no models (%s); asking for that name.", self.model, error)
             names = []
         if not names or str(self.model) in names:
@@ -153,18 +150,13 @@ class JudgeOperator(ExperienceOperatorV1):
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
                 async with slots, asyncio.timeout(self.timeout):
-                    return _score(await self._ask(client, question))
+                    return read_score(await self._ask(client, question))
             except TimeoutError:
                 reason = f"no answer within {self.timeout:g} s"
-            except (
-                OpenAIError,
-                _JudgeFailureError,
-                ValueError,
-                ArithmeticError,
-                RecursionError,
-                AttributeError,
-            ) as error:
-                reason = f"{type(error).__name__.lstrip('_')}: {error}"
+            except VerdictError as error:
+                reason = str(error)
+            except (OpenAIError, *_DEGENERATE) as error:
+                reason = f"{type(error).__name__}: {error}"
         return reason
 
     async def _ask(self, client: "AsyncOpenAI", question: str) -> str:
@@ -176,28 +168,5 @@ class JudgeOperator(ExperienceOperatorV1):
             **self.sampling,
         )
         if not response.choices:
-            raise _JudgeFailureError("the answer has no choices")
+            raise VerdictError("the judge's answer has no choices")
         return response.choices[0].message.content or ""
-
-
-# What a degenerate answer can raise: numbers of thousands of digits, nesting without end, a body that is no answer.
-_DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
-
-
-def _score(text: str) -> float:
-    """The score in an answer: the last JSON object with one, as a model may think aloud before it."""
-    decoder, score = json.JSONDecoder(), None
-    position = text.find("{")
-    while position >= 0:
-        try:
-            found, end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError:
-            end = position + 1
-        else:
-            score = found.get("score", score)
-        position = text.find("{", end)
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise _JudgeFailureError(f'no {{"score": number}} in the answer {text!r:.100}')
-    if not 0 <= score <= 1:
-        raise _JudgeFailureError(f"the score {score} is not from 0 to 1")
-    return float(score)

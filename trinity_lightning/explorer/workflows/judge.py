@@ -1,13 +1,13 @@
 """One question, one answer, judged by another model."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.verdict import read_score
 from trinity_lightning.explorer.rewards import Reward
 from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task
@@ -88,31 +88,3 @@ class JudgeWorkflow(SimpleWorkflow):
         judge = self.auxiliary_models[self.arguments.judge]
         verdicts = await judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
         return read_score(verdicts[0].text)
-
-
-def read_score(verdict: str) -> float:
-    """The score of the last JSON object in a judge's verdict that has one.
-
-    Raises:
-        RolloutError: none has a score from 0 to 1.
-    """
-    score = None
-    for found in _objects(verdict):
-        value = found.get("score")
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-            score = float(value)
-    if score is None:
-        raise RolloutError(f'the judge\'s verdict has no {{"score": x}} with x from 0 to 1: {verdict!r}')
-    return score
-
-
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, those within others left out."""
-    decoder, place = json.JSONDecoder(), text.find("{")
-    while place >= 0:
-        try:
-            found, end = decoder.raw_decode(text, place)
-            yield found
-        except (ValueError, RecursionError):
-            end = place + 1
-        place = text.find("{", end)

@@ -1,0 +1,45 @@
+"""The score in a judge's words."""
+
+import json
+
+import pytest
+
+from trinity_lightning.common.verdict import VerdictError, read_score
+
+
+@pytest.mark.parametrize(
+    ("verdict", "score"),
+    [
+        ('{"score":1}', 1.0),
+        (json.dumps({"reason": "it is {right}", "score": 0.75}), 0.75),
+        ('```json\n{"reason": "{ok}", "score": 0.75}\n```', 0.75),
+        ('{"score": 0.5} or {"score": 1}', 1.0),
+        ('{"score": 0.5} {"x": 1} {', 0.5),
+        ("a set {1, 2}, then {\"score\": 0.5} and {'x'}", 0.5),
+        ('{"a": ' * 3000 + '{"score": 1}', 1.0),
+        ('{"long": ' + "9" * 5000 + '} {"score": 0}', 0.0),
+    ],
+)
+def test_the_last_score_counts(verdict: str, score: float) -> None:
+    assert read_score(verdict) == score
+
+
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [
+        ("", r'verdict has no {"score": number}: \'\''),
+        ("{}", 'no {"score": number}'),
+        ('{"score": true}', 'no {"score": number}'),
+        ('{"score": "1"}', 'no {"score": number}'),
+        ('{"score": NaN}', "the score nan is not"),
+        ("{score: 1}", 'no {"score": number}'),
+        ("[1]", 'no {"score": number}'),
+        ('{"score": 1.5}', r"the score 1\.5 is not from 0 to 1"),
+        ('{"score": -Infinity}', "the score -inf is not"),
+        ('{"score": 0.5}, no: {"score": 7}', "the score 7 is not"),
+        ('{"score": ' + "9" * 4000 + "}", "the score 99999999999999999999 is not"),
+    ],
+)
+def test_verdicts_without_a_usable_score(verdict: str, told: str) -> None:
+    with pytest.raises(VerdictError, match=told):
+        read_score(verdict)
