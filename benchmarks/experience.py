@@ -1,10 +1,11 @@
 """Serialization and collation of experiences against the plain way: one named tensor a field an experience.
 
-    python benchmarks/experience.py [--experiences 2048] [--tokens 1024] [--prompt 256] [--repeats 7]
+    python benchmarks/experience.py [--sizes 2048x1024 64x256 8x32768] [--seconds 4]
 
 The plain way packs one safetensors entry a field an experience beside pickled metadata, and collates with a torch.cat a
-row and a torch.stack. Both sides run in turns in one process on one thread; the fastest of the repeats counts. Prints
-one JSON line: milliseconds of both, their ratios, and the peak of memory while serializing over the payload's size.
+row and a torch.stack. Both sides run in turns in one process on one thread for so many seconds; the fastest run of each
+counts. A size is experiences x tokens, a quarter of them prompt. Prints one JSON line with milliseconds of both sides
+and their ratio, by size; and, of the first size, the peak of memory while serializing over the payload's size.
 """
 
 import argparse
@@ -98,10 +99,11 @@ def flat_gather(experiences: list[Experience], prompt: int, response: int) -> li
     ]
 
 
-def fastest(*sides: Callable[[], Any], repeats: int) -> list[float]:
+def fastest(*sides: Callable[[], Any], seconds: float) -> list[float]:
     """Milliseconds of the fastest run of each side; the sides take turns, so that both meet the same neighbours."""
     best = [float("inf")] * len(sides)
-    for _ in range(repeats):
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or best[0] == float("inf"):
         for side, run in enumerate(sides):
             start = time.perf_counter()
             result = run()
@@ -119,31 +121,38 @@ def peak_over_payload(experiences: list[Experience]) -> float:
     return round((peak - before) / len(payload), 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiences", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    experiences = make_experiences(args.experiences, args.tokens, args.prompt)
-    response = args.tokens - args.prompt
-    peak = peak_over_payload(experiences)
+def compare(experiences: list[Experience], prompt: int, response: int, seconds: float) -> dict[str, Any]:
+    """Milliseconds of both sides and their ratio, by what is done."""
     plain, ours = plain_serialize(experiences), Experience.serialize_many(experiences)
     pairs = {
         "serialize": (lambda: plain_serialize(experiences), lambda: Experience.serialize_many(experiences)),
         "deserialize": (lambda: plain_deserialize(plain), lambda: Experience.deserialize_many(ours)),
         "gather": (
-            lambda: plain_gather(experiences, args.prompt, response),
-            lambda: flat_gather(experiences, args.prompt, response),
+            lambda: plain_gather(experiences, prompt, response),
+            lambda: flat_gather(experiences, prompt, response),
         ),
     }
-    result: dict[str, Any] = {"benchmark": "experience", **vars(args), "payload_mb": round(len(ours) / 1e6, 1)}
-    for name, (plain_side, our_side) in pairs.items():
-        plain_ms, our_ms = fastest(plain_side, our_side, repeats=args.repeats)
-        result[name] = {"plain_ms": round(plain_ms, 1), "ms": round(our_ms, 1), "ratio": round(plain_ms / our_ms, 1)}
-    result["serialize"]["peak_over_payload"] = peak
+    result: dict[str, Any] = {"payload_mb": round(len(ours) / 1e6, 1)}
+    for name, sides in pairs.items():
+        plain_ms, our_ms = fastest(*sides, seconds=seconds)
+        result[name] = {"plain_ms": round(plain_ms, 2), "ms": round(our_ms, 2), "ratio": round(plain_ms / our_ms, 2)}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["2048x1024", "64x256", "8x32768"])
+    parser.add_argument("--seconds", type=float, default=4.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"benchmark": "experience", "seconds": args.seconds}
+    for size in args.sizes:
+        count, tokens = map(int, size.split("x"))
+        prompt = tokens // 4
+        experiences = make_experiences(count, tokens, prompt)
+        if "peak_over_payload" not in result:  # the process has one peak, so that only the first can be seen
+            result["peak_over_payload"] = peak_over_payload(experiences)
+        result[size] = compare(experiences, prompt, tokens - prompt, args.seconds)
     print(json.dumps(result))
 
 

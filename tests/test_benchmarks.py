@@ -25,3 +25,11 @@ def test_killed_ray_workers_lose_nothing() -> None:
     found = run_benchmark("ray_faults.py", "80")
     assert (found["killed_once"], found["killed_always"]) == (3, 1)
     assert (found["failed"], found["succeeded"], found["lost"]) == (1, 79, 0)
+
+
+def test_experience_measures_every_size() -> None:
+    found = run_benchmark("experience.py", "--sizes", "4x64", "2x128", "--seconds", "0")
+    for size in ("4x64", "2x128"):
+        measured = found[size]
+        assert isinstance(measured, dict)
+        assert all(measured[name]["ratio"] > 0 for name in ("serialize", "deserialize", "gather"))

@@ -105,6 +105,21 @@ def test_rows_have_storage_of_their_own_and_do_not_alias_the_payload():
     assert again[1].tokens.untyped_storage().nbytes() == 20
 
 
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [2, 0, 1], [1, 3, 0]])
+def test_rows_without_items_come_back(lengths):
+    batch = [Experience(tokens=[1, 2, 3], prompt_length=3 - n, action_mask=[True] * n) for n in lengths]
+    assert Experience.deserialize_many(Experience.serialize_many(batch)) == batch
+
+
+def test_large_payloads_come_back():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [*range(1, 1500, 5), 100_000, 2, 900_000]  # several blocks of rows, and rows larger than a block
+    batch = [Experience(tokens=torch.randint(0, 2**31, (n + 1,), generator=generator)) for n in lengths]
+    payload = Experience.serialize_many(batch)
+    assert len(payload) > 9_000_000
+    assert Experience.deserialize_many(payload) == batch
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -173,6 +188,8 @@ def test_what_cannot_be_encoded_is_named(value, message):
         ("advantages", [0.0, 0.0], "advantages: expected a 1-D tensor"),
         ("tokens", None, "tokens: expected a tensor"),
         ("prompt_length", 9, "prompt_length: expected within the tokens"),
+        ("prompt_length", 2**70, "prompt_length: expected within the tokens"),
+        ("prompt_length", -(2**63), "prompt_length: expected within the tokens"),
         ("info", [], "info: expected dict, got list"),
         ("response_text", b"", "response_text: expected str or NoneType, got bytes"),
         ("experience_type", "other", "experience_type: expected"),

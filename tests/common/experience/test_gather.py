@@ -91,6 +91,13 @@ def test_device_and_pinned_memory_are_accepted_without_a_gpu(device):
     assert tokens.device.type == attention.device.type == "cpu"
 
 
+def test_equal_rows_are_padded_alike():
+    alike = [Experience(tokens=[1, 2, 3], prompt_length=1) for _ in range(3)]
+    assert gather_token_ids(alike, 1, 2, 9).tolist() == [[1, 2, 3]] * 3
+    assert gather_token_ids(alike, 2, 3, 9).tolist() == [[9, 1, 2, 3, 9]] * 3
+    assert gather_attention_masks(alike, 2, 3).int().tolist() == [[0, 1, 1, 1, 0]] * 3
+
+
 def test_multi_modal_inputs_are_concatenated():
     rows = [{"pixels": torch.full((n, 2), float(n)), "grid": torch.tensor([[1, n]])} for n in (1, 3)]
     batch = gather_multi_modal_inputs([Experience(tokens=[1, 2], multi_modal_inputs=row) for row in rows])

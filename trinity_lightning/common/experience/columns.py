@@ -1,7 +1,8 @@
 """The plain fields of experiences as lists, and the rules that columns keep, on the way out as on the way in."""
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, eq
 from types import NoneType
 from typing import Any
 
@@ -41,22 +42,31 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "custom_fields": (list,),
 }
 _TYPES = REQUIRED | OPTIONAL
+_LARGE = 2**62
 
 
 def plain_columns(experiences: Sequence[Experience]) -> Columns:
     """One list a plain field, those of the EID as "eid.batch" and so on.
 
     Raises:
-        ExperienceError: a value has a type that its field must not have.
+        ExperienceError: a value has a type that its field must not have; the message names experience and field.
     """
     columns = {name: list(map(attrgetter(name), experiences)) for name in _TYPES}
     for name, column in columns.items():
-        if not set(map(type, column)) <= set(_TYPES[name]):  # assigned after construction, perhaps by numpy arithmetic
+        if not _fits(name, column):  # assigned after construction, perhaps by numpy arithmetic
             convert = reward_value if name == "reward" else _plain_scalar
             columns[name] = list(map(convert, column))
+            problem = find_wrong_type({name: columns[name]})
+            if problem:
+                raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
     if any(columns["custom_fields"]):
         columns["custom_fields"] = [custom_field_rows(fields) for fields in columns["custom_fields"]]
     return columns
+
+
+def _fits(name: str, column: list[Any]) -> bool:
+    """Whether all values have exactly a type that the column may have."""
+    return set(map(type, column)) <= set(_TYPES[name])
 
 
 def _plain_scalar(value: Any) -> Any:
@@ -77,7 +87,7 @@ def drop_empty(columns: Columns) -> Columns:
     """The columns without the optional ones in which nothing is set."""
     kept = {}
     for name, column in columns.items():
-        empty = not any(column) if NoneType not in _TYPES[name] else all(value is None for value in column)
+        empty = not any(column) if NoneType not in _TYPES[name] else set(map(type, column)) <= {NoneType}
         if name in REQUIRED or not empty:
             kept[name] = column
     return kept
@@ -85,17 +95,18 @@ def drop_empty(columns: Columns) -> Columns:
 
 def restore_empty(columns: Columns, count: int) -> Columns:
     """The reverse of `drop_empty`: every column of the table is there."""
-    missing: dict[str, Callable[[], Any]] = {name: _TYPES[name][0] for name in OPTIONAL if NoneType not in _TYPES[name]}
-    return {
-        name: columns[name] if name in columns else [missing[name]() if name in missing else None for _ in range(count)]
-        for name in _TYPES
-    }
+    return {name: columns[name] if name in columns else _empty_column(name, count) for name in _TYPES}
+
+
+def _empty_column(name: str, count: int) -> list[Any]:
+    make = None if NoneType in _TYPES[name] else _TYPES[name][0]
+    return [None] * count if make is None else [make() for _ in range(count)]
 
 
 def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
     """The first value whose type its column must not have, as (row, message)."""
     for name, column in columns.items():
-        if set(map(type, column)) <= set(_TYPES[name]):
+        if _fits(name, column):
             continue
         for row, value in enumerate(column):
             if not isinstance(value, _TYPES[name]):
@@ -109,21 +120,21 @@ def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, 
 
     Args:
         columns: the plain fields.
-        lengths: length of every tensor field, int64 [B], -1 where an experience has none.
+        lengths: length of every tensor field that some experience has, int64 [B], -1 where one has none.
     """
-    types = np.array(columns["experience_type"], dtype=object)
-    single, pair = types == "single_turn", types == "dpo"
-    truncated = single & (np.array(columns["truncate_status"], dtype=object) == "prompt_truncated")
-    tokens, prompt = lengths["tokens"], np.array(columns["prompt_length"], dtype=object)
-    responses = np.where(truncated & (lengths["logprobs"] >= 0), lengths["logprobs"], tokens - prompt)
+    none = np.full(len(columns["prompt_length"]), -1)
+    tokens, chosen, rejected, logprobs = (lengths.get(n, none) for n in ("tokens", "chosen", "rejected", "logprobs"))
+    single, multi, pair = (_where(columns["experience_type"], kind) for kind in ("single_turn", "multi_turn", "dpo"))
+    truncated = single & _where(columns["truncate_status"], "prompt_truncated")
+    prompt = _integers(columns["prompt_length"])
+    responses = np.where(truncated & (logprobs >= 0), logprobs, tokens - prompt)
     rules = {
-        "experience_type: expected single_turn, multi_turn or dpo": single | pair | (types == "multi_turn"),
+        "experience_type: expected single_turn, multi_turn or dpo": single | multi | pair,
         "tokens: expected a tensor": tokens >= 0,
-        "chosen, rejected: expected in a dpo experience": ~pair
-        | ((lengths["chosen"] >= 0) & (lengths["rejected"] >= 0)),
+        "chosen, rejected: expected in a dpo experience": ~pair | ((chosen >= 0) & (rejected >= 0)),
         "prompt_length: expected within the tokens": (prompt >= single) & (prompt <= tokens - (single & ~truncated)),
     }
-    for name in RESPONSE_FIELDS:
+    for name in filter(lengths.__contains__, RESPONSE_FIELDS):
         rules[f"{name}: expected one value a response token"] = (lengths[name] < 0) | (lengths[name] == responses)
     for message, kept in rules.items():
         if not kept.all():
@@ -131,6 +142,16 @@ def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, 
             found = {name: int(length[row]) for name, length in lengths.items() if length[row] >= 0}
             return row, f"{message}, got lengths {found} and prompt_length {prompt[row]}."
     return None
+
+
+def _where(column: list[str | None], value: str) -> np.ndarray:
+    return np.fromiter(map(eq, column, repeat(value)), bool, len(column))
+
+
+def _integers(column: list[int]) -> np.ndarray:
+    """The column as int64, or as Python's integers where differences could leave the range of those."""
+    small = not column or (min(column) >= -_LARGE and max(column) <= _LARGE)
+    return np.array(column, dtype=np.int64 if small else object)
 
 
 def read_custom_fields(column: list[list[list[str]]]) -> list[list[CustomField]]:

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from trinity_lightning.common.experience.errors import ExperienceFormatError
+from trinity_lightning.common.experience.pages import advise_huge_pages
 from trinity_lightning.common.experience.streams import StreamWriter, read_streams
 from trinity_lightning.common.experience.values import Decoder, Encoder
 
@@ -45,11 +46,14 @@ def pack(value: Any, streams: StreamWriter | None = None) -> bytes:
     # and gives them away again, all without a copy.
     buffer = io.BytesIO(bytes(_BODY + tensor_size + len(metadata)))
     with buffer.getbuffer() as view:
+        advise_huge_pages(view)
         _HEADER.pack_into(view, 0, MAGIC, VERSION, tensor_size, len(metadata))
+        digest = xxhash.xxh3_64(view[: _HEADER.size])
         with view[_BODY : _BODY + tensor_size] as section:
-            streams.write(section)
+            streams.write(section, digest.update)
         view[_BODY + tensor_size :] = metadata
-        _CHECKSUM.pack_into(view, _HEADER.size, _checksum(view))
+        digest.update(metadata)
+        _CHECKSUM.pack_into(view, _HEADER.size, digest.intdigest())
     return buffer.getvalue()
 
 

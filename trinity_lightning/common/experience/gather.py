@@ -4,8 +4,11 @@ A padded tensor is one flat concatenation of rows and slices of padding, so it i
 """
 
 from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from trinity_lightning.common.experience.errors import ExperienceError
 from trinity_lightning.common.experience.experience import Experience
 
 Device = torch.device | str | int | None
+_dtype_of = attrgetter("dtype")
 
 
 def first(experiences: Sequence[Experience]) -> Experience:
@@ -25,7 +29,9 @@ def first(experiences: Sequence[Experience]) -> Experience:
 def _column(experiences: Sequence[Experience], name: str) -> list[Tensor]:
     """One field of every experience; all must have it, and in the dtype of the first."""
     dtype = getattr(getattr(first(experiences), name, None), "dtype", None)
-    rows = [getattr(experience, name, None) for experience in experiences]
+    rows = list(map(getattr, experiences, repeat(name), repeat(None)))
+    if all(issubclass(kind, Tensor) for kind in set(map(type, rows))) and set(map(_dtype_of, rows)) == {dtype}:
+        return cast(list[Tensor], rows)
     for experience, row in zip(experiences, rows, strict=True):
         if not isinstance(row, Tensor) or row.dtype != dtype:
             found = row.dtype if isinstance(row, Tensor) else type(row).__name__
@@ -34,11 +40,15 @@ def _column(experiences: Sequence[Experience], name: str) -> list[Tensor]:
     return cast(list[Tensor], rows)
 
 
-def _check_widths(experiences: Sequence[Experience], lengths: Sequence[int], width: int, what: str) -> None:
+def _lengths(rows: Sequence[Tensor]) -> np.ndarray:
+    return np.fromiter(map(Tensor.numel, rows), np.int64, len(rows))
+
+
+def _check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> None:
     """Every length must fit the width; the error names the first experience that does not."""
-    if max(lengths) <= width and min(lengths) >= 0:
+    if lengths.max() <= width and lengths.min() >= 0:
         return
-    at = next(i for i, length in enumerate(lengths) if not 0 <= length <= width)
+    at = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
     raise ExperienceError(
         f"experience {experiences[at].eid.uid}: expected {what} of at most {width}, got {lengths[at]}."
     )
@@ -48,34 +58,41 @@ def _to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:
     return batch if device is None else batch.to(device, non_blocking=pin_memory)
 
 
+def _empty(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, pin_memory: bool) -> Tensor:
+    pin_memory = pin_memory and device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+
+
 def _pad(
-    rows: Sequence[Tensor],
-    left: Sequence[int],
-    right: Sequence[int],
+    rows: list[Tensor],
+    left: np.ndarray,
+    right: np.ndarray,
     pad_value: float,
     device: Device,
     pin_memory: bool,
 ) -> Tensor:
     """Rows with `left[i]` and `right[i]` cells of padding, all of one width: [B, left + row + right]."""
-    width = left[0] + rows[0].numel() + right[0]
     # The right padding of a row and the left padding of the next are neighbours: one slice serves both.
-    gaps = [left[0], *(after + before for after, before in zip(right, left[1:], strict=False)), right[-1]]
-    padding = torch.full((max(gaps),), pad_value, dtype=rows[0].dtype, device=rows[0].device)
-    slices = {gap: padding[:gap] for gap in set(gaps)}
-    pieces = [slices[gaps[0]]]
-    for row, gap in zip(rows, gaps[1:], strict=True):
-        pieces += (row, slices[gap]) if gap else (row,)
-    pin_memory = pin_memory and rows[0].is_cpu and torch.cuda.is_available()
-    flat = torch.empty(len(rows) * width, dtype=rows[0].dtype, device=rows[0].device, pin_memory=pin_memory)
+    gaps = np.append(left, 0) + np.append(0, right)
+    pieces = rows
+    if gaps.any():
+        padding = torch.full((int(gaps.max()),), pad_value, dtype=rows[0].dtype, device=rows[0].device)
+        slices = {gap: padding[:gap] for gap in set(gaps.tolist())}
+        before, *after = map(slices.__getitem__, gaps.tolist())
+        pieces = [before, *chain.from_iterable(zip(rows, after, strict=True))]
+    width = int(left[0]) + rows[0].numel() + int(right[0])
+    batch = _empty((len(rows), width), rows[0].dtype, rows[0].device, pin_memory)
     with torch.no_grad():
-        torch.cat(pieces, out=flat)
-    return _to_device(flat.view(len(rows), width), device, pin_memory)
+        torch.cat(pieces, out=batch.view(-1))
+    return _to_device(batch, device, pin_memory)
 
 
-def _token_spans(experiences: Sequence[Experience], max_prompt: int, max_response: int) -> tuple[list[int], list[int]]:
+def _token_spans(
+    experiences: Sequence[Experience], max_prompt: int, max_response: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and response lengths in tokens, checked against the widths."""
-    prompts = [e.prompt_length for e in experiences]
-    responses = [e.tokens.numel() - p for e, p in zip(experiences, prompts, strict=True)]
+    prompts = np.array([e.prompt_length for e in experiences])
+    responses = _lengths([e.tokens for e in experiences]) - prompts
     _check_widths(experiences, prompts, max_prompt, "a prompt length")
     _check_widths(experiences, responses, max_response, "a response length")
     return prompts, responses
@@ -105,8 +122,7 @@ def gather_token_ids(
     """
     rows = _column(experiences, "tokens")
     prompts, responses = _token_spans(experiences, max_prompt_length, max_response_length)
-    left = [max_prompt_length - p for p in prompts]
-    right = [max_response_length - r for r in responses]
+    left, right = max_prompt_length - prompts, max_response_length - responses
     return _pad(rows, left, right, pad_token_id, device, pin_memory)
 
 
@@ -121,12 +137,16 @@ def gather_attention_masks(
     """Which cells of `gather_token_ids` hold tokens, bool [B, P + R]; arguments and errors as there."""
     first(experiences)
     prompts, responses = _token_spans(experiences, max_prompt_length, max_response_length)
-    lengths = [p + r for p, r in zip(prompts, responses, strict=True)]
-    ones = torch.ones(max(lengths), dtype=torch.bool)
-    slices = {length: ones[:length] for length in set(lengths)}
-    left = [max_prompt_length - p for p in prompts]
-    right = [max_response_length - r for r in responses]
-    return _pad([slices[length] for length in lengths], left, right, 0, device, pin_memory)
+    shape = (len(experiences), max_prompt_length + max_response_length)
+    masks = _empty(shape, torch.bool, torch.device("cpu"), pin_memory)
+    starts, ends = max_prompt_length - prompts, max_prompt_length + responses
+    if len(set(starts.tolist())) == len(set(ends.tolist())) == 1:
+        masks.zero_()[:, starts[0] : ends[0]] = True
+    else:
+        columns = torch.arange(shape[1])
+        torch.ge(columns, torch.from_numpy(starts)[:, None], out=masks)
+        masks &= columns < torch.from_numpy(ends)[:, None]
+    return _to_device(masks, device, pin_memory)
 
 
 def gather_action_masks(
@@ -169,16 +189,16 @@ def gather_response_attrs(
 
 def _pad_response(
     experiences: Sequence[Experience],
-    rows: Sequence[Tensor],
+    rows: list[Tensor],
     name: str,
     width: int,
     pad_value: float,
     device: Device,
     pin_memory: bool,
 ) -> Tensor:
-    lengths = list(map(Tensor.numel, rows))
+    lengths = _lengths(rows)
     _check_widths(experiences, lengths, width, f"a length of {name}")
-    return _pad(rows, [0] * len(rows), [width - length for length in lengths], pad_value, device, pin_memory)
+    return _pad(rows, np.zeros_like(lengths), width - lengths, pad_value, device, pin_memory)
 
 
 def gather_multi_modal_inputs(

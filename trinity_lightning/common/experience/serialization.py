@@ -4,10 +4,12 @@ Nothing here is pickled, and a payload is checked before an experience is made o
 `ExperienceFormatError`. Payloads of version 1, Trinity-RFT's, are read by `legacy`.
 """
 
+import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from trinity_lightning.common.experience.validation import INTEGER_DTYPES
 from trinity_lightning.common.experience.values import find_unencodable, host_tensor, known_dtype
 
 _TENSOR_FIELDS = (*TOKEN_FIELDS, *RESPONSE_FIELDS)
+_STATE = (*(field.name for field in dataclasses.fields(Experience)), "experience_type")
 _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 _PLAIN_HOST = (True, torch.strided)
 
@@ -39,8 +42,10 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
     streams = StreamWriter()
     chunks, lengths = {}, {}
     for name in _TENSOR_FIELDS:
-        chunks[name], lengths[name] = _write_rows(experiences, name, streams)
-    problem = table.find_wrong_type(columns) or table.find_misfit(columns, lengths)
+        chunks[name], found = _write_rows(experiences, name, streams)
+        if chunks[name]:
+            lengths[name] = found
+    problem = table.find_misfit(columns, lengths)
     if problem:
         raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
     columns = table.drop_empty(columns)
@@ -66,26 +71,35 @@ def _write_rows(experiences: Sequence[Experience], name: str, streams: StreamWri
         A chunk [dtype, indices of the experiences or None for all, lengths] a dtype; and all lengths, -1 for none.
     """
     tensors = list(map(attrgetter(name), experiences))
-    indices = [index for index, tensor in enumerate(tensors) if tensor is not None]
-    rows = [tensors[index] for index in indices]
-    kinds = [_kind_of(row) if isinstance(row, Tensor) else None for row in rows]
     lengths = np.full(len(tensors), -1)
     chunks = []
-    different = dict.fromkeys(kinds)
-    for kind in different:
-        alike, pieces = indices, rows
-        if len(different) > 1:
-            alike = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
-            pieces = [tensors[index] for index in alike]
+    for kind, indices in _group_by_kind(tensors):
+        rows = tensors if indices is None else [tensors[index] for index in indices]
         if kind is None or kind[1] != 1:
-            uid = experiences[alike[0]].eid.uid
-            raise ExperienceError(f"experience {uid}: {name}: expected a 1-D tensor, got {pieces[0]!r:.80}.")
-        lengths[alike] = list(map(Tensor.numel, pieces))
+            uid = experiences[indices[0] if indices else 0].eid.uid
+            raise ExperienceError(f"experience {uid}: {name}: expected a 1-D tensor, got {rows[0]!r:.80}.")
+        row_lengths = list(map(Tensor.numel, rows))
+        lengths[slice(None) if indices is None else indices] = row_lengths
         if kind[2:] != _PLAIN_HOST:
-            pieces = list(map(host_tensor, pieces))
-        dtype_name = streams.add(name, kind[0], pieces)
-        chunks.append([dtype_name, None if len(alike) == len(tensors) else alike, lengths[alike].tolist()])
+            rows = list(map(host_tensor, rows))
+        chunks.append([streams.add(name, kind[0], rows, row_lengths), indices, row_lengths])
     return chunks, lengths
+
+
+def _group_by_kind(tensors: Sequence[Any]) -> list[tuple[tuple[Any, ...] | None, list[int] | None]]:
+    """What is not None, by kind; a kind None is of no tensors. Indices None are all: the usual case, told in bulk."""
+    types = set(map(type, tensors))
+    if types <= {NoneType}:
+        return []
+    if all(issubclass(kind, Tensor) for kind in types):
+        kinds = set(map(_kind_of, tensors))
+        if len(kinds) == 1:
+            return [(kinds.pop(), None)]
+    groups: dict[tuple[Any, ...] | None, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            groups.setdefault(_kind_of(tensor) if isinstance(tensor, Tensor) else None, []).append(index)
+    return list(groups.items())
 
 
 def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experience]:
@@ -151,44 +165,57 @@ def _read(value: Any, streams: dict[str, Stream]) -> list[Experience]:
     problem = table.find_wrong_type(columns)
     if problem:
         raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
+    for inputs in columns.get("multi_modal_inputs", ()):
+        if inputs and not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inputs.items()):
+            raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors by name.")
+    if "custom_fields" in columns:
+        columns["custom_fields"] = table.read_custom_fields(columns["custom_fields"])
     columns = table.restore_empty(columns, count)
     fields, lengths = _read_rows(chunks, count, streams)
     problem = table.find_misfit(columns, lengths)
     if problem:
         raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
-    columns["custom_fields"] = table.read_custom_fields(columns["custom_fields"])
-    for inputs in columns["multi_modal_inputs"]:
-        if inputs and not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inputs.items()):
-            raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors by name.")
-    eids = [
-        EID(*row)
-        for row in zip(*(columns.pop(f"eid.{n}") for n in ("batch", "task", "run", "step", "suffix")), strict=True)
-    ]
+    eids = list(map(EID, *(columns.pop(f"eid.{n}") for n in ("batch", "task", "run", "step", "suffix"))))
     state = {"eid": eids, **columns, **fields}
-    return [Experience._restore(zip(state, row, strict=True)) for row in zip(*state.values(), strict=True)]
+    return list(map(Experience._restore, zip(*map(state.__getitem__, _STATE), strict=True)))
 
 
 def _read_rows(
     chunks: dict[str, list[Any]], count: int, streams: dict[str, Stream]
-) -> tuple[dict[str, list[Tensor | None]], dict[str, np.ndarray]]:
-    """The tensor fields, and the length of each tensor, -1 for none."""
+) -> tuple[dict[str, Sequence[Tensor | None]], dict[str, np.ndarray]]:
+    """The tensor fields, and the lengths of those that some experience has, -1 where one has none."""
     if set(chunks) != set(_TENSOR_FIELDS):
         raise ExperienceFormatError(f"metadata: unexpected tensor fields {[*chunks]!r:.300}.")
-    fields: dict[str, list[Tensor | None]] = {name: [None] * count for name in _TENSOR_FIELDS}
-    lengths = {name: np.full(count, -1) for name in _TENSOR_FIELDS}
+    fields: dict[str, Sequence[Tensor | None]] = {}
+    lengths: dict[str, np.ndarray] = {}
     for name in _TENSOR_FIELDS:
-        for dtype_name, indices, row_lengths in chunks[name]:
+        for dtype_name, _, _ in chunks[name]:
             if name in TOKEN_FIELDS and known_dtype(dtype_name) not in INTEGER_DTYPES:
                 raise ExperienceFormatError(f"metadata: {name} of dtype {dtype_name}, which is no integer.")
-            indices = range(count) if indices is None else indices
-            where = np.array(indices, dtype=np.int64)
-            if len(where) != len(row_lengths) or np.any(np.diff(where, prepend=-1) <= 0):
-                raise ExperienceFormatError(
-                    f"metadata: {name} has {len(row_lengths)} rows for {len(where)} experiences."
-                )
-            if (lengths[name][where] >= 0).any():
-                raise ExperienceFormatError(f"metadata: {name} has two rows for one experience.")
-            lengths[name][where] = row_lengths
-            for index, row in zip(indices, streams[f"{name}.{dtype_name}"].take_rows(row_lengths), strict=True):
-                fields[name][index] = row
+        if chunks[name]:
+            fields[name], lengths[name] = _read_field(name, chunks[name], count, streams)
+        else:
+            fields[name] = [None] * count
     return fields, lengths
+
+
+def _read_field(
+    name: str, chunks: list[Any], count: int, streams: dict[str, Stream]
+) -> tuple[Sequence[Tensor | None], np.ndarray]:
+    """One tensor field and its lengths from its chunks."""
+    if len(chunks) == 1 and chunks[0][1] is None and len(chunks[0][2]) == count:  # the usual case, in bulk
+        dtype_name, _, row_lengths = chunks[0]
+        return streams[f"{name}.{dtype_name}"].take_rows(row_lengths), np.array(row_lengths, dtype=np.int64)
+    field: list[Tensor | None] = [None] * count
+    lengths = np.full(count, -1)
+    for dtype_name, indices, row_lengths in chunks:
+        indices = range(count) if indices is None else indices
+        where = np.array(indices, dtype=np.int64)
+        if len(where) != len(row_lengths) or np.any(np.diff(where, prepend=-1) <= 0):
+            raise ExperienceFormatError(f"metadata: {name} has {len(row_lengths)} rows for {len(where)} experiences.")
+        if (lengths[where] >= 0).any():
+            raise ExperienceFormatError(f"metadata: {name} has two rows for one experience.")
+        lengths[where] = row_lengths
+        for index, row in zip(indices, streams[f"{name}.{dtype_name}"].take_rows(row_lengths), strict=True):
+            field[index] = row
+    return field, lengths

@@ -2,8 +2,10 @@
 
 import json
 import struct
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from trinity_lightning.common.experience.dtypes import DTYPE_NAMES, SAFETENSORS_
 from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
 
 ALIGNMENT = 16  # of the largest dtype; readers may view the bytes as they lie
-_BLOCK = 128  # rows copied at once: few enough to stay in the cache between two copies
+_BLOCK = 1 << 19  # bytes written between two reports: few enough to be in the cache still when they are reported
 _LENGTH = struct.Struct("<Q")
 
 
@@ -22,12 +24,15 @@ class StreamWriter:
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
+        self._lengths: dict[str, list[int]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._counts: dict[str, int] = {}
         self._header = b""
 
-    def add(self, what: str, dtype: torch.dtype, pieces: Sequence[Tensor]) -> str:
-        """Append 1-D host tensors of one dtype to the stream "<what>.<dtype>"; returns the dtype's name.
+    def add(self, what: str, dtype: torch.dtype, pieces: Sequence[Tensor], lengths: Sequence[int]) -> str:
+        """Append 1-D host tensors of one dtype, and their lengths, to the stream "<what>.<dtype>".
+
+        Returns:
+            The dtype's name.
 
         Raises:
             ExperienceError: a dtype that payloads cannot hold.
@@ -39,7 +44,7 @@ class StreamWriter:
             )
         stream = f"{what}.{name}"
         self._pieces.setdefault(stream, []).extend(pieces)
-        self._counts[stream] = self._counts.get(stream, 0) + sum(map(Tensor.numel, pieces))
+        self._lengths.setdefault(stream, []).extend(lengths)
         self._dtypes[stream] = dtype
         return name
 
@@ -49,7 +54,7 @@ class StreamWriter:
         self._pieces = {name: self._pieces[name] for name in order}
         entries, offset = {}, 0
         for name in order:
-            count, itemsize = self._counts[name], self._dtypes[name].itemsize
+            count, itemsize = sum(self._lengths[name]), self._dtypes[name].itemsize
             code = SAFETENSORS_CODES[DTYPE_NAMES[self._dtypes[name]]]
             shape = [count * itemsize] if code == "U8" else [count]
             entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + count * itemsize]}
@@ -59,18 +64,35 @@ class StreamWriter:
         self._header = _LENGTH.pack(len(header)) + header
         return len(self._header) + offset
 
-    def write(self, target: memoryview) -> None:
-        """Fill the `finish()` bytes of `target`."""
+    def write(self, target: memoryview, report: Callable[[memoryview], None]) -> None:
+        """Fill the `finish()` bytes of `target`.
+
+        Args:
+            target: where to write.
+            report: is given every part, in order, right after it was written.
+        """
         start = len(self._header)
         target[:start] = self._header
+        report(target[:start])
         if start == len(target):
             return
         flat = torch.frombuffer(target, dtype=torch.uint8)
         with torch.no_grad():
             for name, pieces in self._pieces.items():
-                size = self._counts[name] * self._dtypes[name].itemsize
-                torch.cat(pieces, out=flat[start : start + size].view(self._dtypes[name]))
-                start += size
+                dtype = self._dtypes[name]
+                for first, last, size in _blocks(self._lengths[name], dtype.itemsize):
+                    end = start + size
+                    torch.cat(pieces[first:last], out=flat[start:end].view(dtype))
+                    report(target[start:end])
+                    start = end
+
+
+def _blocks(lengths: Sequence[int], itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Consecutive rows of about `_BLOCK` bytes together, as (first, last + 1, bytes)."""
+    rows = max(1, _BLOCK * len(lengths) // max(1, sum(lengths) * itemsize))
+    for first in range(0, len(lengths), rows):
+        block = lengths[first : first + rows]
+        yield first, first + len(block), sum(block) * itemsize
 
 
 class Stream:
@@ -79,34 +101,43 @@ class Stream:
     def __init__(self, name: str, dtype: torch.dtype, data: memoryview) -> None:
         self._name, self._dtype, self._data, self._position = name, dtype, data, 0
 
-    def take(self, count: int) -> Tensor:
-        """The next `count` items, [count]."""
+    def _next(self, count: int) -> memoryview:
+        """The bytes of the next `count` items, still those of the payload."""
         end = self._position + count * self._dtype.itemsize
         if count < 0 or end > len(self._data):
             raise ExperienceFormatError(f"tensor {self._name!r} is shorter than its rows together.")
-        source = np.frombuffer(self._data[self._position : end], dtype=np.uint8)
-        if self._dtype == torch.bool and source.size and source.max() > 1:
+        data = self._data[self._position : end]
+        if self._dtype == torch.bool and data and np.frombuffer(data, dtype=np.uint8).max() > 1:
             raise ExperienceFormatError(f"tensor {self._name!r} holds bytes that are no booleans.")
-        result = torch.empty(count, dtype=self._dtype)
-        result.view(torch.uint8).numpy()[:] = source
         self._position = end
-        return result
+        return data
 
-    def take_rows(self, lengths: Sequence[int]) -> Sequence[Tensor]:
+    def take(self, count: int) -> Tensor:
+        """The next `count` items, [count]."""
+        return _copy(self._next(count), self._dtype)
+
+    def take_rows(self, lengths: Sequence[int]) -> list[Tensor]:
         """The next rows, each with storage of its own: filtering a step frees what it drops."""
-        if min(lengths, default=0) < 0:
+        if min(lengths, default=1) < 0:
             raise ExperienceFormatError(f"tensor {self._name!r} has a row of negative length.")
-        rows: list[Tensor] = []
-        for start in range(0, len(lengths), _BLOCK):
-            block = list(lengths[start : start + _BLOCK])
-            # Without tensors to write to, split_with_sizes_copy returns them; its stub says only None.
-            rows += cast(list[Tensor], torch.split_with_sizes_copy(self.take(sum(block)), block))
-        return rows
+        data = self._next(sum(lengths))
+        ends = list(accumulate(length * self._dtype.itemsize for length in lengths))
+        rows = map(data.__getitem__, map(slice, [0, *ends], ends))
+        if 0 in lengths:
+            return [_copy(row, self._dtype) for row in rows]
+        # `_copy` without a Python call a row: there are tens of thousands of them.
+        return list(map(partial(torch.frombuffer, dtype=self._dtype), map(bytearray, rows)))
 
     def check_end(self) -> None:
         """Raise unless everything was handed out."""
         if self._position != len(self._data):
             raise ExperienceFormatError(f"tensor {self._name!r} is longer than its rows together.")
+
+
+def _copy(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """A tensor of these bytes, in memory of its own: a bytearray, which is allocated and filled in a fraction of the
+    time that torch takes for a small tensor."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def read_streams(section: memoryview) -> dict[str, Stream]:

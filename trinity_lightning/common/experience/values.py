@@ -69,11 +69,13 @@ class Encoder:
     def _encode(self, value: Any) -> Any:
         """What msgpack shall pack in place of a value it has no type for."""
         if isinstance(value, Tensor):
-            name = self._streams.add("values", value.dtype, [host_tensor(value).reshape(-1)])
+            name = self._streams.add("values", value.dtype, [host_tensor(value).reshape(-1)], [value.numel()])
             return [_EXTENSIONS[_Marker.TENSOR], name, list(value.shape)]
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in NUMPY_DTYPES:
             array = np.array(value, dtype=NUMPY_DTYPES[value.dtype.name], order="C")
-            self._streams.add("arrays", torch.uint8, [torch.from_numpy(array.reshape(-1).view(np.uint8))])
+            self._streams.add(
+                "arrays", torch.uint8, [torch.from_numpy(array.reshape(-1).view(np.uint8))], [array.nbytes]
+            )
             if isinstance(value, np.generic):
                 return [_EXTENSIONS[_Marker.SCALAR], value.dtype.name]
             return [_EXTENSIONS[_Marker.ARRAY], value.dtype.name, list(value.shape)]
