@@ -54,7 +54,10 @@ class ExperiencePipeline:
 
     @property
     def selector_metric(self) -> dict[Any, Any]:
-        """What the last step's operators tell the task selector: {taskset_id: {"indices": [...], "values": [...]}}."""
+        """What the last step's operators tell a task selector: {taskset_id: {"indices": [...], "values": [...]}}.
+
+        For selectors of your own: tasksets of this library are told by the explorer, of rewards as they came.
+        """
         return self._chain.selector_metric
 
     async def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""How well the policy does on each task: what a task selector chooses by."""
+"""How well the policy does on each task."""
 
 import statistics
 from typing import Any
@@ -7,7 +7,7 @@ from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OP
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import is_valid_reward
 
-# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for the task selector.
+# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
 SELECTOR_METRIC = "selector_metric"
 
 
@@ -15,14 +15,18 @@ SELECTOR_METRIC = "selector_metric"
 class PassRateCalculator(ExperienceOperatorV1):
     """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
 
+    Only measured here: a taskset in the order `by_difficulty` is told by the explorer itself, of all rollouts and
+    before any operator has filtered them or shaped their rewards, and would count a task twice that both tell of. For a
+    selector of your own the rates of the last step are in `ExperiencePipeline.selector_metric`.
+
     Rewards that are no finite numbers do not count; a task that has no other is not told of.
     """
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """All experiences.
 
-        Metrics: `selector_metric`, {taskset_id: {"indices": [...], "values": [...]}}, which is no number and goes to
-        the task selector; `selection/pass_rate/{mean,min,max}` over tasks, `selection/task_count`, and
+        Metrics: `selector_metric`, {taskset_id: {"indices": [...], "values": [...]}}, which is no number and is not
+        logged; `selection/pass_rate/{mean,min,max}` over tasks, `selection/task_count`, and
         `selection/skipped_count`, the experiences without a valid reward.
 
         Raises:
