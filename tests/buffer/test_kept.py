@@ -1,6 +1,7 @@
 """Kept steps: written whole, read back by file, by folder and in order, and turned into a dataset."""
 
 import asyncio
+import shutil
 
 import pytest
 from buffer_cases import make_group, through_a_file
@@ -26,6 +27,7 @@ def test_a_folder_is_read_in_the_order_of_its_steps(tmp_path):
     assert read_experiences(tmp_path / "experiences") == experiences
     assert read_experiences(tmp_path / "experiences" / "step_11.trxp") == experiences[3:]
     assert sorted(path.name for path in (tmp_path / "experiences").iterdir()) == [
+        "folder.id",
         "notes.txt",
         "step_10.trxp",
         "step_11.trxp",
@@ -53,7 +55,7 @@ def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch):
         with pytest.raises(StorageError, match=r"step_1\.trxp.*No space left.*keep=false"):
             keep_step(tmp_path, 1, make_group(1, 2))
     assert read_experiences(path) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1.trxp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.id", "step_1.trxp"]
 
 
 def test_a_file_storage_is_read_too(tmp_path):
@@ -90,6 +92,36 @@ def test_a_folder_reader_goes_on_from_its_state_and_sees_later_steps(tmp_path):
     later = make_group(0, 2, batch=12)
     keep_step(tmp_path, 12, later)
     assert resumed.read() == later
+
+
+def test_a_position_in_one_folder_is_refused_in_another(tmp_path):
+    experiences = keep(tmp_path / "one", [2, 3])
+    keep(tmp_path / "another", [2, 3])
+    reader = FolderReader(tmp_path / "one")
+    reader.read(3)
+    state = through_a_file(reader.state_dict())
+    with pytest.raises(StorageError, match=r"another.*belongs to another buffer"):
+        FolderReader(tmp_path / "another").load_state_dict(state)
+    shutil.move(tmp_path / "one", tmp_path / "moved")
+    moved = FolderReader(tmp_path / "moved")
+    moved.load_state_dict(state)
+    assert moved.read(100) == experiences[3:]
+
+
+def test_a_folder_without_an_id_is_any_folder(tmp_path):
+    """As it was before there were ids; and a folder gets none once there are steps in it."""
+    experiences = keep(tmp_path / "old", [2, 3])
+    (tmp_path / "old" / "folder.id").unlink()
+    keep_step(tmp_path / "old", 10, experiences[:1])
+    assert not (tmp_path / "old" / "folder.id").exists()
+    reader = FolderReader(tmp_path / "old")
+    reader.read(3)
+    keep(tmp_path / "new", [2, 3])
+    resumed = FolderReader(tmp_path / "new")
+    resumed.load_state_dict(through_a_file(reader.state_dict()))
+    assert len(resumed.read(100)) == 2
+    state = resumed.state_dict()
+    reader.load_state_dict(state)
 
 
 def test_the_data_module_keeps_what_the_trainer_is_given(tmp_path):

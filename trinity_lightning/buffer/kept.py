@@ -6,12 +6,15 @@
     dataset = to_hf_datasets(read_experiences("outputs/.../experiences"))
 
 A step is a file `step_<n>.trxp`, a payload of version 2. Resumed from an earlier checkpoint, a run writes the steps
-after it anew.
+after it anew. `folder.id` tells the folder from others, wherever it is moved or copied to: a position saved while one
+was read means nothing in another.
 """
 
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.buffer.storage import frames
@@ -21,6 +24,8 @@ from trinity_lightning.buffer.storage.file import FileReader
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
 
 FOLDER = "experiences"
+ID_FILE = "folder.id"
+_UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
 _STEP = re.compile(r"step_(\d+)\.trxp")
 
 
@@ -35,6 +40,8 @@ def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) 
     payload = Experience.serialize_many(experiences)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not (path.parent / ID_FILE).exists() and not kept_steps(path.parent):
+            write_atomically(path.parent / ID_FILE, secrets.token_hex(8).encode())
         write_atomically(path, payload)
     except OSError as error:
         raise StorageError(
@@ -95,7 +102,7 @@ class FolderReader(CursorReader):
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise StorageError(f"{self.folder}: there is no such folder. A run with buffer.keep=true writes one.")
-        super().__init__("steps", str(self.folder))
+        super().__init__(_UNKNOWN, str(self.folder))
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         first, index = cursor
@@ -110,3 +117,25 @@ class FolderReader(CursorReader):
             if items:
                 return items
         return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and whose it is."""
+        self._source = _identity(self.folder)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            StorageError: the state is another folder's; of a folder without an id that cannot be told.
+        """
+        self._source = _identity(self.folder)
+        unknown = _UNKNOWN in (self._source, state["source"])
+        super().load_state_dict(state | {"source": self._source} if unknown else state)
+
+
+def _identity(folder: Path) -> str:
+    try:
+        return (folder / ID_FILE).read_text(encoding="ascii")
+    except FileNotFoundError:
+        return _UNKNOWN
