@@ -69,3 +69,14 @@ def test_expert_data_alone_make_a_step():
     trainer = fit(make_policy(**MIX), [batch_of(mixed(rollouts=0))], seen)
     assert trainer.global_step == 1
     assert seen.losses[0] > 0
+
+
+def test_expert_data_do_not_dilute_what_compares_engine_and_trainer():
+    rollouts = make_experiences(8)
+    alone, among = (
+        fit(make_policy(max_tokens_per_micro_batch=30, **MIX), [batch_of(experiences)]).logged_metrics
+        for experiences in (rollouts, rollouts + mixed(rollouts=0, experts=6))
+    )
+    for name in ("logprob_diff/mean", "logprob_diff/max", "is_weight/mean", "is_weight/max", "is_weight/clipfrac"):
+        torch.testing.assert_close(among[f"actor/{name}"], alone[f"actor/{name}"], rtol=1e-5, atol=1e-6)
+    assert among["actor/sft_loss"] > alone["actor/sft_loss"] == 0

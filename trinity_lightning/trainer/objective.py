@@ -51,7 +51,13 @@ class Objective:
         self.needs_all_rows = self.needs_reference or self.needs_entropy or self._ignores_advantages
 
     def __call__(
-        self, logprobs: Tensor, entropy: Tensor, micro: MicroBatch, batch: OptimizerBatch, computed_tokens: int
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        micro: MicroBatch,
+        batch: OptimizerBatch,
+        computed_tokens: int,
+        sampled_tokens: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of a micro-batch; both add up over the micro-batches of the optimizer batch.
 
@@ -61,13 +67,14 @@ class Objective:
             micro: the micro-batch.
             batch: the whole optimizer batch, whose totals normalise the loss.
             computed_tokens: trained tokens that were not skipped, over all micro-batches; normalises measurements.
+            sampled_tokens: those of them that an engine sampled; normalises what compares it with the trainer.
 
         Raises:
             ConfigError: the experiences lack advantages, or columns of `PolicyModule.prepare_step`.
         """
         mask, config = micro.action_mask, self._config
         old = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
-        advantages, metrics = self._corrected(self._advantages(micro), micro, old, computed_tokens)
+        advantages, metrics = self._corrected(self._advantages(micro), micro, old, sampled_tokens)
         totals: dict[str, Any] = {
             "num_tokens": batch.num_tokens,
             "num_sequences": batch.num_sequences,
@@ -106,28 +113,28 @@ class Objective:
         }
 
     def _corrected(
-        self, advantages: Tensor, micro: MicroBatch, old: Tensor, computed_tokens: int
+        self, advantages: Tensor, micro: MicroBatch, old: Tensor, sampled_tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages times importance weights for the engine's mismatch, and how far the engine is off."""
         if "logprobs" not in micro.columns:
             return advantages, {}
-        mask, config = micro.action_mask, self._config.rollout_correction
-        # A row that no engine made has nothing to correct: as if the trainer's own policy had sampled it.
-        sampled = torch.where(micro.sampled[:, None], micro.columns["logprobs"], old)
-        metrics = logprob_difference(old, sampled, mask, num_tokens=computed_tokens)
+        # A row that no engine made has nothing to correct, and would only dilute what is measured.
+        sampled, config = micro.sampled[:, None], self._config.rollout_correction
+        rollout, mask = micro.columns["logprobs"], micro.action_mask & sampled
+        metrics = logprob_difference(old, rollout, mask, num_tokens=sampled_tokens)
         if config.level == "none":
             return advantages, metrics
         weights, weight_metrics = rollout_correction(
             old,
-            sampled,
+            rollout,
             mask,
             level=config.level,
             mode=config.mode,
             min_weight=config.low,
             max_weight=config.high,
-            num_tokens=computed_tokens,
+            num_tokens=sampled_tokens,
         )
-        return advantages * weights, metrics | weight_metrics
+        return torch.where(sampled, advantages * weights, advantages), metrics | weight_metrics
 
 
 def _column(micro: MicroBatch, name: str) -> Tensor:

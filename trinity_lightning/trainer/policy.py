@@ -159,6 +159,7 @@ class PolicyModule(L.LightningModule):
     def _accumulate(self, batch: OptimizerBatch, parts: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
         """Gradients of all micro-batches, added up; the loss, and metrics of the whole optimizer batch."""
         computed_tokens = _trained_tokens(batch, parts)
+        sampled_tokens = _trained_tokens(batch, parts, sampled=True)
         measured: list[dict[str, Tensor]] = []
         loss = torch.zeros((), device=self.device)
         collating = 0.0
@@ -168,7 +169,7 @@ class PolicyModule(L.LightningModule):
             collating += time.perf_counter() - start
             with nullcontext() if index == len(parts) - 1 else self._no_sync():
                 part_loss, part_metrics = self.objective(
-                    *self._logprobs(self.policy, micro), micro, batch, computed_tokens
+                    *self._logprobs(self.policy, micro), micro, batch, computed_tokens, sampled_tokens
                 )
                 self.manual_backward(part_loss)
             loss += part_loss.detach()
@@ -295,5 +296,7 @@ class PolicyModule(L.LightningModule):
             self._random_state = None
 
 
-def _trained_tokens(batch: OptimizerBatch, parts: list[list[int]]) -> int:
-    return sum(int(trained_mask(batch.experiences[row]).sum()) for part in parts for row in part)
+def _trained_tokens(batch: OptimizerBatch, parts: list[list[int]], sampled: bool = False) -> int:
+    """Trained tokens of the parts; `sampled`: of their rows with an engine's log-probabilities."""
+    experiences = [batch.experiences[row] for part in parts for row in part]
+    return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)
