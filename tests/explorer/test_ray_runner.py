@@ -89,6 +89,17 @@ def cluster() -> Iterator[Cluster]:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+def test_only_this_machine_reaches_a_cluster_of_its_own(cluster: Cluster) -> None:
+    listening = [
+        connection.laddr.ip
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
 async def ask(flow: Any) -> list[Experience]:
     """One experience a run, of what the model answers."""
     runs = range(flow.run_id_base, flow.run_id_base + flow.repeat_times)
@@ -291,7 +302,8 @@ def test_a_cluster_is_joined_by_its_address_twice_and_left_running(cluster: Clus
     paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-c", JOIN, address],
-        env=environment() | {"PYTHONPATH": paths},
+        # Ray would look for the cluster at the machine's address, and this one listens on the loopback interface only.
+        env=environment() | {"PYTHONPATH": paths, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import InferenceModel
@@ -24,8 +24,8 @@ LOCAL_SETTINGS = {
     "object_store_memory": OBJECT_STORE_BYTES,
     "_node_ip_address": "127.0.0.1",
 }
-# Read by Ray when it is imported and started: nothing is sent to its makers; the second makes a cluster of this machine
-# alone listen on the loopback interface only (without it, Ray turns 127.0.0.1 into the machine's address).
+# Of Ray and its processes: nothing is sent to its makers; and a cluster of this machine alone listens on the loopback
+# interface only (without the second, Ray turns 127.0.0.1 into the machine's address).
 LOCAL_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
@@ -81,7 +81,7 @@ class RayCluster:
     def _connect(self) -> None:
         if self._address not in (None, "auto"):
             _check_reachable(self._address)
-        with _environment(LOCAL_ENVIRONMENT if self._address is None else {}):
+        with _local() if self._address is None else nullcontext():
             import ray
 
             if ray.is_initialized():
@@ -135,12 +135,18 @@ def _check_reachable(address: str) -> None:
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """These environment variables, where they are not set already, for a while."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
+def _local() -> Iterator[None]:
+    """LOCAL_ENVIRONMENT, where the user did not set the variables, for as long as Ray starts."""
+    added = {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)
+    from ray._private import ray_constants
+
+    # The second variable is read when Ray is imported, and others import it (vLLM does).
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
         for name in added:
             del os.environ[name]
