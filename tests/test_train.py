@@ -1,16 +1,14 @@
 """Whole runs on the tiny model: what they write, that they learn something, and that they survive being killed."""
 
-import csv
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment, train_command
+from run_cases import only, rows, same_metrics, start, steps_done, wait_for
 from safetensors.torch import load_file
 from wandb_reader import read_wandb_run
 
@@ -19,17 +17,6 @@ RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 # Small steps, a checkpoint after each.
 QUICK = ("+recipe=grpo", "model=tiny", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12")
 QUICK += ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "callbacks.checkpoint.every_n_epochs=1")
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def only(folder: Path, pattern: str) -> Path:
-    found = list(folder.glob(pattern))
-    assert len(found) == 1, (pattern, found)
-    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -118,33 +105,9 @@ def test_a_saved_model_is_trained_on(sweep: Path, run_train: RunTrain, tmp_path:
         assert not (folder / "wandb").exists()
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "the run ended before it could be interrupted"
-        assert time.monotonic() < end, "the run did not get there in time"
-        time.sleep(0.01)
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    with (folder / "stdout").open("w") as stdout:
-        return subprocess.Popen(
-            train_command(*arguments),
-            cwd=folder,
-            env=environment(),
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-
-def steps_done(folder: Path) -> int:
-    return len(list(folder.glob("outputs/grpo/*/completions/step_*.jsonl")))
-
-
 def resumable(folder: Path, steps: int) -> bool:
     """Whether a checkpoint exists and step `steps` is under way."""
-    return steps_done(folder) >= steps and any(folder.glob("outputs/grpo/*/checkpoints/*.ckpt"))
+    return steps_done(folder, "grpo") >= steps and any(folder.glob("outputs/grpo/*/checkpoints/*.ckpt"))
 
 
 @pytest.fixture(scope="module")
@@ -153,18 +116,6 @@ def uninterrupted(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory)
     done = run_train(folder, *QUICK, "steps=5", "algorithm.optimizer_steps=2", "logger=csv")
     assert done.returncode == 0, done.stdout[-4000:]
     return only(folder, "outputs/grpo/*")
-
-
-# What is measured in seconds, tokens a second or bytes differs between runs.
-MEASURED = ("time/", "perf/peak", "perf/tok", "perf/trained", "rollout/tokens_per_second", "sync/")
-
-
-def same_metrics(a: Path, b: Path) -> None:
-    left, right = rows(a), rows(b)
-    assert len(left) == len(right)
-    for one, other in zip(left, right, strict=True):
-        names = [name for name in one.keys() | other.keys() if not name.startswith(MEASURED) and "time" not in name]
-        assert {name: one.get(name, "") for name in names} == {name: other.get(name, "") for name in names}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -177,7 +128,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     process.send_signal(how)
     process.wait(timeout=120)
     assert process.returncode != 0
-    assert steps_done(tmp_path) < 5
+    assert steps_done(tmp_path, "grpo") < 5
     if how == signal.SIGINT:
         assert "ckpt_path=last" in (tmp_path / "stdout").read_text()
     done = run_train(tmp_path, *arguments, "ckpt_path=last")

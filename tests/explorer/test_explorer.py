@@ -387,7 +387,7 @@ def test_intervals_and_offsets_out_of_range_are_refused(fields: dict[str, Any]) 
 
 
 def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
-    with pytest.raises(ConfigError, match="cannot generate while the trainer trains. Choose engine=vllm_server"):
+    with pytest.raises(ConfigError, match="cannot generate while the trainer trains"):
         Explorer(ExplorerConfig(sync_offset=1), [TransformersEngine("tiny")], source())
 
 
@@ -426,7 +426,7 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
 
 
 def test_no_engine_joins_a_process_group() -> None:
-    with pytest.raises(ConfigError, match="127.0.0.1:1234.*synchronizer=checkpoint"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1234.*synchronizer=checkpoint"):
         asyncio.run(explorer().setup_weight_sync_group("127.0.0.1", 1234))
 
 

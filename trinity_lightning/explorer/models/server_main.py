@@ -7,12 +7,11 @@ that came about, the server and the processes it started end too.
 import os
 import runpy
 import signal
-import sys
 import threading
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not sys.stdin: a thread that waits in there would crash Python at its own end
     os.killpg(os.getpgid(0), signal.SIGKILL)  # the parent made it the leader of a group of its own
 
 

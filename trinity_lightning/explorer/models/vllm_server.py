@@ -15,6 +15,7 @@ from trinity_lightning.common.config import EngineConfig, EngineDtype
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
+from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.engine import Engine
@@ -22,8 +23,14 @@ from trinity_lightning.explorer.models.server_process import ServerProcess
 from trinity_lightning.explorer.models.vllm_args import command_line, engine_args, require_vllm
 
 MODEL_ID = "policy"
-START_SECONDS = 600.0
+START_SECONDS, URL_SECONDS = 600.0, 3.0
 HEALTH_SECONDS = 0.2
+# Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
+SAMPLING = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids seed "
+    "max_tokens min_tokens ignore_eos skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
+    "logit_bias allowed_token_ids bad_words"
+).split()
 TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 
@@ -121,7 +128,7 @@ class VLLMServerEngine(Engine):
         return command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
     def _environment(self) -> dict[str, str]:
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         if self._gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
         if not torch.cuda.is_available():
@@ -136,7 +143,7 @@ class VLLMServerEngine(Engine):
     async def _until_healthy(self, session: aiohttp.ClientSession) -> None:
         where = self._url or "the vLLM server"
         try:
-            async with asyncio.timeout(START_SECONDS if self._process else 10.0):
+            async with asyncio.timeout(START_SECONDS if self._process else URL_SECONDS):
                 while not await _answers(session):
                     if self._process is not None:
                         self._process.check()
@@ -192,6 +199,9 @@ class VLLMServerEngine(Engine):
         return self._weight_shapes
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        for name in sampling:
+            if name not in SAMPLING:
+                raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
         chosen = {name: value for name, value in sampling.items() if value is not None}
         room = self._max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for

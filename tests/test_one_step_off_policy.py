@@ -1,0 +1,96 @@
+"""Rollouts by a server while the trainer trains: what overlaps, how old the weights are, and exact resume."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from run_cases import only, rows, same_metrics, start, steps_done, wait_for
+from safetensors.torch import load_file
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+SMALL = ("model=tiny", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12", "logger=csv")
+SMALL += ("explorer.eval_on_startup=false", "callbacks.checkpoint.every_n_epochs=1", "steps=5")
+AHEAD = ("+recipe=one_step_off_policy", *SMALL, "explorer.eval_interval=5")
+# Engines with older weights than the trainer has, without a server: what a checkpoint must hold is the same.
+RARELY = ("+recipe=grpo", *SMALL, "explorer.eval_interval=0", "name=rarely", "explorer.sync_interval=3")
+
+
+@pytest.fixture(scope="module")
+def ahead(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    done = run_train(folder, *AHEAD)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, "outputs/one_step_off_policy/*")
+
+
+def by_step(folder: Path, metric: str) -> list[float]:
+    return [float(row[metric]) for row in rows(folder) if row.get(metric)]
+
+
+def test_each_step_is_sampled_from_the_weights_before_the_last(ahead: Path) -> None:
+    assert by_step(ahead, "sample/lag/mean") == [0, 1, 1, 1, 1]
+    assert by_step(ahead, "sample/model_version/mean") == [0, 0, 1, 2, 3]
+    trained = by_step(ahead, "actor/trained_rows")
+    assert len(trained) == 5
+    assert all(count > 0 for count in trained)
+    # Float32 on both sides: on-policy it is rounding, then the policy has moved by a step.
+    first, *later = by_step(ahead, "actor/logprob_diff/mean")
+    assert first < 1e-4 < max(later)
+
+
+def test_rollouts_and_training_go_on_at_once(ahead: Path) -> None:
+    overlaps = by_step(ahead, "rollout/overlap")
+    assert len(overlaps) == 4  # the first step is rolled out before there is anything to train on
+    assert all(0 < overlap <= 1 for overlap in overlaps)
+
+
+def test_the_trained_policy_is_what_is_evaluated(ahead: Path) -> None:
+    [row] = [row for row in rows(ahead) if row["eval/addition_heldout/mean@1"]]
+    assert row["explore_step"] == "5"
+    assert (ahead / "completions" / "eval_addition_heldout_step_5.jsonl").is_file()
+
+
+def interrupted_and_resumed(run_train: RunTrain, folder: Path, name: str, arguments: tuple[str, ...]) -> Path:
+    """Killed in the middle of a step, every process of it gone, and run to its end."""
+    process = start(folder, *arguments)
+    checkpoints = f"outputs/{name}/*/checkpoints/*.ckpt"
+    wait_for(lambda: steps_done(folder, name) >= 3 and any(folder.glob(checkpoints)), process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=120)
+    assert not psutil.wait_procs(family, timeout=30)[1], "a server outlived its run"
+    assert steps_done(folder, name) < 5
+    done = run_train(folder, *arguments, "ckpt_path=last")
+    assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, f"outputs/{name}/*")
+
+
+def assert_equal_runs(a: Path, b: Path) -> None:
+    left, right = (load_file(path / "model" / "model.safetensors") for path in (a, b))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    same_metrics(a, b)
+    for step in range(1, 6):
+        name = f"completions/step_{step}.jsonl"
+        assert (a / name).read_text() == (b / name).read_text()
+
+
+def test_a_killed_run_with_rollouts_in_flight_equals_an_uninterrupted_one(
+    ahead: Path, run_train: RunTrain, tmp_path: Path
+) -> None:
+    assert_equal_runs(ahead, interrupted_and_resumed(run_train, tmp_path, "one_step_off_policy", AHEAD))
+
+
+def test_a_killed_run_whose_engine_has_old_weights_equals_an_uninterrupted_one(
+    run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole, cut = (tmp_path_factory.mktemp(name) for name in ("whole", "cut"))
+    done = run_train(whole, *RARELY)
+    assert done.returncode == 0, done.stdout[-4000:]
+    expected = only(whole, "outputs/rarely/*")
+    assert by_step(expected, "sample/lag/mean") == [0, 1, 2, 0, 1]
+    assert_equal_runs(expected, interrupted_and_resumed(run_train, cut, "rarely", RARELY))
