@@ -95,8 +95,9 @@ def main(total: int) -> None:
         seconds, ended, indices, memory = asyncio.run(run(total, Path(marks)))
     total = len(ended)
     survivors = [index for index in range(total) if fault_of(index) != "always"]
+    unexpected = [str(status.message) for status, fault in ended if status.ok == (fault == "always")]
+    assert not unexpected, unexpected
     assert sorted(indices) == survivors, "an experience was lost or doubled"
-    assert all(status.ok == (fault != "always") for status, fault in ended)
     assert all("WorkerDiedError" in str(status.message) for status, _ in ended if not status.ok)
     grown = [last - early for early, last in zip(memory[1 % len(memory)], memory[-1], strict=True)]
     assert max(grown) < 50, "memory grew"
