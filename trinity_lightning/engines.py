@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 
-from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, TrainConfig
+from trinity_lightning.common.auxiliary import auxiliary_configs
+from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig, EngineDtype, EngineKind, TrainConfig
+from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
@@ -23,6 +26,20 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
         return _servers(config, engine, folder)
     kind = VLLMEngine if engine.kind is EngineKind.vllm else TransformersEngine
     return [kind(config.model.name, engine)]
+
+
+def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, InferenceModel]:
+    """The models beside the policy, by name."""
+    return {
+        name: _auxiliary(name, auxiliary, folder)
+        for name, auxiliary in auxiliary_configs(config.auxiliary_models).items()
+    }
+
+
+def _auxiliary(name: str, config: AuxiliaryConfig, folder: Path) -> InferenceModel:
+    if config.url is not None:
+        return OpenAIModel(config.url, config.model, config.api_key_env)
+    return VLLMServerEngine(config.model, config.engine, gpus=config.engine.gpus, log=folder / f"{name}.log")
 
 
 def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[Engine]:

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.config import TrainConfig
-from trinity_lightning.engines import engines_of
+from trinity_lightning.engines import auxiliary_models_of, engines_of
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.engine import Engine
@@ -83,6 +83,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
         engine.bind(policy.policy)
     loggers = loggers_of(config)
     monitor = RunMonitor(folder, total_steps=0)
-    explorer = Explorer(typed.explorer, engines, None, eval_sources(typed))
+    auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
+    explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
     explorer.connect(observer=monitor.keep_completions, progress=monitor.show_tasks)
     return Evaluation(explorer, engines, checkpoints, folder, monitor, loggers)

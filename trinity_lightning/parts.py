@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trinity_lightning.buffer.kept import FOLDER
 from trinity_lightning.buffer.mixing import RepeatingReader
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.common.config import TasksetConfig, TrainConfig
+from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.validate import strategies
 from trinity_lightning.engines import engines_of, leave_cores_to_servers
@@ -63,24 +64,38 @@ def typed_part(config: DictConfig) -> DictConfig:
     return OmegaConf.merge(config, dict.fromkeys(free))  # type: ignore[return-value]
 
 
-def online_data(config: TrainConfig, folder: Path) -> ExperienceDataModule:
+def online_data(
+    config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, InferenceModel]
+) -> ExperienceDataModule:
     """The buffer that this run's rollouts fill."""
+    clients: dict[str | int, Any] = {
+        name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
+    }
     return ExperienceDataModule(
         strategies_of(config),
         optimizer_steps=config.algorithm.optimizer_steps,
         inner_epochs=config.algorithm.inner_epochs,
         seed=config.seed,
         operators=operator_configs(config.operators),
+        auxiliary_models=clients,
         folder=folder,
         keep_folder=folder / FOLDER if config.buffer.keep else None,
         experts=expert_data(config),
     )
 
 
-def explorer_callback(config: TrainConfig, folder: Path, monitor: RunMonitor) -> ExplorerCallback:
+def explorer_callback(
+    config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, InferenceModel], monitor: RunMonitor
+) -> ExplorerCallback:
     """What rolls out, watched by the monitor."""
     leave_cores_to_servers(config)
-    explorer = Explorer(config.explorer, engines_of(config, folder), train_source(config), eval_sources(config))
+    explorer = Explorer(
+        config.explorer,
+        engines_of(config, folder),
+        train_source(config),
+        eval_sources(config),
+        auxiliary_models=[[model] for model in auxiliary_models.values()],
+    )
     callback = ExplorerCallback(
         explorer, config.synchronizer, observer=monitor.keep_completions, progress=monitor.show_tasks
     )

@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from trinity_lightning.common.config_buffer import BufferConfig as BufferConfig
 from trinity_lightning.common.config_buffer import ExpertConfig as ExpertConfig
+from trinity_lightning.common.config_engine import AuxiliaryConfig as AuxiliaryConfig
 from trinity_lightning.common.config_engine import EngineConfig as EngineConfig
 from trinity_lightning.common.config_engine import EngineDtype as EngineDtype
 from trinity_lightning.common.config_engine import EngineKind as EngineKind
@@ -47,6 +48,8 @@ class TrainConfig:
         tasksets: or several, by name, each with its `weight`; then `taskset` is not used.
         eval_tasksets: what to evaluate on, by name.
         workflow: how a task is tried.
+        auxiliary_models: judges and teachers that workflows and operators ask, {name: {model, url, api_key_env,
+            engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`; workflows number them from 0.
         reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.
@@ -70,6 +73,7 @@ class TrainConfig:
     tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
     eval_tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
+    auxiliary_models: dict[str, Any] = field(default_factory=dict)
     reward: Any = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)

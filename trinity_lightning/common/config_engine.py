@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from omegaconf import MISSING
+
 
 class EngineKind(Enum):
     """Which engine generates."""
@@ -50,6 +52,24 @@ class EngineConfig:
     servers: int = 1
     cpu_cores: int | None = None
     gpus: list[int] | None = None
+
+
+@dataclass
+class AuxiliaryConfig:
+    """A model beside the policy, for workflows and operators that ask one: a judge, a teacher.
+
+    Attributes:
+        model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name
+            that requests carry.
+        url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
+        api_key_env: environment variable that holds the endpoint's key.
+        engine: knobs of a server started here; its `kind` has no meaning.
+    """
+
+    model: str = MISSING
+    url: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 @dataclass

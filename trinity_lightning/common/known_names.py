@@ -34,7 +34,8 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 CORRECTION_LEVELS = ("none", "token", "sequence")
 CORRECTION_MODES = ("truncate", "mask")
 WORKFLOWS = ("judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use")
-ASKING_WORKFLOWS = ("judge", "on_policy_distill")  # they need an auxiliary model
+# Workflows that need an auxiliary model, and the argument that says which.
+ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")

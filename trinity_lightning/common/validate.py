@@ -1,7 +1,6 @@
 """Values that cannot work are refused at the door: before torch is imported, with the key and the fix."""
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common import known_names as known
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.validate_models import check_models
 
 # Lightning's own objects have keys that we do not know.
 FREE = ("trainer", "logger", "callbacks")
@@ -78,7 +77,7 @@ def validate(config: DictConfig) -> None:
     """
     _check_keys(config, "")
     _check_buffer(config)
-    _check_model_and_engine(config)
+    check_models(config)
     for key, (names, with_paths) in NAMES.items():
         _check_name(key, OmegaConf.select(config, key), names, with_paths)
     last = ""
@@ -105,15 +104,6 @@ def validate(config: DictConfig) -> None:
     _check_trainer(config)
 
 
-def require_ray() -> None:
-    """ConfigError where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
-            "choose explorer.runner=local."
-        )
-
-
 def check_checkpoint(config: DictConfig) -> None:
     """Refuse a checkpoint to resume from that does not exist; a ConfigError."""
     if config.ckpt_path not in (None, "last") and not Path(config.ckpt_path).is_file():
@@ -132,32 +122,6 @@ def strategies(config: DictConfig | None) -> list[tuple[str, object]]:
     return [(str(label), {} if arguments is None else arguments) for label, arguments in dict(plain).items()]  # type: ignore[arg-type]
 
 
-def _check_model_and_engine(config: DictConfig) -> None:
-    if OmegaConf.is_missing(config.model, "name"):
-        raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
-    check_model_name(config.model.name)
-    offline = config.buffer.storage in ("file", "sql")
-    needs_vllm = config.engine.kind.value == "vllm" or (
-        config.engine.kind.value == "vllm_server" and not config.engine.urls
-    )
-    if not offline and needs_vllm and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
-            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
-        )
-    if not offline and config.explorer.runner == "ray":
-        _check_ray(config)
-
-
-def _check_ray(config: DictConfig) -> None:
-    require_ray()
-    if config.engine.kind.value in ("vllm", "transformers"):
-        raise ConfigError(
-            f"explorer.runner=ray: engine={config.engine.kind.value} computes in this process, where Ray runners "
-            "cannot reach it. Choose engine=vllm_server, or explorer.runner=local."
-        )
-
-
 def _check_data_file(source: DictConfig) -> None:
     """A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's."""
     path = source.path
@@ -173,18 +137,6 @@ def _check_together(config: DictConfig) -> None:
         raise ConfigError(
             "add_strategy=gigpo sums the rewards of an episode's steps: set workflow.args.step_reward=own, as `return` "
             "gives every step the whole episode's."
-        )
-    asks = config.workflow.name in known.ASKING_WORKFLOWS
-    if asks or any(operator.name == "judge" for operator in operator_configs(config.operators)):
-        raise ConfigError(
-            "judges and teachers are auxiliary models, which only code can give yet: Explorer(auxiliary_models=...), "
-            "ExperienceDataModule(auxiliary_models=...)."
-        )
-    needed = "checkpoint" if config.engine.kind.value == "vllm_server" else "memory"
-    if config.synchronizer.method not in ("auto", needed):
-        raise ConfigError(
-            f"synchronizer.method is {config.synchronizer.method}, and weights reach engine={config.engine.kind.value} "
-            f"by {needed}: set synchronizer={needed}, or auto."
         )
     algorithm = config.algorithm
     if config.buffer.storage != "memory" and (
@@ -288,11 +240,6 @@ def _check_explorer(config: DictConfig) -> None:
     explorer = config.explorer
     if not explorer.max_timeout > 0:
         raise ConfigError(f"explorer.max_timeout is {explorer.max_timeout}; give seconds above 0.")
-    if explorer.sync_offset > 0 and config.engine.kind.value != "vllm_server":
-        raise ConfigError(
-            f"explorer.sync_offset is {explorer.sync_offset}: an engine in this process cannot generate while the "
-            "trainer trains. Choose engine=vllm_server."
-        )
     if config.algorithm.optimizer_steps > explorer.batch_size and config.buffer.storage == "memory":
         raise ConfigError(
             f"algorithm.optimizer_steps ({config.algorithm.optimizer_steps}) is more than explorer.batch_size "

@@ -27,10 +27,10 @@ START_SECONDS, URL_SECONDS = 600.0, 3.0
 HEALTH_SECONDS = 0.2
 # Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
 SAMPLING = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids seed "
-    "max_tokens min_tokens ignore_eos skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
-    "logit_bias allowed_token_ids bad_words"
-).split()
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "max_tokens", "min_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+)
 TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 

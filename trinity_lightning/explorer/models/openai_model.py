@@ -1,0 +1,99 @@
+"""A model behind an OpenAI-compatible endpoint: a judge, a user, a teacher that only talks."""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.inference import Completion
+
+# What vLLM's sampling settings have and OpenAI's API has not: servers that know them read them from the request's body.
+_EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+
+
+class OpenAIModel:
+    """An auxiliary `InferenceModel` that chats. The endpoint does not tell its tokens: nothing of it is trained on.
+
+    Args:
+        url: of the endpoint, such as https://api.openai.com/v1.
+        model: the name that requests carry.
+        api_key_env: environment variable that holds the key; servers of one's own need none.
+
+    Raises:
+        ConfigError: the package openai is not installed; or (by a call) what only an engine of the policy can do.
+    """
+
+    model_version = 0
+    max_model_len = sys.maxsize  # the endpoint knows
+
+    def __init__(self, url: str, model: str, api_key_env: str = "OPENAI_API_KEY") -> None:
+        self._url = url
+        self._model = model
+        self._api_key_env = api_key_env
+        self._client = self.get_openai_async_client()
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """n answers to a conversation, without tokens; errors are openai's own."""
+        extra = {name: value for name, value in sampling.items() if name in _EXTRA}
+        plain = {name: value for name, value in sampling.items() if name not in _EXTRA and value is not None}
+        if tools:
+            plain["tools"] = tools
+        response = await self._client.chat.completions.create(
+            model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
+        )
+        return [
+            Completion((), (), (), choice.message.content or "", choice.finish_reason) for choice in response.choices
+        ]
+
+    def get_openai_async_client(self) -> Any:
+        """An ordinary `openai.AsyncOpenAI` of the endpoint; `model_path` is the model's name."""
+        try:
+            from openai import AsyncOpenAI
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "the OpenAI client needs the package openai: `pip install 'trinity-lightning[openai]'`."
+            ) from error
+        client = AsyncOpenAI(base_url=self._url, api_key=os.environ.get(self._api_key_env, "none"))
+        client.model_path = self._model  # type: ignore[attr-defined]
+        return client
+
+    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> NoReturn:
+        """Refused: ConfigError."""
+        self._refuse("generate")
+
+    async def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
+    ) -> NoReturn:
+        """Refused: ConfigError."""
+        self._refuse("render")
+
+    async def logprobs(self, token_ids: Sequence[int]) -> NoReturn:
+        """Refused: ConfigError."""
+        self._refuse("logprobs")
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
+        """Refused: ConfigError."""
+        self._refuse("sync_weights")
+
+    async def shutdown(self) -> None:
+        """Close the connections; twice is allowed."""
+        await self._client.close()
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(
+            f"{what}: the endpoint {self._url} only chats. Let the run start the model: leave out `url` of the "
+            "auxiliary model."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has connections of its own."""
+        return OpenAIModel, (self._url, self._model, self._api_key_env)
