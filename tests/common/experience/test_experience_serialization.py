@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import EID, CustomField, Experience, ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.dtypes import TORCH_DTYPES
+from trinity_lightning.common.experience.state import ID_STATE, STATE, id_state_of, restore, state_of
 
 
 def round_trip(experience: Experience) -> Experience:
@@ -252,6 +253,13 @@ def test_serializing_takes_hardly_more_memory_than_the_payload():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak <= 1.2 * len(payload)
+
+
+def test_a_state_is_all_that_an_experience_holds():
+    for experience in sample():
+        assert dict(zip(STATE, state_of(experience), strict=True)) == vars(experience)
+        assert dict(zip(ID_STATE, id_state_of(experience.eid), strict=True)) == vars(experience.eid)
+        assert vars(restore(state_of(experience))) == vars(experience)
 
 
 def test_serializing_leaves_the_experience_alone():

@@ -1,8 +1,8 @@
 """The plain fields of experiences as lists, and the rules that columns keep, on the way out as on the way in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, eq
+from operator import eq
 from types import NoneType
 from typing import Any
 
@@ -12,6 +12,7 @@ from trinity_lightning.common.experience.custom_field import CustomField
 from trinity_lightning.common.experience.dtypes import DTYPE_NAMES
 from trinity_lightning.common.experience.errors import ExperienceError
 from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, Experience
+from trinity_lightning.common.experience.state import ID_STATE, STATE, id_state_of, state_of
 from trinity_lightning.common.experience.validation import reward_value
 from trinity_lightning.common.experience.values import known_dtype
 
@@ -45,23 +46,34 @@ _TYPES = REQUIRED | OPTIONAL
 _LARGE = 2**62
 
 
-def plain_columns(experiences: Sequence[Experience]) -> Columns:
-    """One list a plain field, those of the EID as "eid.batch" and so on.
+def split(experiences: Sequence[Experience]) -> Columns:
+    """Every field as a list; those of the EID in place of it, as "eid.batch" and so on."""
+    columns = _transpose(STATE, map(state_of, experiences))
+    ids = _transpose(ID_STATE, map(id_state_of, columns.pop("eid")))
+    return columns | {f"eid.{name}": column for name, column in ids.items()}
+
+
+def _transpose(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
+    columns = list(map(list, zip(*rows, strict=True))) or [[] for _ in names]
+    return dict(zip(names, columns, strict=True))
+
+
+def plain_columns(experiences: Sequence[Experience], columns: Columns) -> Columns:
+    """The plain ones of the columns of `split`, with plain values.
 
     Raises:
         ExperienceError: a value has a type that its field must not have; the message names experience and field.
     """
-    columns = {name: list(map(attrgetter(name), experiences)) for name in _TYPES}
-    for name, column in columns.items():
+    plain = {name: columns[name] for name in _TYPES}
+    for name, column in plain.items():
         if not _fits(name, column):  # assigned after construction, perhaps by numpy arithmetic
-            convert = reward_value if name == "reward" else _plain_scalar
-            columns[name] = list(map(convert, column))
-            problem = find_wrong_type({name: columns[name]})
+            plain[name] = list(map(reward_value if name == "reward" else _plain_scalar, column))
+            problem = find_wrong_type({name: plain[name]})
             if problem:
                 raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
-    if any(columns["custom_fields"]):
-        columns["custom_fields"] = [custom_field_rows(fields) for fields in columns["custom_fields"]]
-    return columns
+    if any(plain["custom_fields"]):
+        plain["custom_fields"] = [custom_field_rows(fields) for fields in plain["custom_fields"]]
+    return plain
 
 
 def _fits(name: str, column: list[Any]) -> bool:

@@ -1,6 +1,6 @@
 """What came of one rollout, unpadded."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -186,24 +186,6 @@ class Experience:
         return same(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]  # experiences are mutable
-
-    @classmethod
-    def _restore(cls, state: Iterable[Any]) -> "Experience":
-        """An experience from its fields, in the order of the dataclass, and its type; checked elsewhere.
-
-        The names are written out, as in the constructor, so that instances share their keys: that takes a third of the
-        time and the memory of a dict of their own.
-        """
-        e = object.__new__(cls)
-        # fmt: off
-        (
-            e.eid, e.tokens, e.prompt_length, e.logprobs, e.reward, e.token_level_reward, e.advantages, e.returns,
-            e.truncate_status, e.info, e.metrics, e.response_text, e.prompt_text, e.action_mask, e.messages, e.tools,
-            e.chosen, e.rejected, e.chosen_messages, e.rejected_messages, e.multi_modal_inputs, e.teacher_logprobs,
-            e.custom_fields, e.experience_type,
-        ) = state
-        # fmt: on
-        return e
 
     # Serialization knows of Experience, so it can be imported only when it is used.
 

@@ -58,9 +58,8 @@ def _to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:
     return batch if device is None else batch.to(device, non_blocking=pin_memory)
 
 
-def _empty(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, pin_memory: bool) -> Tensor:
-    pin_memory = pin_memory and device.type == "cpu" and torch.cuda.is_available()
-    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+def _pins(device: torch.device, pin_memory: bool) -> bool:
+    return pin_memory and device.type == "cpu" and torch.cuda.is_available()
 
 
 def _pad(
@@ -81,10 +80,12 @@ def _pad(
         before, *after = map(slices.__getitem__, gaps.tolist())
         pieces = [before, *chain.from_iterable(zip(rows, after, strict=True))]
     width = int(left[0]) + rows[0].numel() + int(right[0])
-    batch = _empty((len(rows), width), rows[0].dtype, rows[0].device, pin_memory)
     with torch.no_grad():
-        torch.cat(pieces, out=batch.view(-1))
-    return _to_device(batch, device, pin_memory)
+        if _pins(rows[0].device, pin_memory):
+            flat = torch.cat(pieces, out=torch.empty(len(rows) * width, dtype=rows[0].dtype, pin_memory=True))
+        else:
+            flat = torch.cat(pieces)  # a quarter faster than with `out`, which it compares with every row for overlap
+    return _to_device(flat.view(len(rows), width), device, pin_memory)
 
 
 def _token_spans(
@@ -138,10 +139,12 @@ def gather_attention_masks(
     first(experiences)
     prompts, responses = _token_spans(experiences, max_prompt_length, max_response_length)
     shape = (len(experiences), max_prompt_length + max_response_length)
-    masks = _empty(shape, torch.bool, torch.device("cpu"), pin_memory)
+    masks = torch.empty(shape, dtype=torch.bool, pin_memory=_pins(torch.device("cpu"), pin_memory))
     starts, ends = max_prompt_length - prompts, max_prompt_length + responses
     if len(set(starts.tolist())) == len(set(ends.tolist())) == 1:
-        masks.zero_()[:, starts[0] : ends[0]] = True
+        masks.fill_(True)
+        masks[:, : starts[0]] = False
+        masks[:, ends[0] :] = False
     else:
         columns = torch.arange(shape[1])
         torch.ge(columns, torch.from_numpy(starts)[:, None], out=masks)
@@ -157,7 +160,9 @@ def gather_action_masks(
     pin_memory: bool = False,
 ) -> Tensor:
     """Which response cells are trained on, bool [B, R]; arguments and errors as `gather_token_ids`."""
-    rows = [mask if mask.dtype == torch.bool else mask.bool() for mask in _column(experiences, "action_mask")]
+    rows = _column(experiences, "action_mask")
+    if rows[0].dtype != torch.bool:
+        rows = [row.bool() for row in rows]
     return _pad_response(experiences, rows, "action_mask", max_response_length, False, device, pin_memory)
 
 

@@ -4,7 +4,6 @@ Nothing here is pickled, and a payload is checked before an experience is made o
 `ExperienceFormatError`. Payloads of version 1, Trinity-RFT's, are read by `legacy`.
 """
 
-import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,12 @@ from trinity_lightning.common.experience import container, legacy
 from trinity_lightning.common.experience.eid import EID
 from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, TOKEN_FIELDS, Buffer, Experience
+from trinity_lightning.common.experience.state import ID_STATE, STATE, restore
 from trinity_lightning.common.experience.streams import Stream, StreamWriter
 from trinity_lightning.common.experience.validation import INTEGER_DTYPES
 from trinity_lightning.common.experience.values import find_unencodable, host_tensor, known_dtype
 
 _TENSOR_FIELDS = (*TOKEN_FIELDS, *RESPONSE_FIELDS)
-_STATE = (*(field.name for field in dataclasses.fields(Experience)), "experience_type")
 _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 _PLAIN_HOST = (True, torch.strided)
 
@@ -38,11 +37,13 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
         ExperienceError: a field holds what cannot be encoded, or has a type or length that it must not have (fields may
             be assigned unchecked); the message names experience and field.
     """
-    columns = table.plain_columns(experiences)
+    with _collector_paused():
+        fields = table.split(experiences)
+    columns = table.plain_columns(experiences, fields)
     streams = StreamWriter()
     chunks, lengths = {}, {}
     for name in _TENSOR_FIELDS:
-        chunks[name], found = _write_rows(experiences, name, streams)
+        chunks[name], found = _write_rows(experiences, name, fields[name], streams)
         if chunks[name]:
             lengths[name] = found
     problem = table.find_misfit(columns, lengths)
@@ -64,13 +65,14 @@ def _explain(experiences: Sequence[Experience], columns: table.Columns, error: E
     return error
 
 
-def _write_rows(experiences: Sequence[Experience], name: str, streams: StreamWriter) -> tuple[list[Any], np.ndarray]:
+def _write_rows(
+    experiences: Sequence[Experience], name: str, tensors: list[Any], streams: StreamWriter
+) -> tuple[list[Any], np.ndarray]:
     """Add a tensor field to the streams, one a dtype.
 
     Returns:
         A chunk [dtype, indices of the experiences or None for all, lengths] a dtype; and all lengths, -1 for none.
     """
-    tensors = list(map(attrgetter(name), experiences))
     lengths = np.full(len(tensors), -1)
     chunks = []
     for kind, indices in _group_by_kind(tensors):
@@ -175,9 +177,9 @@ def _read(value: Any, streams: dict[str, Stream]) -> list[Experience]:
     problem = table.find_misfit(columns, lengths)
     if problem:
         raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
-    eids = list(map(EID, *(columns.pop(f"eid.{n}") for n in ("batch", "task", "run", "step", "suffix"))))
+    eids = list(map(EID, *(columns.pop(f"eid.{name}") for name in ID_STATE)))
     state = {"eid": eids, **columns, **fields}
-    return list(map(Experience._restore, zip(*map(state.__getitem__, _STATE), strict=True)))
+    return list(map(restore, zip(*map(state.__getitem__, STATE), strict=True)))
 
 
 def _read_rows(
