@@ -52,7 +52,7 @@ class Sink:
         self.steps: list[tuple[int, list[Experience]]] = []
         self.error: Exception | None = None
 
-    async def __call__(self, experiences: list[Experience], step: int) -> dict[str, float]:
+    async def __call__(self, experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
         if self.error is not None:
             raise self.error
         self.steps.append((step, experiences))
@@ -145,7 +145,7 @@ def test_failed_tasks_are_counted_and_told_and_the_step_goes_on(caplog: pytest.L
         assert running(explored, explored.explore_step)
     assert (explored.metrics["rollout/failed_tasks"], explored.metrics["rollout/experiences"]) == (1, 3)
     assert indices(sink) == [[0]]
-    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.explorer"]
+    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.step_rollouts"]
     assert len(told) == 1
     assert told[0].startswith("explore step 1: 1 of 2 tasks failed: ")
     assert "ArithmeticError" in told[0]
@@ -485,3 +485,29 @@ def test_evaluation_metrics_take_the_largest_group_for_k_and_leave_empty_ones_ou
         "eval/held/pass@3": 0.5,
     }
     assert evaluation_metrics("held", []) == evaluation_metrics("held", [[]]) == {}
+
+
+# -- refills ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_buffer_can_ask_for_more_tasks_of_the_step() -> None:
+    explored = explorer(max_refills=2)
+    got: list[int] = []
+
+    async def greedy(experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
+        assert more.tasks == 2
+        got.append(len(experiences))
+        while added := await more(1):
+            got.append(len(added))
+            for experience in added:
+                experience.reward = 100.0  # as an operator would
+        return {}
+
+    explored.connect(greedy)
+    running(explored, explored.explore_step)
+    assert got == [6, 3, 3]  # and no more than max_refills
+    assert explored.metrics["rollout/tasks"] == 4
+    assert explored.metrics["rollout/refill_tasks"] == 2
+    assert explored.metrics["rollout/experiences"] == 12
+    assert explored.metrics["reward/mean"] < 100
+    assert explored.state_dict()["taskset"] != explorer().state_dict()["taskset"]

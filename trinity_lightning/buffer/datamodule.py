@@ -19,6 +19,7 @@ from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.memory import MemoryStorage
 from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.more_rollouts import MoreRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +81,14 @@ class ExperienceDataModule(L.LightningDataModule):
         """What the trainer will be given."""
         return self.storage.experiences
 
-    async def fill(self, experiences: list[Experience], step: int) -> dict[str, float]:
+    async def fill(
+        self, experiences: list[Experience], step: int, more: MoreRollouts | None = None
+    ) -> dict[str, float]:
         """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
 
         They wait there for `advance`, while another step may be trained on. A step of which the strategies leave
-        nothing is an empty one: its items train nothing and are counted.
+        nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks where a
+        strategy wants the step full.
 
         Raises:
             OperatorError: an operator failed; the buffer holds what it held before.
@@ -92,7 +96,7 @@ class ExperienceDataModule(L.LightningDataModule):
         """
         await self.prepare()
         self.storage.begin()
-        metrics = await self.pipeline.process(experiences, step)
+        metrics = await self.pipeline.process(experiences, step, more)
         if self._experts is not None:
             joining = self._experts.read(step)
             self.storage.write(joining)

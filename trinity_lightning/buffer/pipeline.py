@@ -8,7 +8,9 @@ from typing import Any
 from trinity_lightning.algorithm.add_strategy import create_add_strategy
 from trinity_lightning.buffer.operator_chain import OperatorChain
 from trinity_lightning.buffer.operators import AuxiliaryModels, ExperienceOperatorV1, OperatorConfig
+from trinity_lightning.buffer.refill import merged, refill
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.writer import BufferWriter
 
 StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
@@ -76,19 +78,35 @@ class ExperiencePipeline:
         """
         await self._chain.close()
 
-    async def process(self, experiences: list[Experience], step: int) -> dict[str, float]:
+    async def process(
+        self, experiences: list[Experience], step: int, more: MoreRollouts | None = None
+    ) -> dict[str, float]:
         """Tidy, weigh and write an explore step; the metrics of every stage.
+
+        Args:
+            experiences: of the step.
+            step: its number.
+            more: asked for further tasks where a strategy that wants the step full (`dapo`) leaves it short.
 
         Raises:
             OperatorError: an operator failed, and is not to be skipped; the experiences, as they came, are saved.
             ExperienceError: an experience that the add strategy cannot weigh.
         """
-        metrics: dict[str, float] = {}
-        if len(self._chain):
-            await self._chain.prepare()
+
+        async def tidy(some: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+            if not len(self._chain):
+                return some, {}
             start = time.perf_counter()
-            experiences, metrics = await self._chain.process(experiences, step)
-            metrics["time/operators"] = time.perf_counter() - start
+            tidied, metrics = await self._chain.process(some, step)
+            return tidied, metrics | {"time/operators": time.perf_counter() - start}
+
+        await self._chain.prepare()
+        experiences, metrics = await tidy(experiences)
+        if more is not None and self._strategy.refills:
+            filled = await refill(experiences, step, more, tidy, self._strategy.survivors)
+            experiences, metrics = filled.experiences, merged([metrics, *filled.metrics])
+            metrics["experience_pipeline/surplus_groups"] = float(filled.surplus)
+            metrics["experience_pipeline/missing_groups"] = float(filled.missing)
         start = time.perf_counter()
         count, added = await self._strategy.add(experiences, step)
         return {

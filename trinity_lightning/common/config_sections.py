@@ -140,6 +140,7 @@ class ExplorerConfig:
             an engine that is a server. A worker that dies is replaced, and its task tried again.
         ray_address: of a Ray cluster to join, HOST:PORT of its head, or `auto` for the one on this machine; null: one
             is started here, for this run.
+        max_refills: how often a step that add_strategy=dapo leaves short may ask for further tasks.
         sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights.
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
             while the trainer trains, which needs engine=vllm_server.
@@ -158,6 +159,7 @@ class ExplorerConfig:
     ray_address: str | None = None
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
+    max_refills: int = 3
     sync_interval: int = 1
     sync_offset: int = 0
     eval_interval: int = 0

@@ -1,38 +1,31 @@
 """TRY IT: explore steps, evaluations and weight syncs. Asynchronous, and knows nothing of Lightning."""
 
 import asyncio
-import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.policy_engines import PolicyEngines
-from trinity_lightning.explorer.rollout_metrics import (
-    evaluation_metrics,
-    pass_rates,
-    rollout_metrics,
-    valid_rewards,
-)
+from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, valid_rewards
 from trinity_lightning.explorer.scheduler import Scheduler
+from trinity_lightning.explorer.step_rollouts import StepRollouts, report_failures
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status
 
-logger = logging.getLogger(__name__)
-
-# Takes a step's experiences into the buffer and returns the metrics of doing so.
-Sink = Callable[[list[Experience], int], Awaitable[dict[str, float]]]
+# Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
+Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
 # Is shown the experiences of a step, or of an evaluation on the named taskset.
 Observer = Callable[[list[Experience], int, str | None], None]
 # Is told how many tasks of a batch have ended: (batch, done, all).
@@ -140,20 +133,16 @@ class Explorer:
         """
         if self._sink is None:
             raise RuntimeError("connect() the explorer to a sink before it explores.")
-        start = time.perf_counter()
         self._source.taskset.load_state_dict(self._cursor)
-        tasks = self._source.next_tasks(self.config.batch_size)
-        if not tasks:
+        step, config = self.step + 1, self.config
+        rollouts = StepRollouts(step, config.batch_size, config.max_refills, self._source, self._run)
+        experiences = await rollouts.begin()
+        if experiences is None:
             return False
-        step = self.step + 1
-        statuses, experiences = await self._run(tasks, step)
-        seconds = time.perf_counter() - start
-        _report_failures(f"explore step {step}", statuses, len(tasks), len(experiences))
-        self.metrics = rollout_metrics(statuses, experiences, step, len(tasks), seconds)
-        self._source.taskset.update(pass_rates(experiences))  # before operators shape the rewards
-        self.metrics |= await self._sink(experiences, step)
+        piped = await self._sink(experiences, step, rollouts)
+        self.metrics = rollouts.metrics() | piped
         if self._observer is not None:
-            self._observer(experiences, step, None)
+            self._observer(rollouts.experiences, step, None)
         self.step = step
         self._cursor = self._source.taskset.state_dict()
         return True
@@ -212,7 +201,7 @@ class Explorer:
             batch = f"{step}/{source.name}"
             statuses, _ = await self._run(tasks, batch)
             experiences = [experience for status in statuses for experience in status.eval_experiences]
-            _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
+            report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
             self.metrics |= evaluation_metrics(source.name, list(valid_rewards(experiences).values()))
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
@@ -316,13 +305,3 @@ def _check_sync(config: ExplorerConfig, models: Sequence[InferenceModel]) -> Non
             "explorer.sync_offset must be 0: an engine in this process cannot generate while the trainer trains. "
             "Choose engine=vllm_server."
         )
-
-
-def _report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
-    """Log why tasks failed, each reason once; RolloutError when nothing at all came of them."""
-    reasons = Counter(status.message for status in statuses if not status.ok)
-    for reason, count in reasons.items():
-        logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
-    if experiences == 0:
-        told = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
-        raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {told}")

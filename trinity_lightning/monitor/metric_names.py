@@ -45,6 +45,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/overlap", "", "Time that rollouts and training went on at once, as a share of the shorter of the two."
     ),
+    Metric("rollout/refill_tasks", "tasks", "Tried in place of those that add_strategy=dapo left out."),
     Metric("rollout/tokens_per_second", "tokens/s", "Response tokens over the time of the rollouts."),
     Metric("rollout/<metric>/{mean,max,min}", "", "Any other number of workflows or runners, over the step's tasks."),
     Metric("sample/model_version/mean", "steps", "Trained explore steps in the weights sampled from."),
@@ -61,6 +62,11 @@ METRICS: tuple[Metric, ...] = (
         "experience_pipeline/written", "experiences", "What was left to train on after operators and add strategies."
     ),
     Metric("experience_pipeline/expert", "experiences", "Expert data that joined the rollouts behind the strategies."),
+    Metric(
+        "experience_pipeline/{surplus,missing}_groups",
+        "groups",
+        "With add_strategy=dapo: refilled groups beyond the step's tasks, which were dropped; and what was lacking.",
+    ),
     Metric("experience_pipeline/<operator>/filtered_count", "experiences", "What a filter dropped."),
     Metric(
         "experience_pipeline/<operator>/dropped_all_{correct,wrong}",

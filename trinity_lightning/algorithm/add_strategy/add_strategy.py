@@ -72,6 +72,13 @@ class AddStrategy(ABC):
     def default_args(cls) -> dict[str, Any]:
         """The strategy's arguments and their defaults."""
 
+    # Whether a step that `survivors` leaves short is to be filled up with new tasks.
+    refills = False
+
+    def survivors(self, experiences: list[Experience]) -> Groups:
+        """The groups of these experiences that would be written, by task; of use where `refills`."""
+        return group_by(experiences, "task")
+
 
 class GroupAdvantageStrategy(AddStrategy):
     """An add strategy that compares the experiences of a group with each other.
@@ -273,8 +280,8 @@ class RewardVarianceAddStrategy(AddStrategy):
             return 0, {}
         start = time.perf_counter()
         reject_dpo(experiences)
-        groups, invalid = split_valid(group_by(experiences, "task"))
-        kept = informative_groups(groups, self.variance_threshold)
+        _, invalid = split_valid(group_by(experiences, "task"))
+        kept = self.survivors(experiences)
         for group in kept.values():
             await self.writer.write_async(group)
         written = sum(map(len, kept.values()))
@@ -284,10 +291,17 @@ class RewardVarianceAddStrategy(AddStrategy):
             "add_strategy_time": time.perf_counter() - start,
         }
 
+    def survivors(self, experiences: list[Experience]) -> Groups:
+        """The groups with a signal; see `AddStrategy.survivors`."""
+        return informative_groups(split_valid(group_by(experiences, "task"))[0], self.variance_threshold)
+
 
 @ADD_STRATEGY.register("dapo")
 class DAPOAddStrategy(RewardVarianceAddStrategy):
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
 
-    Groups that all failed or all succeeded are left out. The step is then so much smaller: nothing refills it yet.
+    Groups that all failed or all succeeded are left out, and the explorer is asked for new tasks in their place, up to
+    explorer.max_refills times.
     """
+
+    refills = True

@@ -43,11 +43,16 @@ class ComposedAddStrategy(AddStrategy):
         names = [name for name, _ in specs]
         repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
         self._labels = [name if n == 1 else f"{name}_{n}" for name, n in zip(names, repeats, strict=True)]
+        self.refills = self.strategies[0].refills
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         """None: `specs` has no default."""
         return {}
+
+    def survivors(self, experiences: list[Experience]) -> dict[str, list[Experience]]:
+        """What the first strategy lets through; see `AddStrategy.survivors`."""
+        return self.strategies[0].survivors(experiences)
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, float]]:
         """Run the step through all strategies; see `AddStrategy.add`."""

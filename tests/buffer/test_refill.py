@@ -1,0 +1,93 @@
+"""A step that dapo leaves short is filled up with new tasks, weighed once, and never beyond its size."""
+
+import asyncio
+
+import pytest
+from buffer_cases import make_group
+
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.operator_config import OperatorConfig
+
+MIXED, EQUAL = [0.0, 1.0, 1.0, 0.0], [1.0] * 4
+
+
+class More:
+    """Gives what it is told, group by group, and keeps what it was asked for."""
+
+    def __init__(self, tasks, groups):
+        self.tasks, self.groups, self.asked = tasks, list(groups), []
+
+    async def __call__(self, tasks):
+        self.asked.append(tasks)
+        given, self.groups = self.groups[:tasks], self.groups[tasks:]
+        return [experience for group in given for experience in group]
+
+
+def groups(*rewards, first=0):
+    return [make_group(first + task, 4, rewards=each) for task, each in enumerate(rewards)]
+
+
+def filled(own, more, operators=(), strategy=(("dapo", {}), ("grpo", {}))):
+    data = ExperienceDataModule(strategy, operators=operators)
+    own = [experience for group in own for experience in group]
+    metrics = asyncio.run(data.fill(own, 1, more))
+    data.advance(1)
+    return data, metrics
+
+
+def tasks_of(data):
+    return list(dict.fromkeys(experience.eid.task for experience in data.experiences))
+
+
+def test_tasks_that_were_left_out_are_replaced():
+    more = More(4, groups(EQUAL, MIXED, MIXED, first=10))
+    data, metrics = filled(groups(MIXED, EQUAL, MIXED, EQUAL), more)
+    assert tasks_of(data) == [0, 2, 11, 12]
+    assert more.asked[0] == 4  # two of four survived: four are asked for, for two to survive
+    assert all(experience.advantages is not None for experience in data.experiences)
+    assert metrics["experience_pipeline/missing_groups"] == 0
+    assert metrics["experience_pipeline/surplus_groups"] == 0
+    assert metrics["filtered_count"] == 12
+
+
+def test_groups_beyond_the_steps_size_are_dropped_and_counted():
+    data, metrics = filled(groups(MIXED, EQUAL), More(2, groups(MIXED, MIXED, first=10)))
+    assert tasks_of(data) == [0, 10]
+    assert metrics["experience_pipeline/surplus_groups"] == 1
+    assert metrics["experience_pipeline/written"] == 8
+
+
+def test_where_no_more_are_to_be_had_the_step_stays_short_and_says_so(caplog):
+    more = More(4, groups(EQUAL, MIXED, first=10))
+    data, metrics = filled(groups(EQUAL, EQUAL, EQUAL, MIXED), more)
+    assert tasks_of(data) == [3, 11]
+    assert metrics["experience_pipeline/missing_groups"] == 2
+    assert "2 of its 4 tasks are missing" in caplog.text
+    assert "explorer.max_refills" in caplog.text
+
+
+def test_operators_tidy_the_new_groups_too_and_their_counts_add_up():
+    drops_failures = OperatorConfig("reward_filter", {"threshold": -0.5})
+    shifts = OperatorConfig(
+        "reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "none", "op_type": "ADD"}]}
+    )
+    bad = make_group(10, 4, rewards=[-1.0, 0.0, 1.0, 0.0])
+    data, metrics = filled(groups(MIXED, EQUAL), More(2, [bad]), operators=[drops_failures, shifts])
+    assert tasks_of(data) == [0, 10]
+    assert len(data.experiences) == 7
+    assert metrics["experience_pipeline/reward_filter/filtered_count"] == 1
+    assert metrics["experience_pipeline/reward_shaping_mapper/skipped_count"] == 12 - 1
+
+
+@pytest.mark.parametrize("strategy", ["grpo", (("reward_variance", {}), ("grpo", {}))])
+def test_other_strategies_ask_for_nothing(strategy):
+    more = More(2, groups(MIXED, first=10))
+    _, metrics = filled(groups(MIXED, EQUAL), more, strategy=strategy)
+    assert more.asked == []
+    assert "experience_pipeline/missing_groups" not in metrics
+
+
+def test_a_full_step_asks_for_nothing():
+    more = More(2, groups(MIXED, first=10))
+    filled(groups(MIXED, MIXED), more)
+    assert more.asked == []
