@@ -70,6 +70,7 @@ class ExplorerCallback(L.Callback):
         self._observed: list[tuple[list[Experience], int, str | None]] = []
         self._started = False
         self._filling = False
+        self._step_began = 0.0
         self._interrupts = 0
         self._previous_handler: Any = None
 
@@ -146,19 +147,23 @@ class ExplorerCallback(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate where due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
-        self._ahead.training = replace(self._ahead.training, end=time.perf_counter())
+        now = time.perf_counter()
+        self._ahead.training = replace(self._ahead.training, end=now)
         step, config = trainer.current_epoch + 1, self.explorer.config
+        self.metrics["time/step"] = now - self._step_began
+        row = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._log(trainer, {"time/step": now - self._step_began}, row, step)
         last = step == trainer.max_epochs
         if self.explorer.need_eval(step) or (last and config.eval_interval > 0 and self.explorer.evaluates):
             # Not to be interrupted: a resumed run would take this epoch's end as done.
-            self._evaluate(trainer, step, trainer.fit_loop.epoch_loop.total_batch_idx, interruptible=False)
+            self._evaluate(trainer, step, row, interruptible=False)
         # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
         pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
     def _fill(self, trainer: L.Trainer) -> None:
         policy, data = self._parts(trainer)
         step = trainer.current_epoch + 1
-        self._filling = True
+        self._filling, self._step_began = True, time.perf_counter()
         if (reason := self._interruption(trainer)) is not None:
             raise reason
         if data.batch != step:

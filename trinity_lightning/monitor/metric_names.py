@@ -152,6 +152,8 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "Absolute difference of log-probabilities of engine and trainer on the probe.",
     ),
+    Metric("time/step", "s", "The whole explore step, from waiting for its rollouts to the end of its training."),
+    Metric("time/wait_for_rollout", "s", "Waiting for rollouts that were begun ahead (sync_offset)."),
     Metric("time/prepare", "s", "Time for log-probabilities needed before the first of several optimizer steps."),
     Metric("time/operator/<index>_<class>", "s", "Time within one operator."),
     Metric("perf/tokens_per_second", "tokens/s", "Prompt and response tokens computed over the time spent training."),
