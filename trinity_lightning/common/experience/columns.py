@@ -157,6 +157,9 @@ def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, 
 
 
 def _where(column: list[str | None], value: str) -> np.ndarray:
+    count = column.count(value)
+    if count in (0, len(column)):
+        return np.full(len(column), count > 0)
     return np.fromiter(map(eq, column, repeat(value)), bool, len(column))
 
 

@@ -4,9 +4,9 @@ A padded tensor is one flat concatenation of rows and slices of padding, so it i
 """
 
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,18 @@ def first(experiences: Sequence[Experience]) -> Experience:
 def _column(experiences: Sequence[Experience], name: str) -> list[Tensor]:
     """One field of every experience; all must have it, and in the dtype of the first."""
     dtype = getattr(getattr(first(experiences), name, None), "dtype", None)
-    rows = list(map(getattr, experiences, repeat(name), repeat(None)))
-    if all(issubclass(kind, Tensor) for kind in set(map(type, rows))) and set(map(_dtype_of, rows)) == {dtype}:
-        return cast(list[Tensor], rows)
+    try:
+        rows: list[Any] = list(map(attrgetter(name), experiences))
+        if set(map(_dtype_of, rows)) == {dtype} and isinstance(dtype, torch.dtype):
+            return rows
+    except AttributeError:  # an unknown name, or None in place of a tensor
+        rows = [getattr(experience, name, None) for experience in experiences]
     for experience, row in zip(experiences, rows, strict=True):
         if not isinstance(row, Tensor) or row.dtype != dtype:
             found = row.dtype if isinstance(row, Tensor) else type(row).__name__
             wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
             raise ExperienceError(f"experience {experience.eid.uid}: {name}: expected {wanted}, got {found}.")
-    return cast(list[Tensor], rows)
+    return rows
 
 
 def _lengths(rows: Sequence[Tensor]) -> np.ndarray:
@@ -92,7 +95,7 @@ def _token_spans(
     experiences: Sequence[Experience], max_prompt: int, max_response: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and response lengths in tokens, checked against the widths."""
-    prompts = np.array([e.prompt_length for e in experiences])
+    prompts = np.array([e.prompt_length for e in experiences], dtype=np.int64)
     responses = _lengths([e.tokens for e in experiences]) - prompts
     _check_widths(experiences, prompts, max_prompt, "a prompt length")
     _check_widths(experiences, responses, max_response, "a response length")
@@ -141,7 +144,7 @@ def gather_attention_masks(
     shape = (len(experiences), max_prompt_length + max_response_length)
     masks = torch.empty(shape, dtype=torch.bool, pin_memory=_pins(torch.device("cpu"), pin_memory))
     starts, ends = max_prompt_length - prompts, max_prompt_length + responses
-    if len(set(starts.tolist())) == len(set(ends.tolist())) == 1:
+    if starts.min() == starts.max() and ends.min() == ends.max():
         masks.fill_(True)
         masks[:, : starts[0]] = False
         masks[:, ends[0] :] = False

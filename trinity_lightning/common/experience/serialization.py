@@ -81,7 +81,7 @@ def _write_rows(
             uid = experiences[indices[0] if indices else 0].eid.uid
             raise ExperienceError(f"experience {uid}: {name}: expected a 1-D tensor, got {rows[0]!r:.80}.")
         row_lengths = list(map(Tensor.numel, rows))
-        lengths[slice(None) if indices is None else indices] = row_lengths
+        lengths[slice(None) if indices is None else indices] = np.fromiter(row_lengths, np.int64, len(rows))
         if kind[2:] != _PLAIN_HOST:
             rows = list(map(host_tensor, rows))
         chunks.append([streams.add(name, kind[0], rows, row_lengths), indices, row_lengths])

@@ -77,7 +77,7 @@ class StreamWriter:
         if start == len(target):
             return
         flat = torch.frombuffer(target, dtype=torch.uint8)
-        with torch.no_grad():
+        with torch.inference_mode():  # past autograd, which would look at every row
             for name, pieces in self._pieces.items():
                 dtype = self._dtypes[name]
                 for first, last, size in _blocks(self._lengths[name], dtype.itemsize):
