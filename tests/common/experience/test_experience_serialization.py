@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import EID, CustomField, Experience, ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.dtypes import TORCH_DTYPES
-from trinity_lightning.common.experience.state import ID_STATE, STATE, id_state_of, restore, state_of
+from trinity_lightning.common.experience.state import ID_STATE, STATE, restore, split
 
 
 def round_trip(experience: Experience) -> Experience:
@@ -255,11 +255,14 @@ def test_serializing_takes_hardly_more_memory_than_the_payload():
     assert peak <= 1.2 * len(payload)
 
 
-def test_a_state_is_all_that_an_experience_holds():
+def test_taken_apart_and_restored_an_experience_is_whole():
     for experience in sample():
-        assert dict(zip(STATE, state_of(experience), strict=True)) == vars(experience)
-        assert dict(zip(ID_STATE, id_state_of(experience.eid), strict=True)) == vars(experience.eid)
-        assert vars(restore(state_of(experience))) == vars(experience)
+        columns = split([experience])
+        fields = {name: columns.pop(name)[0] for name in STATE if name != "eid"}
+        assert fields | {"eid": experience.eid} == vars(experience)
+        assert {name: columns.pop(f"eid.{name}")[0] for name in ID_STATE} == vars(experience.eid)
+        assert not columns
+        assert vars(restore(map(vars(experience).get, STATE))) == vars(experience)
 
 
 def test_serializing_leaves_the_experience_alone():

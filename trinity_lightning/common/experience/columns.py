@@ -1,6 +1,6 @@
 """The plain fields of experiences as lists, and the rules that columns keep, on the way out as on the way in."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import eq
 from types import NoneType
@@ -12,7 +12,6 @@ from trinity_lightning.common.experience.custom_field import CustomField
 from trinity_lightning.common.experience.dtypes import DTYPE_NAMES
 from trinity_lightning.common.experience.errors import ExperienceError
 from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, Experience
-from trinity_lightning.common.experience.state import ID_STATE, STATE, id_state_of, state_of
 from trinity_lightning.common.experience.validation import reward_value
 from trinity_lightning.common.experience.values import known_dtype
 
@@ -46,20 +45,8 @@ _TYPES = REQUIRED | OPTIONAL
 _LARGE = 2**62
 
 
-def split(experiences: Sequence[Experience]) -> Columns:
-    """Every field as a list; those of the EID in place of it, as "eid.batch" and so on."""
-    columns = _transpose(STATE, map(state_of, experiences))
-    ids = _transpose(ID_STATE, map(id_state_of, columns.pop("eid")))
-    return columns | {f"eid.{name}": column for name, column in ids.items()}
-
-
-def _transpose(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
-    columns = list(map(list, zip(*rows, strict=True))) or [[] for _ in names]
-    return dict(zip(names, columns, strict=True))
-
-
 def plain_columns(experiences: Sequence[Experience], columns: Columns) -> Columns:
-    """The plain ones of the columns of `split`, with plain values.
+    """The plain ones of an experience's fields, with plain values.
 
     Raises:
         ExperienceError: a value has a type that its field must not have; the message names experience and field.
@@ -76,8 +63,15 @@ def plain_columns(experiences: Sequence[Experience], columns: Columns) -> Column
     return plain
 
 
+def _is_none(column: list[Any]) -> bool:
+    """Whether there are only Nones. (The first is looked at first: to compare None with something else takes long.)"""
+    return not column or (column[0] is None and column.count(None) == len(column))
+
+
 def _fits(name: str, column: list[Any]) -> bool:
     """Whether all values have exactly a type that the column may have."""
+    if NoneType in _TYPES[name] and _is_none(column):
+        return True
     return set(map(type, column)) <= set(_TYPES[name])
 
 
@@ -99,7 +93,7 @@ def drop_empty(columns: Columns) -> Columns:
     """The columns without the optional ones in which nothing is set."""
     kept = {}
     for name, column in columns.items():
-        empty = not any(column) if NoneType not in _TYPES[name] else set(map(type, column)) <= {NoneType}
+        empty = not any(column) if NoneType not in _TYPES[name] else _is_none(column)
         if name in REQUIRED or not empty:
             kept[name] = column
     return kept

@@ -20,7 +20,7 @@ from trinity_lightning.common.experience import container, legacy
 from trinity_lightning.common.experience.eid import EID
 from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, TOKEN_FIELDS, Buffer, Experience
-from trinity_lightning.common.experience.state import ID_STATE, STATE, restore
+from trinity_lightning.common.experience.state import ID_STATE, STATE, restore, split
 from trinity_lightning.common.experience.streams import Stream, StreamWriter
 from trinity_lightning.common.experience.validation import INTEGER_DTYPES
 from trinity_lightning.common.experience.values import find_unencodable, host_tensor, known_dtype
@@ -37,8 +37,7 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
         ExperienceError: a field holds what cannot be encoded, or has a type or length that it must not have (fields may
             be assigned unchecked); the message names experience and field.
     """
-    with _collector_paused():
-        fields = table.split(experiences)
+    fields = split(experiences)
     columns = table.plain_columns(experiences, fields)
     streams = StreamWriter()
     chunks, lengths = {}, {}
