@@ -46,7 +46,32 @@ REFUSED = {
         ["+recipe=grpo", "taskset=dataset", "taskset.path=no.jsonl"],
         ["no file or folder 'no.jsonl'"],
     ),
-    "lagging engine": (["+recipe=grpo", "explorer.sync_offset=1"], ["explorer.sync_offset 0"]),
+    "engine of this process ahead": (
+        ["+recipe=grpo", "explorer.sync_offset=1"],
+        ["explorer.sync_offset is 1", "Choose engine=vllm_server"],
+    ),
+    "no such interval": (["+recipe=grpo", "explorer.sync_interval=0"], ["explorer.sync_interval is 0"]),
+    "weights by the wrong way": (
+        ["+recipe=grpo", "synchronizer=checkpoint"],
+        ["weights reach engine=vllm by memory", "set synchronizer=memory"],
+    ),
+    "judge that is not there": (
+        ["+recipe=grpo", "workflow=judge"],
+        ["asks auxiliary model 0, and there are 0", "+auxiliary_models.judge.model="],
+    ),
+    "operator that asks nobody": (
+        ["+recipe=grpo", "operators=judge", "operators.judge.args.model=umpire", "+auxiliary_models.umpir.model=tiny"],
+        ["unknown auxiliary model 'umpire'", "Did you mean 'umpir'"],
+    ),
+    "misspelt key of an auxiliary model": (
+        ["+recipe=grpo", "+auxiliary_models.judge.model=tiny", "+auxiliary_models.judge.ulr=x"],
+        ["auxiliary_models.judge", "ulr"],
+    ),
+    "auxiliary model without a name": (
+        ["+recipe=grpo", "+auxiliary_models.judge.url=http://127.0.0.1:1/v1"],
+        ["auxiliary_models.judge needs a model"],
+    ),
+    "evaluation as training": (["+recipe=grpo", "workflow.name=evaluation"], ["give it as eval_workflow"]),
     "seed of too many bits": (["+recipe=grpo", "seed=99999999999"], ["seed is 99999999999", "2**32"]),
     "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),

@@ -140,10 +140,10 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     return [
         TaskSource(
             Taskset.from_config(taskset),
-            config.workflow.name,
+            config.eval_workflow or config.workflow.name,
             config.reward,
             config.eval_sampling,
-            config.workflow.args,
+            {} if config.eval_workflow else config.workflow.args,
             config.eval_repeat_times,
         )
         for taskset in config.eval_tasksets.values()

@@ -163,6 +163,37 @@ def test_a_copy_in_another_process_uses_the_same_server(engine: VLLMServerEngine
     assert host.run(engine.generate(PROMPT, seed=3, max_tokens=6)) == mine
 
 
+def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, host: Host) -> None:
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert engine._socket is not None
+        there = await asyncio.open_unix_connection(engine._socket)
+        await asyncio.gather(pipe(reader, there[1]), pipe(there[0], writer))
+
+    async def through_a_port() -> Any:
+        server = await asyncio.start_server(forward, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        remote = VLLMServerEngine("tiny", url=f"http://127.0.0.1:{port}", **SETTINGS)
+        completions = await remote.generate(PROMPT, seed=3, max_tokens=6)
+        await remote.shutdown()
+        server.close()
+        return completions
+
+    assert host.run(through_a_port()) == host.run(engine.generate(PROMPT, seed=3, max_tokens=6))
+
+
+def test_a_server_with_a_shorter_context_is_refused(engine: VLLMServerEngine, host: Host) -> None:
+    copy = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
+    copy._max_model_len = 2 * CONTEXT
+    with pytest.raises(ConfigError, match=f"serves a context of {CONTEXT} tokens.*--max-model-len {2 * CONTEXT}"):
+        host.run(copy.load())
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,8 @@ def test_names() -> None:
     assert resolve_workflow("math") is MathWorkflow
     assert resolve_workflow("trinity_lightning.explorer.workflows.MathWorkflow") is MathWorkflow
     assert resolve_workflow(MathWorkflow) is MathWorkflow
-    assert sorted(WORKFLOWS) == ["judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use"]
+    names = ["evaluation", "judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use"]
+    assert sorted(WORKFLOWS) == names
 
 
 def test_simple_makes_one_experience_a_response() -> None:
@@ -174,3 +175,16 @@ def test_experiences_of_a_task_are_ready_to_train_on() -> None:
     _, experiences = tried(Task("simple", {"prompt": "hi"}, reward_fn="contains_digits"))
     assert all(isinstance(e, Experience) and e.experience_type == "single_turn" for e in experiences)
     assert all(e.reward == 1.0 for e in experiences)  # the fake answers with its seed
+
+
+def test_evaluation_measures_and_is_never_trained_on() -> None:
+    task = Task("evaluation", {"prompt": "1+6?", "answer": "7"}, is_eval=True)
+    status, experiences = tried(task, counting(["it is 7", "it is 8"]))
+    assert experiences == []
+    assert [each.metrics["accuracy"] for each in status.eval_experiences] == [1.0, 0.0]
+    assert status.metric["accuracy"] == 0.5
+    assert status.metric["response_tokens"] == 7
+    assert status.metric["truncated"] == 0
+    status, _ = tried(Task("evaluation", {"prompt": "1+6?", "answer": "7"}), FakeModel())
+    assert not status.ok
+    assert "give it as eval_workflow" in str(status.message)

@@ -53,6 +53,7 @@ class TrainConfig:
         reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.
+        eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: as a task to train on.
         eval_repeat_times: rollouts an evaluation task (the k of mean@k).
         operators: what tidies experiences before they are weighed, in order: {name: {args: {...}, on_error}}; a key
             `name` overrides the name.
@@ -77,6 +78,7 @@ class TrainConfig:
     reward: Any = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_workflow: str | None = None
     eval_repeat_times: int = 1
     explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
     operators: dict[str, Any] = field(default_factory=dict)

@@ -33,7 +33,7 @@ KL_ESTIMATES = ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 CORRECTION_LEVELS = ("none", "token", "sequence")
 CORRECTION_MODES = ("truncate", "mask")
-WORKFLOWS = ("judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use")
+WORKFLOWS = ("evaluation", "judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use")
 # Workflows that need an auxiliary model, and the argument that says which.
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")

@@ -55,6 +55,7 @@ AT_LEAST_ZERO = (
 # Keys that hold one of a few names; those of a second element take a dotted path too.
 NAMES = {
     "workflow.name": (known.WORKFLOWS, True),
+    "eval_workflow": (known.WORKFLOWS, True),
     "algorithm.policy_loss": (known.POLICY_LOSSES, True),
     "algorithm.loss_agg_mode": (known.LOSS_AGG_MODES, False),
     "algorithm.kl.name": (known.KL_ESTIMATES, False),

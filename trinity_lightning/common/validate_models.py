@@ -75,6 +75,8 @@ def _check_auxiliary_models(config: DictConfig) -> None:
             raise ConfigError(
                 f"auxiliary_models.{name}.url needs the package openai: `pip install 'trinity-lightning[openai]'`."
             )
+    if config.workflow.name == "evaluation":
+        raise ConfigError("workflow.name=evaluation trains nothing: give it as eval_workflow.")
     if (workflow := config.workflow.name) in known.ASKING_WORKFLOWS:
         asked = config.workflow.args.get(known.ASKING_WORKFLOWS[workflow], 0)
         if not 0 <= asked < len(models):

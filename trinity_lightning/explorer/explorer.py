@@ -22,7 +22,7 @@ from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.step_rollouts import StepRollouts, report_failures
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import Status
+from trinity_lightning.explorer.workflow_runner import Status, mean_metrics
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
@@ -203,6 +203,7 @@ class Explorer:
             experiences = [experience for status in statuses for experience in status.eval_experiences]
             report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
             self.metrics |= evaluation_metrics(source.name, list(valid_rewards(experiences).values()))
+            self.metrics |= {f"eval/{source.name}/{key}": mean for key, mean in mean_metrics(experiences).items()}
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
                 f"eval/{source.name}/seconds": time.perf_counter() - start,

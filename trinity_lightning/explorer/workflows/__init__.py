@@ -2,6 +2,7 @@
 
 from trinity_lightning.explorer.workflows.environments import ENVIRONMENTS as ENVIRONMENTS
 from trinity_lightning.explorer.workflows.environments import Environment as Environment
+from trinity_lightning.explorer.workflows.evaluation import EvaluationWorkflow as EvaluationWorkflow
 from trinity_lightning.explorer.workflows.judge import JudgeWorkflow as JudgeWorkflow
 from trinity_lightning.explorer.workflows.math import MathWorkflow as MathWorkflow
 from trinity_lightning.explorer.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
