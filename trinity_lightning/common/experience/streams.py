@@ -15,7 +15,7 @@ from trinity_lightning.common.experience.dtypes import DTYPE_NAMES, SAFETENSORS_
 from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
 
 ALIGNMENT = 16  # of the largest dtype; readers may view the bytes as they lie
-_BLOCK = 1 << 19  # bytes written between two reports: few enough to be in the cache still when they are reported
+_BLOCK = 1 << 18  # bytes written between two reports: few enough to be in the cache still when they are reported
 _LENGTH = struct.Struct("<Q")
 
 
