@@ -11,8 +11,10 @@ from fake_model import FakeModel, LeapingLoop, Scripted, ScriptedRepeatable, an_
 from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.common.errors import ConfigError, PromptTooLongError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
 from trinity_lightning.explorer.scheduler_times import enough_of
+from trinity_lightning.explorer.workflows import PartialFailure
 
 
 def running(
@@ -165,6 +167,10 @@ def test_every_runner_runs_one_task_at_a_time() -> None:
     running(body, models=3)
 
 
+def test_a_model_has_eight_runners_unless_told_otherwise() -> None:
+    assert len(Scheduler(ExplorerConfig(), [FakeModel(), FakeModel()]).runners) == 16
+
+
 def test_runners_get_one_engine_of_each_auxiliary_model() -> None:
     a, b = [FakeModel(), FakeModel()], [FakeModel()]
     scheduler = Scheduler(ExplorerConfig(runner_per_model=4), [FakeModel()], [a, b])
@@ -197,6 +203,25 @@ def test_a_task_is_split_into_chunks_and_merged_into_one_status(workflow: type) 
         assert statuses[0].num_runs == 5
 
     running(body, max_repeat_times_per_runner=2)
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 5])
+@pytest.mark.parametrize("workflow", [Scripted, ScriptedRepeatable])
+def test_chunks_ask_with_the_seeds_of_the_whole(size: int | None, workflow: type) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        model = scheduler.runners[0].runner.model
+        assert isinstance(model, FakeModel)
+
+        async def ask(flow: Any) -> list[Experience]:
+            await flow.model.generate([1], n=flow.repeat_times)
+            return [an_experience(flow.run_id_base + i) for i in range(flow.repeat_times)]
+
+        scheduler.schedule([scripted(ask, workflow, repeat_times=5)] * 2, 3)
+        await scheduler.get_results(3)
+        asked = sorted(call["seed"] + i for call in model.calls for i in range(call["n"]))
+        assert asked == sorted(rollout_seed(0, 3, task, 0, run) for task in range(2) for run in range(5))
+
+    running(body, max_repeat_times_per_runner=size)
 
 
 def test_a_failed_chunk_fails_its_task_and_the_other_chunks_are_kept() -> None:
@@ -239,11 +264,37 @@ def test_min_num_returns_everything_that_is_ready_and_the_rest_goes_on() -> None
     running(body, runner_per_model=4)
 
 
+@pytest.mark.parametrize("clear", [True, False])
+def test_fewer_than_min_num_are_returned_after_the_time_out(clear: bool) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed), *[scripted(slow(0.2))] * 2], 1)
+        statuses, _ = await scheduler.get_results(1, min_num=2, timeout=0.05, clear_timeout_tasks=clear)
+        assert len(statuses) == 1
+        assert scheduler.has_step(1) is not clear
+        assert tids((await scheduler.get_results(1))[1]) == ([] if clear else [(1, 1), (1, 2)])
+
+    running(body, runner_per_model=3)
+
+
+def test_min_num_in_time_gives_nothing_up() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(0.04)), scripted(slow(0.2))], 1)
+        began = now()
+        assert len((await scheduler.get_results(1, min_num=1, timeout=0.05))[0]) == 1
+        assert now() - began == pytest.approx(0.04)
+        assert tids((await scheduler.get_results(1))[1]) == [(1, 1)]
+
+    running(body)
+
+
 def test_an_unknown_batch_returns_at_once() -> None:
     async def body(scheduler: Scheduler) -> None:
         began = now()
         assert await scheduler.get_results(9) == ([], [])
         assert await scheduler.get_results("9/x", min_num=3) == ([], [])
+        scheduler.schedule([scripted(succeed)], 1)
+        await scheduler.get_results(1)
+        assert await scheduler.get_results(1, min_num=1) == ([], [])  # collected: unknown again
         assert now() == began
 
     running(body)
@@ -366,6 +417,18 @@ def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfin
     running(body)
 
 
+def test_wait_all_waits_for_as_long_as_all_attempts_may_take_unless_told_otherwise() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(hang)] * 3, 1)
+        scheduler.runners[0].config = ExplorerConfig()  # attempts of half an hour
+        began = now()
+        with pytest.raises(TimeoutError, match="2 pending, 1 running"):
+            await scheduler.wait_all()
+        assert now() - began == pytest.approx(0.08)
+
+    running(body, runner_per_model=1, max_timeout=0.04, max_retry_times=1)
+
+
 def test_wait_all_without_clearing_lets_the_rest_go_on() -> None:
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule([scripted(slow(0.2))], 1)
@@ -401,6 +464,20 @@ def test_stop_cancels_what_runs_waits_for_its_end_and_can_be_started_again() -> 
         await scheduler.start()
         scheduler.schedule([scripted(succeed)] * 4, 1)
         assert len((await scheduler.get_results(1, timeout=1))[0]) == 4
+
+    running(body)
+
+
+def test_what_was_finished_before_a_stop_can_be_collected_after_it() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([*[scripted(succeed)] * 2, scripted(hang)], 1)
+        scheduler.schedule([scripted(hang)], "1/eval")
+        await asyncio.sleep(0.01)
+        await scheduler.stop()
+        assert tids((await scheduler.get_results(1))[1]) == [(1, 0), (1, 1)]
+        assert not scheduler.has_step(1)
+        assert await scheduler.get_results("1/eval") == ([], [])
+        await scheduler.wait_all()
 
     running(body)
 
@@ -462,6 +539,26 @@ def test_dynamic_time_out_follows_the_average_of_train_tasks_after_a_warm_up() -
         assert (await scheduler.get_results("3/eval"))[0][0].ok
 
     running(body, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=2.0, warmup_min_steps=1))
+
+
+def test_a_dynamic_time_out_is_never_longer_than_the_other() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(slow(1.0))] * 2, 1)
+        await scheduler.get_results(1)
+        scheduler.schedule([scripted(hang)], 2)
+        (status,), _ = await scheduler.get_results(2, timeout=60)
+        assert status.message == "1 of 1 runs failed: TimeoutError: not done within 2 s"
+
+    running(body, max_timeout=2.0, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=3.0))
+
+
+def test_without_clearing_over_rollout_lets_the_rest_be_collected_later() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([*[scripted(succeed)] * 3, scripted(slow(1.0))], 1)
+        assert len((await scheduler.get_results(1, clear_timeout_tasks=False))[0]) == 3
+        assert tids((await scheduler.get_results(1))[1]) == [(1, 3)]
+
+    running(body, runner_per_model=4, over_rollout=OverRolloutConfig(ratio=0.25, wait_after_min=0.1))
 
 
 # -- runners ----------------------------------------------------------------------------------------------------------
@@ -538,6 +635,7 @@ def test_a_runner_that_breaks_is_a_failed_task(monkeypatch: pytest.MonkeyPatch) 
         scheduler.schedule([scripted(succeed, repeat_times=2)] * 3, 1)
         statuses, _ = await scheduler.get_results(1, timeout=1)
         assert [status.message for status in statuses] == ["2 of 2 runs failed: 2 x OSError: the actor died"] * 3
+        assert all("task_run_time" in status.metric for status in statuses)
 
     running(body)
 
@@ -627,6 +725,23 @@ def test_a_retry_repeats_only_the_runs_that_failed_with_the_same_seeds() -> None
     assert (status.ok, status.message, runner_id) == (True, None, 7)
     assert status.metric["task_run_time"] >= status.metric["time_per_task"]
     assert len({call["seed"] for call in model.calls}) == 4
+
+
+def test_a_retry_of_a_workflow_that_repeats_itself_asks_for_the_runs_that_failed_only() -> None:
+    asked: list[list[int]] = []
+
+    async def body(workflow: Any) -> list[Experience]:
+        runs = range(workflow.run_id_base, workflow.run_id_base + workflow.repeat_times)
+        asked.append(list(runs))
+        if len(asked) > 1:
+            return [an_experience(run) for run in runs]
+        failed: dict[int, Exception] = {run: ConnectionError("away") for run in (3, 4, 6)}
+        raise PartialFailure([an_experience(run) for run in runs if run not in failed], failed)
+
+    status, experiences, _ = retried(TaskWrapper(scripted(body, ScriptedRepeatable), 0, run_id_base=2, repeat_times=5))
+    assert asked == [[2, 3, 4, 5, 6], [3, 4], [6]]
+    assert status.ok
+    assert [e.eid.run for e in experiences] == [2, 3, 4, 5, 6]
 
 
 def test_what_succeeded_is_kept_when_other_runs_fail_for_good() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tiny_vllm import driven_engine, standing_still, tiny_engine, tiny_model
 
-from trinity_lightning.common.config import EngineDtype
 from trinity_lightning.common.errors import (
     ConfigError,
     ModelLoadError,
@@ -30,16 +29,7 @@ from trinity_lightning.trainer.weight_sync import weight_stream
 pytest.importorskip("vllm")
 
 CONTEXT = 320
-SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": CONTEXT, "max_num_seqs": 16, "kv_cache_gb": 0.1}
 PROMPT = [7, 30, 41, 12]
-
-
-def tiny_engine(model: str = "tiny", **overrides: Any) -> VLLMEngine:
-    return VLLMEngine(model, **(SETTINGS | overrides))
-
-
-def tiny_model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
 
 
 def on_a_host(engine: VLLMEngine, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -87,13 +77,10 @@ def driven() -> Iterator[tuple[VLLMEngine, Host]]:
     expected = random.random(), torch.rand(1).item()
     random.seed(5)
     torch.manual_seed(5)
-    engine = tiny_engine()
-    host = Host([engine])
-    host.run(engine.load())
-    assert (random.random(), torch.rand(1).item()) == expected, "loading an engine must not touch the trainer's seeds"
-    yield engine, host
-    host.run(engine.shutdown())
-    host.close()
+    with driven_engine(CONTEXT) as engine_and_host:
+        after = random.random(), torch.rand(1).item()
+        assert after == expected, "loading an engine must not touch the trainer's seeds"
+        yield engine_and_host
 
 
 @pytest.fixture
@@ -288,7 +275,7 @@ def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, host: Host) -> N
 def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = engine._engine.model_executor
     execute = executor.execute_model
-    all_posted, third_step, cancelled = threading.Event(), threading.Event(), threading.Event()
+    third_step, cancelled = threading.Event(), threading.Event()
     tokens: list[int] = []
 
     def wait_at_the_third(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +286,7 @@ def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host, monkeyp
         return execute(scheduled, *args, **kwargs)
 
     async def cancel_two_of_three() -> Completion:
-        engine._post(lambda: all_posted.wait(60) and None)
+        all_posted = standing_still(engine)
         tasks = [asyncio.create_task(engine.generate(PROMPT, n=n, seed=3, ignore_eos=True)) for n in (1, 4)]
         kept = asyncio.create_task(engine.generate(PROMPT, seed=3, max_tokens=12))
         await asyncio.sleep(0)
@@ -338,8 +325,7 @@ def test_a_failing_step_fails_its_requests_and_no_later_ones(
     monkeypatch.setattr(executor, "execute_model", fail_at_the_third)
 
     async def several() -> list[Any]:
-        all_posted = threading.Event()
-        engine._post(lambda: all_posted.wait(60) and None)
+        all_posted = standing_still(engine)
         calls = [engine.generate([5 + i], n=2, seed=i, max_tokens=30, ignore_eos=True) for i in range(5)]
         tasks = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(0)

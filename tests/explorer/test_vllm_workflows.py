@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tiny_vllm import driven_engine, tiny_model
 
-from trinity_lightning.common.config import EngineDtype, ExplorerConfig
+from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
@@ -29,17 +28,13 @@ HI = {"prompt": "hi", "answer": "3"}
 
 @pytest.fixture(scope="module")
 def driven() -> Iterator[tuple[VLLMEngine, Host]]:
-    engine = VLLMEngine("tiny", dtype=EngineDtype.fp32, max_model_len=CONTEXT, max_num_seqs=16, kv_cache_gb=0.1)
-    host = Host([engine])
-    host.run(engine.load())
-    yield engine, host
-    host.run(engine.shutdown())
-    host.close()
+    with driven_engine(CONTEXT) as engine_and_host:
+        yield engine_and_host
 
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
+    return tiny_model()
 
 
 class Spy:

@@ -1,0 +1,922 @@
+"""The scheduler with a real vLLM under it: what is asked of the engine, and what is left in it.
+
+Nothing here depends on the speed of the machine: where one request must be slower than another, the engine stands still
+at a step until the test lets it go on.
+"""
+
+import asyncio
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_model import hang, scripted
+from tiny_vllm import driven_engine, standing_still, tiny_model
+
+from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.explorer import Scheduler
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.rollout_metrics import rollout_metrics
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import Status
+from trinity_lightning.explorer.workflows import Workflow
+from trinity_lightning.trainer.weight_sync import weight_stream
+
+pytest.importorskip("vllm")
+
+CONTEXT = 320
+HOLD = 5  # the step that the engine stands still at: requests for two tokens are through
+Run = Callable[..., None]
+Tokens = dict[tuple[int | str, int | str, int, int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def driven() -> Iterator[tuple[VLLMEngine, Host]]:
+    with driven_engine(CONTEXT) as engine_and_host:
+        yield engine_and_host
+
+
+@pytest.fixture
+def engine(driven: tuple[VLLMEngine, Host]) -> Iterator[VLLMEngine]:
+    engine, host = driven
+    yield engine
+    assert host.run(left_in(engine)) == (0, 0, 0.0)
+    assert not engine._waiting
+
+
+@pytest.fixture
+def run(engine: VLLMEngine, driven: tuple[VLLMEngine, Host], steps: "Steps") -> Run:
+    """Has a started scheduler do something: 8 runners, no retries, unless told otherwise."""
+
+    def run(body: Callable[[Scheduler], Coroutine[Any, Any, None]], engines: int = 1, **config: Any) -> None:
+        settings: dict[str, Any] = {"max_retry_times": 0, "max_timeout": 60.0} | config
+
+        async def main() -> None:
+            scheduler = Scheduler(ExplorerConfig(**settings), [engine] * engines)
+            await scheduler.start()
+            try:
+                async with asyncio.timeout(120):
+                    await body(scheduler)
+            finally:
+                steps.go_on()
+                await scheduler.stop()
+
+        driven[1].run(main())
+
+    return run
+
+
+@pytest.fixture
+def steps(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> "Steps":
+    return Steps(engine, monkeypatch)
+
+
+class Steps:
+    """The engine's steps: when they begin, where they stand still or fail, and how many requests each serves."""
+
+    def __init__(self, engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[int] = []
+        self.hold_at = 0
+        self.fail_at = 0
+        self._engine = engine
+        self._monkeypatch = monkeypatch
+        self._held, self._go_on = threading.Event(), threading.Event()
+        executor = engine._engine.model_executor
+        execute = executor.execute_model
+
+        def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.requests.append(len(scheduled.num_scheduled_tokens))
+            if len(self.requests) == self.hold_at:
+                self._held.set()
+                assert self._go_on.wait(60)
+            if len(self.requests) == self.fail_at:
+                raise RuntimeError("out of memory, say")
+            return execute(scheduled, *args, **kwargs)
+
+        monkeypatch.setattr(executor, "execute_model", watched)
+
+    def begin_with(self, requests: int) -> None:
+        """No step before that many requests have been posted."""
+        all_posted, count, post = standing_still(self._engine), itertools.count(1), self._engine._post
+
+        def counted(command: Callable[[], None]) -> None:
+            post(command)
+            if next(count) == requests:
+                all_posted.set()
+
+        self._monkeypatch.setattr(self._engine, "_post", counted)
+
+    async def held(self) -> None:
+        """Wait until the engine stands still."""
+        assert await asyncio.to_thread(self._held.wait, 60)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+async def left_in(engine: VLLMEngine) -> tuple[int, int, float]:
+    """Unfinished requests of the engine, those of its core, and the share of the cache that they hold."""
+    core = engine._engine.engine_core.engine_core.scheduler
+
+    def count() -> tuple[int, int, float]:
+        return engine._engine.get_num_unfinished_requests(), len(core.requests), core.kv_cache_manager.usage
+
+    return await engine._on_driver(count)
+
+
+def question(text: str = "1+1=", repeat_times: int = 1, is_eval: bool = False, **sampling: Any) -> Task:
+    sampling = {"max_tokens": 12} | sampling
+    return Task("simple", {"prompt": text}, repeat_times=repeat_times, is_eval=is_eval, rollout_args=sampling)
+
+
+def short() -> Task:
+    return question(max_tokens=2)
+
+
+def long() -> Task:
+    return question(max_tokens=200, ignore_eos=True)
+
+
+def experience_of(completion: Completion, step: int = 0) -> Experience:
+    return Experience(
+        eid=EID(step=step),
+        tokens=[*completion.prompt_token_ids, *completion.token_ids],
+        prompt_length=len(completion.prompt_token_ids),
+        logprobs=list(completion.logprobs),
+    )
+
+
+async def ask(workflow: Any) -> list[Experience]:
+    """A request for 12 tokens."""
+    return [experience_of((await workflow.model.generate("1+1=", max_tokens=12))[0])]
+
+
+async def ask_for_many(workflow: Any) -> list[Experience]:
+    """A request for as many tokens as fit."""
+    return [experience_of((await workflow.model.generate("1+1=", ignore_eos=True, max_tokens=300))[0])]
+
+
+def logging_to(log: list[Any]) -> Callable[[Any], Any]:
+    async def body(workflow: Any) -> list[Experience]:
+        log.append((workflow.task.batch_id, workflow.task.task_id))
+        return await ask(workflow)
+
+    return body
+
+
+def tokens_of(experiences: Sequence[Experience]) -> Tokens:
+    tokens = {(e.eid.batch, e.eid.task, e.eid.run, e.eid.step): e.tokens.tolist() for e in experiences}
+    assert len(tokens) == len(experiences)
+    return tokens
+
+
+def tasks_of(experiences: Sequence[Experience]) -> list[int | str]:
+    return [experience.eid.task for experience in experiences]
+
+
+def oks(statuses: Sequence[Status]) -> list[bool]:
+    return [status.ok for status in statuses]
+
+
+def finished(scheduler: Scheduler, tasks: int) -> asyncio.Event:
+    """Set when that many tasks are finished from now on."""
+    event, count = asyncio.Event(), itertools.count(1)
+
+    def told(_: int | str) -> None:
+        if next(count) == tasks:
+            event.set()
+
+    scheduler.on_task_done = told
+    return event
+
+
+async def part_of_a_batch(scheduler: Scheduler, steps: Steps, done: int, unfinished: int, batch_id: int = 1) -> None:
+    """Schedule a batch of which some tasks are done when the engine stands still, with the others' requests in it."""
+    event = finished(scheduler, done)
+    steps.begin_with(done + unfinished)
+    steps.hold_at = HOLD
+    scheduler.schedule([*[short()] * done, *[long()] * unfinished], batch_id)
+    await steps.held()
+    assert len(steps.requests) == HOLD
+    assert steps.requests[0] == done + unfinished
+    assert steps.requests[-1] == unfinished
+    if done:
+        await event.wait()
+
+
+async def works(scheduler: Scheduler, batch_id: int = 90) -> None:
+    """More tasks than there are runners are done."""
+    tasks = len(scheduler.runners) + 2
+    scheduler.schedule([short()] * tasks, batch_id)
+    statuses, experiences = await scheduler.get_results(batch_id)
+    assert oks(statuses) == [True] * tasks
+    assert len(experiences) == tasks
+
+
+# -- the order of work ------------------------------------------------------------------------------------------------
+
+
+def test_lower_steps_first_then_train_before_eval_then_first_come(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        log: list[Any] = []
+        await scheduler.stop()
+        for batch_id in ("2/b", "2/a", 2, "1/x", 10, 1):
+            scheduler.schedule([scripted(logging_to(log), is_eval=isinstance(batch_id, str))] * 2, batch_id)
+        await scheduler.start()
+        await scheduler.wait_all()
+        assert log == [(batch, task) for batch in (1, "1/x", 2, "2/b", "2/a", 10) for task in range(2)]
+
+    run(body, runner_per_model=1)
+
+
+def test_a_train_batch_overtakes_the_evaluation_that_waits_but_not_the_task_that_runs(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        log: list[Any] = []
+        scheduler.schedule([scripted(logging_to(log), is_eval=True)] * 3, "1/eval")
+        scheduler.schedule([scripted(logging_to(log))], 1)
+        await scheduler.wait_all()
+        assert log == [("1/eval", 0), (1, 0), ("1/eval", 1), ("1/eval", 2)]
+
+    run(body, runner_per_model=1)
+
+
+@pytest.mark.parametrize(("runners", "engines"), [(1, 1), (3, 1), (2, 2)])
+def test_the_engine_has_one_task_a_runner_at_a_time(run: Run, steps: Steps, runners: int, engines: int) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        steps.begin_with(runners * engines)
+        scheduler.schedule([question()] * 9, 1)
+        statuses, _ = await scheduler.get_results(1)
+        assert oks(statuses) == [True] * 9
+        assert max(steps.requests) == steps.requests[0] == runners * engines
+
+    run(body, engines, runner_per_model=runners)
+
+
+def test_schedule_returns_before_the_engine_has_done_anything(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([], 1)
+        assert not scheduler.has_step(1)
+        scheduler.schedule([question()] * 20, 1)
+        assert scheduler.has_step(1)
+        assert steps.requests == []
+        assert len((await scheduler.get_results(1))[0]) == 20
+        assert not scheduler.has_step(1)
+
+    run(body)
+
+
+# -- chunks and seeds -------------------------------------------------------------------------------------------------
+
+
+def test_chunks_give_the_tokens_of_the_whole_and_one_status_a_task(run: Run, engine: VLLMEngine) -> None:
+    results: dict[int | None, tuple[list[Status], list[Experience]]] = {}
+    requests: dict[int | None, int] = {}
+
+    for size in (None, 1, 2, 5, 7):
+
+        async def body(scheduler: Scheduler, size: int | None = size) -> None:
+            before = engine._requests
+            scheduler.schedule([question(f"{i}+1=", repeat_times=5) for i in range(3)], 1)
+            results[size] = await scheduler.get_results(1)
+            requests[size] = engine._requests - before
+
+        run(body, max_repeat_times_per_runner=size)
+
+    assert requests == {None: 3, 1: 15, 2: 9, 5: 3, 7: 3}
+    whole = results[None][1]
+    assert len({tuple(experience.tokens.tolist()) for experience in whole}) == 15
+    for statuses, experiences in results.values():
+        assert [(status.ok, status.num_runs) for status in statuses] == [(True, 5)] * 3
+        assert [(e.eid.task, e.eid.run) for e in experiences] == [(i, r) for i in range(3) for r in range(5)]
+        assert tokens_of(experiences) == tokens_of(whole)
+        for one, other in zip(experiences, whole, strict=True):
+            torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+
+
+class Wanderer:
+    """Asks twice, the second time with the first answer, and dawdles before, between and after."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def __call__(self, workflow: Any) -> list[Experience]:
+        prompt: list[int] = [5 + workflow.task.task_id]
+        experiences = []
+        for step in range(2):
+            await self._dawdle()
+            [completion] = await workflow.model.generate(prompt, max_tokens=6 + workflow.task.task_id)
+            prompt = [*completion.prompt_token_ids, *completion.token_ids, 9]
+            experiences.append(experience_of(completion, step))
+        await self._dawdle()
+        return experiences
+
+    async def _dawdle(self) -> None:
+        await asyncio.sleep(self._random.choice([0.0, 0.0, 0.002, 0.01]))
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_tokens_depend_on_neither_runners_nor_durations_nor_chunks_nor_other_batches(
+    run: Run, repeatable: bool
+) -> None:
+    results: list[Tokens] = []
+    orders: list[list[int | str]] = []
+    settings = [(1, None, False), (4, 2, False), (16, 1, True), (16, None, True), (3, 3, True)]
+
+    for number, (runners, size, others) in enumerate(settings):
+
+        async def body(scheduler: Scheduler, number: int = number, others: bool = others) -> None:
+            wanderer = Wanderer(number)
+            done: list[int | str] = []
+
+            async def noted(workflow: Any) -> list[Experience]:
+                experiences = await wanderer(workflow)
+                done.append(workflow.task.task_id)
+                return experiences
+
+            tasks = [scripted(noted, repeat_times=3)] * 8
+            if repeatable:
+                tasks = [question(f"{i}?", repeat_times=3, max_tokens=4 + i) for i in range(8)]
+            if others:
+                scheduler.schedule([question("before", repeat_times=2)] * 3, 0)
+            scheduler.schedule(tasks[:5], 1)
+            if others:
+                scheduler.schedule([question("after", is_eval=True, max_tokens=9)] * 6, "1/eval")
+            scheduler.schedule(tasks[5:], 1)
+            statuses, experiences = await scheduler.get_results(1)
+            assert oks(statuses) == [True] * 8
+            results.append(tokens_of(experiences))
+            orders.append(done)
+            await scheduler.wait_all()
+
+        run(body, runner_per_model=runners, max_repeat_times_per_runner=size)
+
+    assert len(results[0]) == 24 * (1 if repeatable else 2)
+    assert all(result == results[0] for result in results)
+    assert repeatable or orders[0] != orders[2]
+
+
+def test_another_seed_another_batch_or_another_task_gives_other_tokens(run: Run) -> None:
+    answers: list[tuple[int, ...]] = []
+
+    async def body(scheduler: Scheduler) -> None:
+        for batch_id in (1, 2):
+            scheduler.schedule([question(repeat_times=2, max_tokens=20)] * 2, batch_id)
+            answers.extend(tuple(e.tokens.tolist()) for e in (await scheduler.get_results(batch_id))[1])
+
+    for seed in (0, 0, 1):
+        run(body, seed=seed)
+    assert answers[:8] == answers[8:16]
+    assert len(set(answers)) == 16
+
+
+def test_a_batch_scheduled_again_goes_on_with_other_task_numbers_and_so_other_tokens(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([question()] * 2, 1)
+        scheduler.schedule([question()], 1)
+        _, first = await scheduler.get_results(1)
+        scheduler.schedule([question()] * 2, 1)
+        _, second = await scheduler.get_results(1)
+        assert tasks_of([*first, *second]) == [0, 1, 2, 3, 4]
+        assert len({tuple(e.tokens.tolist()) for e in [*first, *second]}) == 5
+
+    run(body)
+
+
+def test_evaluations_give_their_status_only(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([question(repeat_times=4, is_eval=True)] * 2, "3/sums")
+        statuses, experiences = await scheduler.get_results("3/sums")
+        assert experiences == []
+        for number, status in enumerate(statuses):
+            assert [(e.eid.batch, e.eid.task, e.eid.run) for e in status.eval_experiences] == [
+                ("3/sums", number, i) for i in range(4)
+            ]
+
+    run(body, max_repeat_times_per_runner=3)
+
+
+# -- get_results ------------------------------------------------------------------------------------------------------
+
+
+def test_get_results_waits_for_all_tasks(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 3, 2)
+        waiting = asyncio.create_task(scheduler.get_results(1))
+        await asyncio.wait([waiting], timeout=0.02)
+        assert not waiting.done()
+        steps.go_on()
+        statuses, experiences = await waiting
+        assert oks(statuses) == [True] * 5
+        assert tasks_of(experiences) == [0, 1, 2, 3, 4]
+        assert [len(e.tokens) - e.prompt_length for e in experiences] == [2, 2, 2, 200, 200]
+
+    run(body)
+
+
+def test_min_num_returns_everything_that_is_ready_and_the_rest_goes_on(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 3, 2)
+        statuses, experiences = await scheduler.get_results(1, min_num=2)
+        assert oks(statuses) == [True] * 3
+        assert tasks_of(experiences) == [0, 1, 2]
+        assert scheduler.has_step(1)
+        steps.go_on()
+        statuses, experiences = await scheduler.get_results(1, min_num=1)
+        rest = await scheduler.get_results(1)
+        assert tasks_of([*experiences, *rest[1]]) == [3, 4]
+        assert not scheduler.has_step(1)
+
+    run(body)
+
+
+def test_a_time_out_returns_what_is_there_and_aborts_the_rest_in_the_engine(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 3, 5)
+        statuses, experiences = await scheduler.get_results(1, timeout=0.01)
+        assert oks(statuses) == [True] * 3
+        assert tasks_of(experiences) == [0, 1, 2]
+        assert not scheduler.has_step(1)
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        assert len(steps.requests) == HOLD
+        await works(scheduler)
+
+    run(body)
+
+
+def test_fewer_than_min_num_at_the_time_out_are_returned_and_the_rest_is_aborted(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 2, 2)
+        statuses, _ = await scheduler.get_results(1, min_num=3, timeout=0.01)
+        assert oks(statuses) == [True] * 2
+        assert not scheduler.has_step(1)
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+
+    run(body)
+
+
+def test_a_time_out_without_clearing_lets_the_requests_go_on(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 3, 2)
+        statuses, _ = await scheduler.get_results(1, timeout=0.01, clear_timeout_tasks=False)
+        assert len(statuses) == 3
+        assert scheduler.has_step(1)
+        steps.go_on()
+        statuses, experiences = await scheduler.get_results(1)
+        assert oks(statuses) == [True] * 2
+        assert tasks_of(experiences) == [3, 4]
+
+    run(body)
+
+
+def test_a_time_out_aborts_all_samples_and_turns_of_a_task_and_drops_its_chunks_that_wait(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        before = engine._requests
+        steps.begin_with(2)
+        steps.hold_at = HOLD
+        scheduler.schedule([question(repeat_times=8, max_tokens=200, ignore_eos=True)], 1)  # 3 + 3 run, 2 wait
+        await steps.held()
+        assert steps.requests == [6] * HOLD
+        assert await scheduler.get_results(1, timeout=0.01) == ([], [])
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        assert engine._requests == before + 2
+        await works(scheduler)
+
+    run(body, runner_per_model=2, max_repeat_times_per_runner=3)
+
+
+def test_a_time_out_ends_a_workflow_in_a_thread_and_its_request(run: Run, steps: Steps, engine: VLLMEngine) -> None:
+    errors: list[str] = []
+    over = threading.Event()
+
+    class Blocking(Workflow):
+        def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+            model: Any = self.model
+            try:
+                model.generate("1+1=", max_tokens=200, ignore_eos=True)
+            except BaseException as error:
+                errors.append(type(error).__name__)
+            finally:
+                over.set()
+            return []
+
+    async def body(scheduler: Scheduler) -> None:
+        steps.begin_with(1)
+        steps.hold_at = HOLD
+        scheduler.schedule([Task(Blocking)], 1)
+        await steps.held()
+        assert await scheduler.get_results(1, timeout=0.01) == ([], [])
+        assert await asyncio.to_thread(over.wait, 60)
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        assert errors == ["CancelledError"]
+        await works(scheduler)
+
+    run(body)
+
+
+def test_an_unknown_batch_returns_at_once_while_the_engine_is_busy(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 0, 1)
+        assert await scheduler.get_results(9) == ([], [])
+        assert await scheduler.get_results("9/x", min_num=3) == ([], [])
+        assert scheduler.has_step(1)
+        steps.go_on()
+        assert len((await scheduler.get_results(1))[0]) == 1
+        assert await scheduler.get_results(1) == ([], [])  # collected, so unknown again
+
+    run(body)
+
+
+def test_several_wait_at_the_same_time(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        for batch_id in (1, "1/eval", 2):
+            scheduler.schedule([question(is_eval=batch_id == "1/eval")] * 3, batch_id)
+        everything = asyncio.create_task(scheduler.wait_all())
+        results = await asyncio.gather(*(scheduler.get_results(batch_id) for batch_id in (2, 1, "1/eval", 1)))
+        await everything
+        second, first, evaluated, again = results
+        assert (len(second[0]), len(evaluated[0])) == (3, 3)
+        assert sorted(len(statuses) for statuses, _ in (first, again)) == [0, 3]  # each task is handed out once
+
+    run(body)
+
+
+def test_a_batch_that_is_dropped_leaves_nothing_and_the_other_goes_on(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        steps.begin_with(5)
+        steps.hold_at = HOLD
+        scheduler.schedule([long()] * 3, 1)
+        scheduler.schedule([long()] * 2, 2)
+        await steps.held()
+        await scheduler.drop(1)
+        assert not scheduler.has_step(1)
+        steps.go_on()
+        assert (await left_in(engine))[:2] == (2, 2)
+        assert oks((await scheduler.get_results(2))[0]) == [True] * 2
+
+    run(body)
+
+
+# -- wait_all, stop ---------------------------------------------------------------------------------------------------
+
+
+def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfinished(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([short()], 0)
+        await scheduler.wait_all()
+        before = len(steps.requests)
+        steps.begin_with(2)
+        steps.hold_at = before + HOLD
+        scheduler.schedule([long()] * 4, 1)
+        scheduler.schedule([long()], "1/eval")
+        await steps.held()
+        with pytest.raises(TimeoutError, match=r"^nothing finished within 0.01 s: 3 pending, 2 running$"):
+            await scheduler.wait_all(timeout=0.01)
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        assert len(steps.requests) == before + HOLD
+        assert tasks_of((await scheduler.get_results(0))[1]) == [0]
+        assert not scheduler.has_step(1)
+        assert not scheduler.has_step("1/eval")
+        await works(scheduler)
+
+    run(body, runner_per_model=2)
+
+
+def test_wait_all_without_clearing_lets_the_requests_go_on(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 1, 2)
+        with pytest.raises(TimeoutError, match="0 pending, 2 running"):
+            await scheduler.wait_all(timeout=0.01, clear_timeout_tasks=False)
+        steps.go_on()
+        await scheduler.wait_all()
+        assert oks((await scheduler.get_results(1))[0]) == [True] * 3
+
+    run(body)
+
+
+def test_stop_aborts_what_runs_keeps_what_is_finished_and_can_be_started_again(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([short()] * 3, 0)
+        await scheduler.wait_all()
+        before = len(steps.requests)
+        steps.begin_with(3)
+        steps.hold_at = before + HOLD
+        scheduler.schedule([long()] * 5, 1)
+        await steps.held()
+        waiting = asyncio.create_task(scheduler.get_results(1))
+        await scheduler.stop()
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        assert len(steps.requests) == before + HOLD
+        assert await waiting == ([], [])
+        assert oks((await scheduler.get_results(0))[0]) == [True] * 3
+        assert not scheduler.has_step(1)
+        await scheduler.start()
+        await works(scheduler)
+
+    run(body, runner_per_model=3)
+
+
+# -- over-rollout and dynamic time-outs -------------------------------------------------------------------------------
+
+
+def test_over_rollout_finishes_a_step_and_aborts_the_slowest(run: Run, steps: Steps, engine: VLLMEngine) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 3, 2)
+        statuses, experiences = await scheduler.get_results(1)
+        assert oks(statuses) == [True] * 3
+        assert tasks_of(experiences) == [0, 1, 2]
+        assert not scheduler.has_step(1)
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        scheduler.schedule([question(is_eval=True, max_tokens=2 + 30 * i) for i in range(5)], "1/eval")
+        assert len((await scheduler.get_results("1/eval"))[0]) == 5  # evaluations are complete
+
+    run(body, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.01))
+
+
+def test_over_rollout_waits_for_enough_tasks(run: Run, steps: Steps) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        await part_of_a_batch(scheduler, steps, 2, 3)
+        waiting = asyncio.create_task(scheduler.get_results(1))
+        await asyncio.wait([waiting], timeout=0.02)
+        assert not waiting.done()
+        steps.go_on()
+        assert len((await waiting)[0]) >= 3
+
+    run(body, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.0))
+
+
+def test_the_dynamic_time_out_aborts_what_takes_much_longer_than_the_average(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([short()] * 4, 1)
+        statuses, _ = await scheduler.get_results(1)
+        average = sum(status.metric["time_per_task"] for status in statuses) / 4
+        steps.begin_with(1)
+        steps.hold_at = len(steps.requests) + 1
+        scheduler.schedule([long()], 2)
+        (status,), experiences = await scheduler.get_results(2, timeout=60)
+        assert experiences == []
+        assert status.message == f"1 of 1 runs failed: TimeoutError: not done within {2 * average:g} s"
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        scheduler.schedule([question(max_tokens=100, ignore_eos=True, is_eval=True)], "2/eval")
+        assert oks((await scheduler.get_results("2/eval"))[0]) == [True]
+
+    run(body, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=2.0, warmup_min_steps=1))
+
+
+# -- failures, retries, time-outs -------------------------------------------------------------------------------------
+
+
+class Flaky:
+    """Asks, and then fails the first so many tries of some runs."""
+
+    def __init__(self, failures: dict[int, int]) -> None:
+        self.tries: Counter[int] = Counter()
+        self._failures = failures
+
+    async def __call__(self, workflow: Any) -> list[Experience]:
+        run = workflow.model._run
+        self.tries[run] += 1
+        experiences = await ask(workflow)
+        if self.tries[run] <= self._failures.get(run, 0):
+            raise ConnectionError(f"run {run}")
+        return experiences
+
+
+def test_a_retry_repeats_only_the_runs_that_failed_and_gives_the_same_tokens(run: Run, engine: VLLMEngine) -> None:
+    results: list[Tokens] = []
+
+    for flaky, requests in ((Flaky({}), 5), (Flaky({1: 1, 3: 2}), 8)):
+
+        async def body(scheduler: Scheduler, flaky: Flaky = flaky, requests: int = requests) -> None:
+            before = engine._requests
+            scheduler.schedule([scripted(flaky, repeat_times=5)], 1)
+            (status,), experiences = await scheduler.get_results(1)
+            assert (status.ok, status.message) == (True, None)
+            assert status.metric["task_run_time"] >= status.metric["time_per_task"] > 0
+            assert engine._requests == before + requests
+            results.append(tokens_of(experiences))
+
+        run(body, max_retry_times=2)
+        assert [flaky.tries[i] for i in range(5)] == [1 + flaky._failures.get(i, 0) for i in range(5)]
+
+    assert results[0] == results[1]
+    assert len(results[0]) == 5
+
+
+def test_a_retry_of_a_request_with_several_samples_repeats_those_whose_reward_failed(
+    run: Run, engine: VLLMEngine
+) -> None:
+    results: list[Tokens] = []
+
+    tried: Counter[str] = Counter()
+    failing: set[str | None] = set()
+
+    def reward(response: str, task: Task) -> float:
+        tried[response] += 1
+        if response in failing and tried[response] == 1:
+            raise ConnectionError("the judge is away")
+        return 1.0
+
+    async def body(scheduler: Scheduler) -> None:
+        before = engine._requests
+        scheduler.schedule([replace(question(repeat_times=5), reward_fn=reward)], 1)
+        (status,), experiences = await scheduler.get_results(1)
+        assert status.ok
+        assert [e.reward for e in experiences] == [1.0] * 5
+        assert engine._requests == before + (3 if failing else 1)  # runs 1 and 2 are one request, 4 is another
+        assert sorted(tried.values()) == ([1, 1, 2, 2, 2] if failing else [1] * 5)
+        results.append(tokens_of(experiences))
+        tried.clear()
+        failing.update(experiences[run].response_text for run in (1, 2, 4))
+
+    run(body, max_retry_times=1)
+    run(body, max_retry_times=1)
+    assert results[0] == results[1]
+
+
+def test_what_succeeded_is_kept_when_other_runs_fail_for_good(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(Flaky({0: 9, 2: 9}), repeat_times=4), question()], 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert oks(statuses) == [False, True]
+        assert statuses[0].message == "2 of 4 runs failed: ConnectionError: run 0; ConnectionError: run 2"
+        assert "task_run_time" in statuses[0].metric
+        assert [(e.eid.task, e.eid.run) for e in experiences] == [(0, 1), (0, 3), (1, 0)]
+
+    run(body, max_retry_times=1, max_repeat_times_per_runner=2)
+
+
+def test_a_prompt_that_is_too_long_is_told_not_tried_again_and_the_engine_goes_on(run: Run, engine: VLLMEngine) -> None:
+    attempts: Counter[int | str] = Counter()
+
+    async def too_long(workflow: Any) -> list[Experience]:
+        attempts[workflow.task.task_id] += 1
+        return [experience_of((await workflow.model.generate([5] * CONTEXT))[0])]
+
+    async def body(scheduler: Scheduler) -> None:
+        before = engine._requests
+        tasks = [question(), question("x" * 2 * CONTEXT, repeat_times=3), scripted(too_long), question(is_eval=True)]
+        scheduler.schedule(tasks, 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert oks(statuses) == [True, False, False, True]
+        assert (statuses[1].message or "").startswith("3 of 3 runs failed: 3 x PromptTooLongError: prompt_truncated: ")
+        assert (statuses[2].message or "").startswith("1 of 1 runs failed: PromptTooLongError: prompt_truncated: ")
+        assert tasks_of(experiences) == [0]
+        assert attempts == {2: 1}
+        assert rollout_metrics(statuses, experiences, 1, 4, 1.0)["rollout/failed_tasks"] == 2.0
+        assert engine._requests == before + 2
+        await works(scheduler)
+
+    run(body, max_retry_times=2)
+
+
+def test_a_request_that_the_engine_refuses_fails_its_task_alone(run: Run) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([question(), question(max_tokens=0), question()], 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert oks(statuses) == [True, False, True]
+        assert "max_tokens must be at least 1" in (statuses[1].message or "")
+        assert tasks_of(experiences) == [0, 2]
+
+    run(body, max_retry_times=1)
+
+
+@pytest.mark.parametrize("body_of_task", [hang, ask_for_many])
+def test_a_task_that_takes_too_long_is_a_failure_and_its_runner_is_free(
+    run: Run, steps: Steps, engine: VLLMEngine, body_of_task: Any
+) -> None:
+    in_engine = body_of_task is ask_for_many
+
+    async def body(scheduler: Scheduler) -> None:
+        if in_engine:
+            steps.begin_with(2)
+            steps.hold_at = 1
+        scheduler.schedule([scripted(body_of_task, repeat_times=2)], 1)
+        (status,), experiences = await scheduler.get_results(1, timeout=60)
+        assert experiences == []
+        assert status.message == "2 of 2 runs failed: 2 x TimeoutError: not done within 0.5 s"
+        assert "task_run_time" in status.metric
+        assert steps.requests == ([2] if in_engine else [])
+        steps.go_on()
+        assert await left_in(engine) == (0, 0, 0.0)
+        scheduler.config.max_timeout = 60.0
+        await works(scheduler)
+
+    run(body, runner_per_model=1, max_timeout=0.5)
+
+
+def test_a_run_that_hangs_once_is_tried_again_and_the_others_are_not(run: Run, engine: VLLMEngine) -> None:
+    tries: Counter[int] = Counter()
+
+    async def hangs_once(workflow: Any) -> list[Experience]:
+        tries[workflow.model._run] += 1
+        if workflow.model._run == 1 and tries[1] == 1:
+            await ask(workflow)
+            return await hang(workflow)
+        return await ask(workflow)
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(hangs_once, repeat_times=3)], 1)
+        (status,), experiences = await scheduler.get_results(1)
+        assert status.ok
+        assert [e.eid.run for e in experiences] == [0, 1, 2]
+        assert tries == {0: 1, 1: 2, 2: 1}
+        assert status.metric["task_run_time"] > status.metric["time_per_task"]
+
+    run(body, max_timeout=1.0, max_retry_times=2)
+
+
+def test_a_step_that_raises_fails_its_tasks_and_the_next_batch_works(
+    run: Run, steps: Steps, engine: VLLMEngine
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        steps.begin_with(3)
+        steps.fail_at = 3
+        scheduler.schedule([long()] * 3, 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert experiences == []
+        assert [status.message for status in statuses] == [
+            "1 of 1 runs failed: RolloutError: the engine failed while generating: RuntimeError: out of memory, say"
+        ] * 3
+        assert await left_in(engine) == (0, 0, 0.0)
+        await works(scheduler)
+
+    run(body)
+
+
+def test_a_step_that_raises_once_costs_a_retry_and_changes_no_token(run: Run, steps: Steps) -> None:
+    results: list[Tokens] = []
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([question(f"{i}", repeat_times=2) for i in range(4)], 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert oks(statuses) == [True] * 4
+        results.append(tokens_of(experiences))
+
+    run(body)
+    steps.begin_with(4)
+    steps.fail_at = len(steps.requests) + 3
+    run(body, max_retry_times=1)
+    assert len(steps.requests) > steps.fail_at
+    assert results[0] == results[1]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_experiences_tell_the_version_of_the_weights_they_were_begun_with(
+    run: Run, steps: Steps, engine: VLLMEngine, driven: tuple[VLLMEngine, Host]
+) -> None:
+    model = tiny_model()
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([question()] * 2, 1)
+        versions = [e.info["model_version"] for e in (await scheduler.get_results(1))[1]]
+        steps.begin_with(2)
+        steps.hold_at = len(steps.requests) + HOLD
+        scheduler.schedule([long()] * 2, 2)
+        await steps.held()
+        syncing = asyncio.create_task(engine.sync_weights(weight_stream(model), 7))
+        await asyncio.sleep(0)
+        steps.go_on()
+        await syncing
+        scheduler.schedule([question()] * 2, 3)
+        for batch_id in (2, 3):
+            statuses, experiences = await scheduler.get_results(batch_id)
+            assert oks(statuses) == [True] * 2
+            versions += [e.info["model_version"] for e in experiences]
+        assert versions == [0, 0, 0, 0, 7, 7]
+
+    try:
+        run(body)
+    finally:
+        driven[1].run(engine.sync_weights(weight_stream(model), 0))

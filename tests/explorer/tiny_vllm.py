@@ -1,0 +1,49 @@
+"""A real vLLM of the tiny model, small, and in float32: its tokens depend on seeds alone."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trinity_lightning.common.config import EngineDtype
+from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+
+
+def tiny_engine(model: str = "tiny", **overrides: Any) -> VLLMEngine:
+    """An engine that is not loaded yet."""
+    settings: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_num_seqs": 16, "kv_cache_gb": 0.1}
+    return VLLMEngine(model, **(settings | overrides))
+
+
+def tiny_model() -> Any:
+    """The same model of transformers."""
+    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
+
+
+def standing_still(engine: VLLMEngine) -> threading.Event:
+    """The engine does nothing before the event is set: not before all requests have been posted, say."""
+    event = threading.Event()
+
+    def wait() -> None:
+        event.wait(60)
+
+    engine._post(wait)
+    return event
+
+
+@contextmanager
+def driven_engine(max_model_len: int) -> Iterator[tuple[VLLMEngine, Host]]:
+    """A loaded engine and its host; both are gone afterwards."""
+    engine = tiny_engine(max_model_len=max_model_len)
+    host = Host([engine])
+    try:
+        host.run(engine.load())
+        yield engine, host
+        host.run(engine.shutdown())
+    finally:
+        host.close()
