@@ -1,12 +1,16 @@
 """What engines of a run may use of the machine, and where their weights go."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from trinity_lightning.common.config import EngineConfig
+from trinity_lightning import engines
+from trinity_lightning.common.config import EngineConfig, ExplorerConfig, TrainConfig
 from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import WeightStream
@@ -36,20 +40,48 @@ def stream(value: float) -> WeightStream:
 
 
 def test_weights_are_written_once_for_all_engines_and_replace_the_last(tmp_path: Path) -> None:
-    folder, first, second = WeightFolder(tmp_path / "weights"), stream(1.0), stream(2.0)
+    folder, first = WeightFolder(tmp_path / "weights"), stream(1.0)
     place = folder.write(first, torch.bfloat16)
     assert folder.write(first, torch.bfloat16) == place
     weights = load_file(place / "model.safetensors")
     assert weights.keys() == {"embed.weight", "lm_head.weight"}
     assert all(tensor.dtype == torch.bfloat16 and (tensor == 1).all() for tensor in weights.values())
-    newer = folder.write(second, torch.float32)
-    assert newer != place
-    assert [each.name for each in (tmp_path / "weights").iterdir()] == [newer.name]
+    newer = [folder.write(stream(value), torch.float32) for value in (2.0, 3.0, 4.0)]
+    assert not place.exists()
+    assert [each.exists() for each in newer] == [False, True, True]  # one engine may be slow
     folder.close()
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_engines_ask_for_weights_at_once_and_runs_share_a_place(tmp_path: Path) -> None:
+    folders = [WeightFolder(tmp_path) for _ in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        for value in range(1, 20):
+            sent = stream(float(value))
+            asked = [pool.submit(folder.write, sent, torch.float32) for folder in folders for _ in range(4)]
+            places = [each.result() for each in asked]
+            assert len(set(places)) == 2
+            assert all((load_file(place / "model.safetensors")["embed.weight"] == value).all() for place in places)
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightSyncError, match=r"file.*synchronizer\.folder"):
         WeightFolder(tmp_path / "file" / "weights").write(stream(1.0), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("engine", "sync_offset", "expected"), [({}, 0, [0, 1, 2, 3]), ({}, 1, [2, 3]), ({"cpu_cores": 1}, 0, [3])]
+)
+def test_a_judges_server_has_the_cores_that_it_was_given(
+    engine: dict[str, int], sync_offset: int, expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(engines, "VLLMServerEngine", lambda model, config, **given: started.update(given))
+    config = TrainConfig(
+        explorer=ExplorerConfig(sync_offset=sync_offset),
+        auxiliary_models={"judge": {"model": "tiny", "engine": {**engine, "gpus": [1]}}},
+    )
+    engines.auxiliary_models_of(config, tmp_path)
+    assert started == {"cores": expected, "gpus": [1], "log": tmp_path / "judge.log"}

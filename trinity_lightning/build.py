@@ -13,7 +13,7 @@ from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint
 from trinity_lightning.common.config import EngineDtype, TrainConfig
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.engines import auxiliary_models_of
+from trinity_lightning.engines import ThreadShare, auxiliary_models_of
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (
@@ -99,7 +99,7 @@ def build(config: DictConfig) -> Run:
     if typed.buffer.storage == "memory":
         auxiliary_models = auxiliary_models_of(typed, folder)
         data = online_data(typed, folder, auxiliary_models)
-        callbacks.append(explorer_callback(typed, folder, auxiliary_models, monitor))
+        callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor)]
     else:
         # With an explorer its callback does it, between two steps.
         callbacks.append(OnExceptionCheckpoint(folder / "checkpoints", "interrupted"))

@@ -1,10 +1,12 @@
 """The engines of a run, made from its configuration, and what each may use of the machine."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import torch
 
 from trinity_lightning.common.auxiliary import auxiliary_configs
@@ -31,18 +33,21 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, InferenceModel]:
     """The models beside the policy, by name."""
     return {
-        name: _auxiliary(name, auxiliary, folder)
+        name: _auxiliary(name, auxiliary, config, folder)
         for name, auxiliary in auxiliary_configs(config.auxiliary_models).items()
     }
 
 
-def _auxiliary(name: str, config: AuxiliaryConfig, folder: Path) -> InferenceModel:
-    if config.url is not None:
-        return OpenAIModel(config.url, config.model, config.api_key_env)
-    return VLLMServerEngine(config.model, config.engine, gpus=config.engine.gpus, log=folder / f"{name}.log")
+def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> InferenceModel:
+    if auxiliary.url is not None:
+        return OpenAIModel(auxiliary.url, auxiliary.model, auxiliary.api_key_env)
+    engine = auxiliary.engine
+    [cores] = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
+    return VLLMServerEngine(auxiliary.model, engine, cores=cores, gpus=engine.gpus, log=folder / f"{name}.log")
 
 
 def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[Engine]:
+    shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
     weights = WeightFolder(config.synchronizer.folder or folder / "weights")
     name = config.model.name
     if engine.urls:
@@ -71,13 +76,32 @@ def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> 
     return [[taken[(server * each + i) % len(taken)] for i in range(each)] for server in range(engine.servers)]
 
 
-def leave_cores_to_servers(config: TrainConfig) -> None:
-    """Train with the threads that servers of this machine leave, where they compute at the same time."""
-    engine = config.engine
-    if engine.kind is EngineKind.vllm_server and not engine.urls and config.explorer.sync_offset > 0:
-        cores = sorted(os.sched_getaffinity(0))
-        taken = {core for server in server_cores(cores, engine, overlaps=True) for core in server}
-        torch.set_num_threads(max(len(cores) - len(taken), 1))
+class ThreadShare(L.Callback):
+    """Train with the threads that servers of this machine leave, where both compute at the same time on CPUs."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._before: int | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take fewer threads, where that is needed."""
+        engine = self._config.engine
+        shared = engine.kind is EngineKind.vllm_server and not engine.urls and self._config.explorer.sync_offset > 0
+        if shared and not torch.cuda.is_available():
+            cores = sorted(os.sched_getaffinity(0))
+            taken = {core for server in server_cores(cores, engine, overlaps=True) for core in server}
+            self._before = torch.get_num_threads()
+            torch.set_num_threads(max(len(cores) - len(taken), 1))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give them back: another job of a sweep may follow in this process."""
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The same where training ends with an error."""
+        self.teardown(trainer, pl_module, "fit")
 
 
 def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:

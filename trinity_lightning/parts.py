@@ -20,7 +20,7 @@ from trinity_lightning.common.config import TasksetConfig, TrainConfig
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.validate import strategies
-from trinity_lightning.engines import engines_of, leave_cores_to_servers
+from trinity_lightning.engines import engines_of
 from trinity_lightning.experts import expert_data
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
@@ -88,7 +88,6 @@ def explorer_callback(
     config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, InferenceModel], monitor: RunMonitor
 ) -> ExplorerCallback:
     """What rolls out, watched by the monitor."""
-    leave_cores_to_servers(config)
     explorer = Explorer(
         config.explorer,
         engines_of(config, folder),

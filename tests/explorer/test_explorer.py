@@ -420,7 +420,7 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
     state = explored.state_dict()
     again = Explorer(ExplorerConfig(sync_interval=2), [fresh := FakeModel()], source())
     again.load_state_dict(state)
-    asyncio.run(again.restore_weights())
+    asyncio.run(again.engines.restore())
     assert fresh.model_version == 2
     assert asyncio.run(again.get_weight("w")).tolist() == [0, 0]
 

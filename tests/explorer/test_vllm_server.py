@@ -1,6 +1,7 @@
 """vLLM in a process of its own, with the tiny model in float32: exact tokens, weights, failures, and its end."""
 
 import asyncio
+import json
 import os
 import pickle
 import re
@@ -93,6 +94,20 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(engine: VLLMServerEngine, 
     *singles, group = host.run(together())
     assert [c.token_ids for c in group] == [singles[seed][0].token_ids for seed in (4, 5, 6)]
     assert host.run(engine.generate(PROMPT, seed=7, max_tokens=10))[0] == singles[7][0]
+
+
+def test_the_models_own_sampling_settings_are_not_taken(host: Host, tmp_path: Path) -> None:
+    for file in Path(resolve_model("tiny")).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    engine = VLLMServerEngine(str(tmp_path), **SETTINGS)
+    try:
+        [completion] = host.run(engine.generate(PROMPT, max_tokens=8, seed=5))
+    finally:
+        host.run(engine.shutdown())
+    expected = logprobs(tiny_model(), [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
+    assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_text_is_scored_at_temperature_one(engine: VLLMServerEngine, host: Host) -> None:

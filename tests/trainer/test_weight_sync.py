@@ -13,7 +13,7 @@ from trinity_lightning.common.config import EngineDtype
 from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models import in_process
+from trinity_lightning.explorer.models import engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.trainer import weight_sync
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, compare, perturbed, weight_stream
@@ -297,7 +297,7 @@ def test_the_drill_catches_vllms_stale_tied_head(
     def without_head(model: nn.Module) -> weight_sync.WeightStream:
         return weight_sync.WeightStream.of((n, t) for n, t in weight_stream(model) if n != HEAD)
 
-    monkeypatch.setattr(in_process, "check_shapes", lambda *_: None)
+    monkeypatch.setattr(engine, "check_shapes", lambda *_: None)
     sync = vllm_synchronizer(vllm, probe)
     sync._send = lambda: vllm[1].run(vllm[0].sync_weights(without_head(vllm[2]), 1))
     with pytest.raises(WeightSyncError, match=f"drill.*{WRONG}"):

@@ -7,14 +7,11 @@ hooks ran: a resumed run may skip some of them.
 import asyncio
 import logging
 import math
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import lightning as L
@@ -23,18 +20,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.config import SynchronizerConfig
 from trinity_lightning.common.errors import ConfigError, WeightSyncError
-from trinity_lightning.common.experience import Experience
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.lookahead import Interval, LookAhead
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.watchers import CtrlC, Watchers
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, weight_stream
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_OLDER = -1  # instead of a global_step: the engines were given weights of a step before
+STOP_SECONDS = 20.0  # for rollouts in flight after SIGTERM: schedulers of clusters kill 30 s after it
 
 
 class ExplorerCallback(L.Callback):
@@ -61,18 +61,15 @@ class ExplorerCallback(L.Callback):
         self.explorer = explorer
         self.metrics: dict[str, float] = {}
         self._sync_config = synchronizer or SynchronizerConfig()
-        self._observer = observer
-        self._progress = progress
+        self._watchers = Watchers(observer, progress, waiting=lambda: not self._ahead.under_way)
+        self._ctrl_c = CtrlC()
         self._host: Host | None = None
         self._synced_at: int | None = None  # global_step of the weights that the engines were last synced to
         self._trained = 0  # explore steps trained in them
         self._ahead = LookAhead(explorer)
-        self._observed: list[tuple[list[Experience], int, str | None]] = []
         self._started = False
         self._filling = False
         self._step_began = 0.0
-        self._interrupts = 0
-        self._previous_handler: Any = None
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -96,12 +93,12 @@ class ExplorerCallback(L.Callback):
         for engine in engines:
             if isinstance(engine, TransformersEngine):
                 engine.bind(policy.policy)
-        self._interrupts, self._synced_at, self._started, self._filling = 0, None, False, False
+        self._ctrl_c.count, self._synced_at, self._started, self._filling = 0, None, False, False
         driven = [engine for engine in engines if isinstance(engine, InProcessEngine)]
         self._host = Host(driven, lambda: self._interruption(trainer))
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
-            self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
-        self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), self._observe, self._show_progress)
+        self._ctrl_c.install()
+        watchers = self._watchers
+        self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), watchers.observe, watchers.progress)
         self._run(data.prepare())
         self._run(self.explorer.prepare())
         self._synchronizer = self._make_synchronizer(policy, engines)
@@ -111,22 +108,22 @@ class ExplorerCallback(L.Callback):
         self._close()
 
     def _close(self) -> None:
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGINT, self._previous_handler)
-            self._previous_handler = None
+        self._ctrl_c.restore()
         if self._host is not None:
             host, self._host = self._host, None
-            self._ahead.forget()
-            host.run(self.explorer.shutdown(), interruptible=False)
-            host.close()
+            self._ahead.cancel()
+            try:
+                host.run(self.explorer.shutdown(), interruptible=False)
+            finally:
+                host.close()
 
     def _make_synchronizer(self, policy: PolicyModule, engines: list[Engine]) -> Synchronizer:
         token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             policy.policy,
-            send=self._send,
+            send=lambda: self._run_in_time(self.explorer.sync_weight(self._trained)),
             trainer_logprobs=lambda: policy.sequence_logprobs(token_ids),
-            engine_logprobs=lambda: [self._run(engine.logprobs(token_ids)) for engine in engines],
+            engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(policy.policy.dtype, *[engine.dtype for engine in engines]),
             check_interval=self._sync_config.check_interval,
             with_drill=self._sync_config.drill and not any(engine.shares_weights for engine in engines),
@@ -174,8 +171,8 @@ class ExplorerCallback(L.Callback):
             start = time.perf_counter()
             data.storage.columns = policy.prepare_step(data.experiences)
             self.metrics["time/prepare"] = time.perf_counter() - start
-            self._explore_ahead(trainer, step)
             self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
+        self._explore_ahead(trainer, step)
         self._filling = False
         self._ahead.training = Interval(time.perf_counter())
 
@@ -200,10 +197,11 @@ class ExplorerCallback(L.Callback):
 
     def _wait_ahead(self) -> None:
         self._ahead.wait()
-        self._flush()
+        self._watchers.flush()
 
     def _evaluate(self, trainer: L.Trainer, trained: int, row: int, interruptible: bool = True) -> None:
-        self._wait_ahead()
+        self._ahead.settle()  # an error of theirs comes when they are needed: this step is to be saved first
+        self._watchers.flush()
         self._sync(trainer, trained)
         metrics = self._run(self.explorer.eval(trained), interruptible)
         self.metrics |= metrics
@@ -215,7 +213,10 @@ class ExplorerCallback(L.Callback):
         if fresh or due:
             self._sync(trainer, trained)
         if fresh and not due:
-            self._run(self.explorer.restore_weights())
+            self._run_in_time(self.explorer.engines.restore())
+            self._synced_at = _OLDER
+        elif fresh:
+            self.explorer.engines.forget_restored()
 
     def _sync(self, trainer: L.Trainer, trained: int) -> None:
         """Send the weights, unless the engines have them: an item that trained nothing changed none."""
@@ -225,15 +226,6 @@ class ExplorerCallback(L.Callback):
             self._synced_at = trainer.global_step
             self.metrics |= metrics
             self._log(trainer, metrics, max(trainer.fit_loop.epoch_loop.total_batch_idx, 0), trained)
-
-    def _send(self) -> None:
-        limit = self._sync_config.sync_timeout
-        try:
-            self._run(asyncio.wait_for(self.explorer.sync_weight(self._trained), limit))
-        except TimeoutError as error:
-            raise WeightSyncError(
-                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live?"
-            ) from error
 
     # -- bits ---------------------------------------------------------------------------------------------------------
 
@@ -249,26 +241,22 @@ class ExplorerCallback(L.Callback):
         try:
             return host.run(coroutine, interruptible)
         finally:
-            self._flush()
+            self._watchers.flush()
+
+    def _run_in_time(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Part of a weight sync: it must end within `sync_timeout`."""
+        limit = self._sync_config.sync_timeout
+        try:
+            return self._run(asyncio.wait_for(coroutine, limit))
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live?"
+            ) from error
 
     def _running_host(self) -> Host:
         if self._host is None:
             raise RuntimeError("the explorer runs only inside Trainer.fit.")
         return self._host
-
-    def _observe(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
-        """Kept for the main thread: the observer's loggers are the trainer's too, which may be logging just now."""
-        self._observed.append((experiences, step, taskset))
-
-    def _flush(self) -> None:
-        observed, self._observed = self._observed, []
-        for each in observed:
-            if self._observer is not None:
-                self._observer(*each)
-
-    def _show_progress(self, batch: int | str, done: int, total: int) -> None:
-        if self._progress is not None and not self._ahead.under_way:  # while it trains the bar is the trainer's
-            self._progress(batch, done, total)
 
     def _log(self, trainer: L.Trainer, metrics: dict[str, float], row: int, step: int) -> None:
         for each in trainer.loggers:
@@ -276,14 +264,8 @@ class ExplorerCallback(L.Callback):
 
     # -- interruption -------------------------------------------------------------------------------------------------
 
-    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
-        if self._interrupts > 1:
-            raise KeyboardInterrupt
-        logger.warning("Ctrl-C: stopping after the step under way, with a checkpoint; press again to stop at once.")
-
     def _interruption(self, trainer: L.Trainer) -> BaseException | None:
-        if self._interrupts:
+        if self._ctrl_c.count:
             return KeyboardInterrupt()
         if trainer.received_sigterm:
             return SIGTERMException()
@@ -291,19 +273,36 @@ class ExplorerCallback(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """On a single Ctrl-C or SIGTERM write a checkpoint and say how to go on; free everything in any case."""
-        asked_to_stop = isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._interrupts <= 1
+        try:
+            if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._ctrl_c.count <= 1:
+                self._save_interrupted(trainer, limited=isinstance(exception, SIGTERMException))
+        finally:
+            self._close()
+
+    def _save_interrupted(self, trainer: L.Trainer, limited: bool) -> None:
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if asked_to_stop and not self._started:  # a resumed run's state is not restored yet: nothing worth saving
+        if not self._started:  # a resumed run's state is not restored yet: nothing worth saving
             logger.warning("stopped before training began; there is no new checkpoint.")
-        elif asked_to_stop and folder is None:
+            return
+        if folder is None:
             logger.warning("stopped at explore step %d without a checkpoint: no ModelCheckpoint.", self.explorer.step)
-        elif asked_to_stop:
-            if self._filling:
-                # The loop still counts the items of the epoch before, and would take this epoch's as done on resume.
-                trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
-            trainer.save_checkpoint(Path(str(folder)) / "interrupted.ckpt")
-            logger.warning("stopped at explore step %d. Resume with ckpt_path=last", self.explorer.step)
-        self._close()
+            return
+        self._settle(limited)
+        if self._filling:
+            # The loop still counts the items of the epoch before, and would take this epoch's as done on resume.
+            trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
+        trainer.save_checkpoint(Path(str(folder)) / "interrupted.ckpt")
+        logger.warning("stopped at explore step %d. Resume with ckpt_path=last", self.explorer.step)
+
+    def _settle(self, limited: bool) -> None:
+        """Wait for rollouts in flight, which a checkpoint then holds; after SIGTERM not for long."""
+        if not self._ahead.under_way:
+            return
+        logger.warning("waiting for the rollouts in flight; Ctrl-C stops without a checkpoint.")
+        self._ctrl_c.install()  # again: Lightning ignores Ctrl-C from here on
+        self._ahead.settle(STOP_SECONDS if limited else math.inf)
+        if not self._ahead.complete:
+            logger.warning("the next step's rollouts are not in the checkpoint: newer weights will make them anew.")
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -312,8 +311,8 @@ class ExplorerCallback(L.Callback):
 
         Lightning asks for it before it asks the DataModule, whose buffer then holds those rollouts too.
         """
-        if self._host is not None:
-            self._wait_ahead()
+        self._ahead.settle()
+        self._watchers.flush()
         ahead = self._ahead.state_dict()
         return {"explorer": self.explorer.state_dict(), "metrics": dict(self.metrics), "ahead": ahead}
 

@@ -94,16 +94,17 @@ class Explorer:
 
     async def prepare(self) -> None:
         """Load or start the engines, and start the runners."""
-        for model in self._engines():
-            if isinstance(model, Engine):
-                await model.load()
+        await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine)))
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
-        """Stop the runners and free the engines."""
-        await self._scheduler.stop()
-        for model in self._engines():
-            await model.shutdown()
+        """Stop the runners and free the engines: each of them, also where another one fails to."""
+        ends = [self._scheduler.stop(), *(model.shutdown() for model in self._engines())]
+        errors = []
+        for end in ends:  # the runners first: they still talk to the engines
+            errors += [each for each in await asyncio.gather(end, return_exceptions=True) if each is not None]
+        if errors:
+            raise errors[0]
 
     def _engines(self) -> list[InferenceModel]:
         return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
@@ -269,10 +270,6 @@ class Explorer:
             RuntimeError: `connect` was not called.
         """
         return self.engines.weight(name)
-
-    async def restore_weights(self) -> None:
-        """Give fresh engines the weights that they had when the checkpoint was written, where it holds such weights."""
-        await self.engines.restore()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ its speed. While the main thread pumps the engines, the loop stays free for work
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -54,17 +55,20 @@ class Host:
         """Let the coroutine run while the main thread does something else: it must not need an in-process engine."""
         return Job(self._loop, coroutine, self._wake.set)
 
-    def wait(self, job: "Job[T]", interruptible: bool = True) -> T:
-        """The result of what `start` began; as `run`."""
+    def wait(self, job: "Job[T]", interruptible: bool = True, limit: float = math.inf) -> T:
+        """The result of what `start` began; as `run`. TimeoutError, and it is cancelled, after `limit` seconds."""
+        deadline = time.monotonic() + limit
         try:
             while not job.done:
                 self._pump(job)
+                if not job.done and time.monotonic() > deadline:
+                    raise TimeoutError(f"not done within {limit:g} s")
                 if interruptible and not job.done and (reason := self._interrupted()) is not None:
-                    self._cancel(job)
+                    self.cancel(job)
                     if not job.succeeded:
                         raise reason
         except BaseException:
-            self._cancel(job)
+            self.cancel(job)
             raise
         finally:
             for engine in self._engines:
@@ -88,7 +92,8 @@ class Host:
         if not any(worked) and not job.done:
             self._wake.wait(SIGNAL_CHECK_SECONDS)
 
-    def _cancel(self, job: "Job[Any]") -> None:
+    def cancel(self, job: "Job[Any]") -> None:
+        """Cancel what `start` began, and wait for the end of its clean-up; nothing happens where it is done."""
         if job.done:
             return
         job.cancel()

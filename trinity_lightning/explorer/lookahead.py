@@ -37,6 +37,7 @@ class LookAhead:
         self._metrics: dict[int, dict[str, float]] = {}
         self._job: Job[Interval] | None = None
         self._host: Host | None = None
+        self._error: Exception | None = None  # of what was begun ahead
 
     async def explore(self, target: int) -> None:
         """Explore steps up to and with `target`.
@@ -66,20 +67,42 @@ class LookAhead:
         await self.explore(target)
         return Interval(start, time.perf_counter())
 
-    def wait(self) -> None:
-        """Wait for what was begun, if anything was.
+    def wait(self, limit: float = math.inf) -> None:
+        """Wait for what was begun, if anything was; an error of it is raised here.
 
-        Ctrl-C waits too: rolled out anew by a resumed run, the steps would be drawn from newer weights. How long a
-        step takes is bounded by explorer.max_timeout.
+        Ctrl-C waits too: rolled out anew by a resumed run, the steps would be drawn from newer weights.
+
+        Raises:
+            TimeoutError: not done within `limit` seconds; it is cancelled.
         """
-        if self._job is not None and self._host is not None:
-            job, self._job = self._job, None
-            rollouts = self._host.wait(job, interruptible=False)
+        self.settle(limit)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def settle(self, limit: float = math.inf) -> None:
+        """Wait for the end of what was begun, well or not: an error waits for `wait`."""
+        if self._job is None or self._host is None:
+            return
+        job, self._job = self._job, None
+        try:
+            rollouts = self._host.wait(job, interruptible=False, limit=limit)
+        except Exception as error:
+            self._error = error
+        else:
             self._metrics[self._explorer.step]["rollout/overlap"] = rollouts.overlap(self.training)
 
-    def forget(self) -> None:
-        """Nobody will wait any more: the host that ran it is closed."""
-        self._job = None
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is under way, and nothing failed."""
+        return self._job is None and self._error is None
+
+    def cancel(self) -> None:
+        """Give up what was begun and not waited for."""
+        if self._job is not None and self._host is not None:
+            job, self._job = self._job, None
+            self._host.cancel(job)
+        self._error = None
 
     def take(self, step: int) -> dict[str, float]:
         """What was measured of a step, which is trained on now."""

@@ -78,3 +78,7 @@ class PolicyEngines:
         if self._restored is not None:
             (self._given, version), self._restored = self._restored, None
             await self.send(WeightStream.of(self._given.items()), version)
+
+    def forget_restored(self) -> None:
+        """Newer weights are due: what the engines had is of no use any more."""
+        self._restored = None

@@ -91,10 +91,7 @@ def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
 
 
 def _explore_step(checkpoint: dict[str, Any]) -> int:
-    explorer = checkpoint["callbacks"].get("ExplorerCallback")
-    if explorer:
-        return int(explorer["explorer"]["step"])
-    # Trained offline, an epoch is a step. Not "epoch": that is counted up only after a checkpoint at its end.
+    # Not the explorer's, which may be ahead; and not "epoch", which is counted up only after a checkpoint at its end.
     return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
 
 

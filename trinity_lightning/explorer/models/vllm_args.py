@@ -30,6 +30,7 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
         "max_num_seqs": config.max_num_seqs,
         # Those of the distribution sampled from, temperature applied: what the trainer compares its own with.
         "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # not the model's: its top_k and penalties would cut the policy's distribution
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,  # every request brings its own

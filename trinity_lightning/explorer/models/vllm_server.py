@@ -31,6 +31,16 @@ SAMPLING = (
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "max_tokens", "min_tokens"),
     *("skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
 )
+# What a request leaves out, a server elsewhere may take from the model's own generation_config.json.
+WHOLE_DISTRIBUTION = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 
@@ -39,7 +49,8 @@ class VLLMServerEngine(Engine):
 
     Without a `url` the server is started by the first use, on this machine and for this user only, and ends with this
     process. Weights reach it as a folder that it reads (`VLLM_SERVER_DEV_MODE=1`, which a server elsewhere needs too,
-    together with `--logprobs-mode processed_logprobs` and a folder that both machines see).
+    together with `--logprobs-mode processed_logprobs` and a folder that both machines see: let nobody but the run reach
+    such a server, its requests that change weights ask for no password).
 
     A copy that is sent to another process (a Ray runner) talks to the same server, and never ends it.
 
@@ -54,7 +65,9 @@ class VLLMServerEngine(Engine):
 
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
-        ModelLoadError: (at the first use) the server does not start, or serves another model.
+        ConfigError: (at the first use) it serves a shorter context.
+        ModelLoadError: (at the first use) the server does not start or answer, or is not vLLM's. Whether it serves the
+            policy's model is proven by the drill of the first weight sync.
     """
 
     def __init__(
@@ -143,7 +156,7 @@ class VLLMServerEngine(Engine):
     async def _until_healthy(self, session: aiohttp.ClientSession) -> None:
         where = self._url or "the vLLM server"
         try:
-            async with asyncio.timeout(START_SECONDS if self._process else URL_SECONDS):
+            async with asyncio.timeout(URL_SECONDS if self._url else START_SECONDS):
                 while not await _answers(session):
                     if self._process is not None:
                         self._process.check()
@@ -153,11 +166,14 @@ class VLLMServerEngine(Engine):
             raise ModelLoadError(f"{where} does not answer.{log}") from error
 
     async def _check_model(self, session: aiohttp.ClientSession) -> None:
-        card = (await _json(await session.get("/v1/models")))["data"][0]
-        self._model_id = card["id"]
-        if card["max_model_len"] < self._max_model_len:
+        try:
+            card = (await _json(await session.get("/v1/models")))["data"][0]
+            self._model_id, served = card["id"], int(card["max_model_len"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ModelLoadError(f"{self._url} is no vLLM server: {type(error).__name__}: {error}") from error
+        if served < self._max_model_len:
             raise ConfigError(
-                f"{self._url} serves a context of {card['max_model_len']} tokens, less than engine.max_model_len "
+                f"{self._url} serves a context of {served} tokens, less than engine.max_model_len "
                 f"({self._max_model_len}): start it with --max-model-len {self._max_model_len}, or lower that."
             )
 
@@ -167,6 +183,8 @@ class VLLMServerEngine(Engine):
         if session is not None:
             await session.close()
         await self._end_process()
+        if self._weights is not None:
+            self._weights.close()
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -202,7 +220,7 @@ class VLLMServerEngine(Engine):
         for name in sampling:
             if name not in SAMPLING:
                 raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
-        chosen = {name: value for name, value in sampling.items() if value is not None}
+        chosen = WHOLE_DISTRIBUTION | {name: value for name, value in sampling.items() if value is not None}
         room = self._max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
@@ -212,12 +230,14 @@ class VLLMServerEngine(Engine):
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         # vLLM samples at least one token.
         body = {"model": self._model_id, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
+        body |= WHOLE_DISTRIBUTION
         answer = await self._post("/v1/completions", body)
         entries = answer["choices"][0]["prompt_logprobs"][1:]  # the first token has none
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
 
     async def _take(self, stream: WeightStream, version: int) -> None:
-        self._weights = self._weights or WeightFolder()
+        if self._weights is None:
+            self._weights = WeightFolder()
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
