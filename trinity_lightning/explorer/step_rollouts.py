@@ -59,7 +59,7 @@ class StepRollouts:
 
     async def __call__(self, tasks: int) -> list[Experience]:
         """The experiences of further tasks; nothing where the limit is reached or the taskset exhausted."""
-        if self._left == 0:
+        if self._left <= 0:
             return []
         self._left -= 1
         more = self._source.next_tasks(tasks)
