@@ -62,13 +62,13 @@ class AuxiliaryConfig:
         model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name
             that requests carry.
         url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
-        api_key_env: environment variable that holds the endpoint's key.
-        engine: knobs of a server started here; its `kind` has no meaning.
+        api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
+        engine: knobs of a server started here; its `kind`, `urls` and `servers` have no meaning.
     """
 
     model: str = MISSING
     url: str | None = None
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

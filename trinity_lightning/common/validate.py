@@ -22,9 +22,11 @@ AT_LEAST_ONE = (
     "explorer.batch_size",
     "explorer.repeat_times",
     "explorer.runner_per_model",
+    "explorer.max_repeat_times_per_runner",
     "engine.max_model_len",
     "engine.max_num_seqs",
     "engine.servers",
+    "engine.cpu_cores",
     "explorer.sync_interval",
     "sampling.max_tokens",
     "eval_sampling.max_tokens",
@@ -47,6 +49,9 @@ AT_LEAST_ZERO = (
     "buffer.expert.per_step",
     "seed",
     "explorer.eval_interval",
+    "explorer.max_retry_times",
+    "explorer.max_refills",
+    "explorer.sync_offset",
     "optimizer.lr",
     "optimizer.warmup_steps",
     "algorithm.kl.coef",
@@ -178,6 +183,9 @@ def _check_expert(config: DictConfig) -> None:
             "algorithm.policy_loss=mix needs expert data: give buffer.expert.per_step=8 and "
             "buffer.expert.dataset.path=FILE of prompts and answers."
         )
+    mu = config.algorithm.policy_loss_args.get("mu", 0.1)
+    if loss == "mix" and not (isinstance(mu, int | float) and 0 <= mu <= 1):
+        raise ConfigError(f"algorithm.policy_loss_args.mu is {mu!r}; give a number from 0 to 1.")
     if expert.per_step == 0:
         return
     if expert.storage == "dataset":
@@ -212,12 +220,11 @@ def _check_name(key: str, value: str | None, names: Sequence[str], with_paths: b
 
 
 def _check_numbers(config: DictConfig) -> None:
-    for key in AT_LEAST_ONE:
-        if OmegaConf.select(config, key) < 1:
-            raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give 1 or more.")
-    for key in AT_LEAST_ZERO:
-        if OmegaConf.select(config, key) < 0:
-            raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give 0 or more.")
+    for least, keys in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
+        for key in keys:
+            value = OmegaConf.select(config, key)
+            if value is not None and value < least:
+                raise ConfigError(f"{key} is {value}; give {least} or more.")
     for key in FINITE:
         if not math.isfinite(OmegaConf.select(config, key)):
             raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give a finite number.")
@@ -226,6 +233,8 @@ def _check_numbers(config: DictConfig) -> None:
     if config.seed >= 2**32:
         raise ConfigError(f"seed is {config.seed}; give a number below 2**32.")
     _check_explorer(config)
+    if not 0 < (timeout := config.synchronizer.sync_timeout) < math.inf:
+        raise ConfigError(f"synchronizer.sync_timeout is {timeout}; give seconds above 0, and a finite number of them.")
     for sampling in ("sampling", "eval_sampling"):
         if config[sampling].max_tokens >= config.engine.max_model_len:
             raise ConfigError(

@@ -1,15 +1,18 @@
 """Checks at the door of what generates: the policy's engine, its runners, and the models beside it."""
 
 import importlib.util
+import os
 
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common import known_names as known
 from trinity_lightning.common.auxiliary import auxiliary_configs
+from trinity_lightning.common.config import AuxiliaryConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.validate_engines import check_auxiliary_engine, check_engine, check_reach
 
 
 def check_models(config: DictConfig) -> None:
@@ -44,6 +47,8 @@ def check_models(config: DictConfig) -> None:
                 f"explorer.runner=ray: engine={engine} computes in this process, where Ray runners cannot reach it. "
                 "Choose engine=vllm_server, or explorer.runner=local."
             )
+    check_engine(config)
+    check_reach(config, auxiliary_configs(config.auxiliary_models))
 
 
 def require_ray() -> None:
@@ -69,22 +74,44 @@ def _check_vllm(config: DictConfig) -> None:
 def _check_auxiliary_models(config: DictConfig) -> None:
     models = auxiliary_configs(config.auxiliary_models)
     for name, model in models.items():
+        check_auxiliary_engine(name, model, config.explorer.sync_offset)
         if model.url is None:
             check_model_name(model.model)
-        elif importlib.util.find_spec("openai") is None:
-            raise ConfigError(
-                f"auxiliary_models.{name}.url needs the package openai: `pip install 'trinity-lightning[openai]'`."
-            )
+        else:
+            _check_endpoint(name, model)
     if config.workflow.name == "evaluation":
         raise ConfigError("workflow.name=evaluation trains nothing: give it as eval_workflow.")
-    if (workflow := config.workflow.name) in known.ASKING_WORKFLOWS:
-        asked = config.workflow.args.get(known.ASKING_WORKFLOWS[workflow], 0)
-        if not 0 <= asked < len(models):
-            raise ConfigError(
-                f"workflow={workflow} asks auxiliary model {asked}, and there are {len(models)}: give one, such as "
-                "+auxiliary_models.judge.model=FOLDER."
-            )
+    if config.workflow.name in known.ASKING_WORKFLOWS:
+        _check_asked(config.workflow, list(models))
     for operator in operator_configs(config.operators):
         if operator.name == "judge" and operator.args.get("model") not in models:
             message = unknown_name("auxiliary model", str(operator.args.get("model")), list(models))
             raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
+
+
+def _check_endpoint(name: str, model: AuxiliaryConfig) -> None:
+    key = f"auxiliary_models.{name}"
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
+    if model.api_key_env is not None and not os.environ.get(model.api_key_env):
+        raise ConfigError(
+            f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
+            "key, or leave api_key_env out for a server that needs none."
+        )
+
+
+def _check_asked(workflow: DictConfig, models: list[str]) -> None:
+    """The workflow's argument that says which model is asked is a number of one."""
+    key = known.ASKING_WORKFLOWS[workflow.name]
+    asked = workflow.args.get(key, 0)
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        number = models.index(asked) if asked in models else 0
+        raise ConfigError(
+            f"workflow.args.{key} is {asked!r}: workflows number auxiliary models, from 0. Give "
+            f"workflow.args.{key}={number}."
+        )
+    if not 0 <= asked < len(models):
+        raise ConfigError(
+            f"workflow={workflow.name} asks auxiliary model {asked}, and there are {len(models)}: give one, such as "
+            "+auxiliary_models.judge.model=FOLDER."
+        )

@@ -20,20 +20,23 @@ class OpenAIModel:
     Args:
         url: of the endpoint, such as https://api.openai.com/v1.
         model: the name that requests carry.
-        api_key_env: environment variable that holds the key; servers of one's own need none.
+        api_key_env: environment variable that holds the key; None sends none, for servers of one's own. There is no
+            default: a key goes only where it was meant for.
 
     Raises:
-        ConfigError: the package openai is not installed; or (by a call) what only an engine of the policy can do.
+        ConfigError: the package openai is not installed, or the key is not set; or (by a call) what only an engine of
+            the policy can do.
     """
 
     model_version = 0
     max_model_len = sys.maxsize  # the endpoint knows
 
-    def __init__(self, url: str, model: str, api_key_env: str = "OPENAI_API_KEY") -> None:
+    def __init__(self, url: str, model: str, api_key_env: str | None = None) -> None:
         self._url = url
         self._model = model
         self._api_key_env = api_key_env
-        self._client = self.get_openai_async_client()
+        # Made at once, for what is missing to be told at once; and anew by the first request after a shutdown.
+        self._client: Any = self.get_openai_async_client()
 
     async def chat(
         self,
@@ -47,6 +50,8 @@ class OpenAIModel:
         plain = {name: value for name, value in sampling.items() if name not in _EXTRA and value is not None}
         if tools:
             plain["tools"] = tools
+        if self._client is None:
+            self._client = self.get_openai_async_client()
         response = await self._client.chat.completions.create(
             model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
         )
@@ -62,7 +67,7 @@ class OpenAIModel:
             raise ConfigError(
                 "the OpenAI client needs the package openai: `pip install 'trinity-lightning[openai]'`."
             ) from error
-        client = AsyncOpenAI(base_url=self._url, api_key=os.environ.get(self._api_key_env, "none"))
+        client = AsyncOpenAI(base_url=self._url, api_key=self._key())
         client.model_path = self._model  # type: ignore[attr-defined]
         return client
 
@@ -85,8 +90,17 @@ class OpenAIModel:
         self._refuse("sync_weights")
 
     async def shutdown(self) -> None:
-        """Close the connections; twice is allowed."""
-        await self._client.close()
+        """Close the connections; twice is allowed, and the next request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def _key(self) -> str:
+        if self._api_key_env is None:
+            return "none"  # openai would take OPENAI_API_KEY for a key that is missing
+        if not (key := os.environ.get(self._api_key_env)):
+            raise ConfigError(f"api_key_env: the environment variable {self._api_key_env} is not set.")
+        return key
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(

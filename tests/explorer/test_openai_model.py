@@ -1,0 +1,43 @@
+"""An endpoint that chats: its client lives as long as it is used, and keys go only where they were meant for."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from judge_server import judge_server
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.explorer.models.openai_model import OpenAIModel
+
+pytest.importorskip("openai")
+
+URL = "http://127.0.0.1:9/v1"
+HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+
+
+async def talk_and_end(model: OpenAIModel) -> str:
+    [answer] = await model.chat(HI)
+    await model.shutdown()
+    await model.shutdown()
+    return answer.text
+
+
+def test_a_model_that_was_shut_down_can_be_asked_again_also_in_another_event_loop() -> None:
+    with judge_server(lambda body: (200, "hello")) as server:
+        model = OpenAIModel(server.url, "some-model")
+        assert [asyncio.run(talk_and_end(model)) for _ in range(3)] == ["hello"] * 3
+
+
+def test_no_key_is_sent_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert OpenAIModel(URL, "m").get_openai_async_client().api_key == "none"
+    assert OpenAIModel(URL, "m", "OPENAI_API_KEY").get_openai_async_client().api_key == "secret"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_key_that_is_not_set_is_refused(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SOME_KEY", value)
+    with pytest.raises(ConfigError, match="SOME_KEY is not set"):
+        OpenAIModel(URL, "m", "SOME_KEY")

@@ -1,0 +1,141 @@
+"""What engines, runners and auxiliary models cannot do is refused at the door, with the key and the fix."""
+
+import os
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import DictConfig
+
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import config_dir
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.validate import validate
+
+CORES = len(os.sched_getaffinity(0))
+SERVER = ("engine=vllm_server",)
+AHEAD = (*SERVER, "explorer.sync_offset=1")
+ELSEWHERE = (*SERVER, "explorer.runner=ray", "explorer.ray_address=node7:6379")
+URLS = "engine.urls=[http://node7:8000]"
+JUDGE = "+auxiliary_models.judge.model=tiny"
+ENDPOINT = (JUDGE, "+auxiliary_models.judge.url=https://api.example.com/v1")
+MIX = ("+recipe=mix",)
+
+
+def configured(*arguments: str) -> DictConfig:
+    """The configuration of a run with these arguments."""
+    compose.register()
+    recipe = () if any(argument.startswith("+recipe") for argument in arguments) else ("+recipe=grpo",)
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        return hydra_compose("train", [*recipe, "model=tiny", *arguments])
+
+
+REFUSED = {
+    # Ray
+    "a socket for workers elsewhere": (ELSEWHERE, "start it yourself and give engine.urls="),
+    "a judge's socket for workers elsewhere": (
+        (*ELSEWHERE, URLS, JUDGE),
+        "auxiliary model 'judge'.*give auxiliary_models.judge.url=",
+    ),
+    "a cluster that is not used": (("explorer.ray_address=auto",), "explorer.ray_address is auto.*explorer.runner=ray"),
+    # numbers
+    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1; give 0 or more"),
+    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1; give 0 or more"),
+    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset is -1; give 0 or more"),
+    "chunks of nothing": (
+        ("explorer.max_repeat_times_per_runner=0",),
+        "explorer.max_repeat_times_per_runner is 0; give 1 or more",
+    ),
+    "a sync without time": (
+        ("synchronizer.sync_timeout=0",),
+        r"synchronizer.sync_timeout is 0.0; give seconds above 0",
+    ),
+    "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
+    "a weight above all": (
+        (*MIX, "algorithm.policy_loss_args.mu=1.5"),
+        "algorithm.policy_loss_args.mu is 1.5; give a number from 0 to 1",
+    ),
+    # servers
+    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0; give 1 or more"),
+    "more cores than there are": (
+        (*SERVER, f"engine.cpu_cores={CORES + 1}"),
+        f"engine.cpu_cores is {CORES + 1}.*may use {CORES}",
+    ),
+    "more cores than there are for all servers": (
+        (*SERVER, "engine.servers=3", f"engine.cpu_cores={CORES}"),
+        f"servers that take {3 * CORES} cores in all",
+    ),
+    "no core for the trainer": ((*AHEAD, f"engine.cpu_cores={CORES}"), "leaves none of the .* to the trainer"),
+    "servers there and to be started": ((*SERVER, URLS, "engine.servers=2"), "engine.urls .*engine.servers .*started"),
+    "GPUs of servers elsewhere": ((*SERVER, URLS, "engine.gpus=[0]"), "engine.urls .*engine.gpus "),
+    "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "'node7:8000' is no URL.*http://node7:8000"),
+    "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), r"engine.gpus is \[1, 1\]; give different numbers"),
+    "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), r"engine.gpus is \[-1\]"),
+    "GPUs that cannot be shared out": ((*SERVER, "engine.servers=2", "engine.gpus=[0,1,2]"), r"engine.gpus \(3 of"),
+    "URLs of an engine of this process": ((URLS,), "engine.urls is of engine=vllm_server, and engine=vllm computes"),
+    "servers of an engine of this process": (("engine.servers=2",), "engine.servers is of engine=vllm_server"),
+    "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus is of engine=vllm_server"),
+    "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores is of engine=vllm_server"),
+    # auxiliary models
+    "a judge without a context": (
+        (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),
+        "auxiliary_models.judge.engine.max_model_len is 0; give 1 or more",
+    ),
+    "a judge that decodes nothing": (
+        (JUDGE, "+auxiliary_models.judge.engine.max_num_seqs=0"),
+        "auxiliary_models.judge.engine.max_num_seqs is 0; give 1 or more",
+    ),
+    "a judge's URL in the wrong place": (
+        (JUDGE, "+auxiliary_models.judge.engine.urls=[http://node7:8000]"),
+        "give the endpoint as auxiliary_models.judge.url",
+    ),
+    "two servers of a judge": (
+        (JUDGE, "+auxiliary_models.judge.engine.servers=2"),
+        "auxiliary_models.judge.engine.servers is 2",
+    ),
+    "a judge without cores": (
+        (JUDGE, "+auxiliary_models.judge.engine.cpu_cores=0"),
+        "auxiliary_models.judge.engine.cpu_cores is 0",
+    ),
+    "a judge that takes all cores": (
+        (*AHEAD, JUDGE, f"+auxiliary_models.judge.engine.cpu_cores={CORES}"),
+        "auxiliary_models.judge.engine.cpu_cores is .* leaves none",
+    ),
+    "a judge by its name": (
+        ("workflow=judge", JUDGE, "+workflow.args.judge=judge"),
+        "workflow.args.judge is 'judge': .*number.*workflow.args.judge=0",
+    ),
+    "a key that is not there": (
+        (*ENDPOINT, "+auxiliary_models.judge.api_key_env=NO_SUCH_KEY"),
+        "auxiliary_models.judge.api_key_env: the environment variable NO_SUCH_KEY is not set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        validate(configured(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*ELSEWHERE, URLS),
+        (*ELSEWHERE, URLS, *ENDPOINT),
+        (*SERVER, "explorer.runner=ray", "explorer.ray_address=auto"),
+        (*SERVER, "explorer.runner=ray", "explorer.ray_address=127.0.0.1:6379"),
+        (*SERVER, "explorer.runner=ray", JUDGE),
+        (*SERVER, f"engine.cpu_cores={CORES}"),
+        (*SERVER, "engine.servers=2", "engine.gpus=[3,1]"),
+        ("workflow=judge", *ENDPOINT),
+    ],
+)
+def test_what_can_work_is_not_refused(arguments: tuple[str, ...]) -> None:
+    validate(configured(*arguments))
+
+
+def test_an_endpoints_key_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    validate(configured(*ENDPOINT, "+auxiliary_models.judge.api_key_env=MY_KEY"))

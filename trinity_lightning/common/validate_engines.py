@@ -1,0 +1,117 @@
+"""Checks at the door of where engines compute: cores, GPUs, servers that run already, and who can reach them."""
+
+import os
+from collections.abc import Mapping
+
+from omegaconf import DictConfig
+
+from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
+from trinity_lightning.common.errors import ConfigError
+
+
+def check_engine(config: DictConfig) -> None:
+    """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    engine = config.engine
+    set_ones = {
+        "urls": bool(engine.urls),
+        "servers": engine.servers != 1,
+        "gpus": bool(engine.gpus),
+        "cpu_cores": engine.cpu_cores is not None,
+    }
+    given = [name for name, is_set in set_ones.items() if is_set]
+    if given and engine.kind.value != "vllm_server":
+        raise ConfigError(
+            f"engine.{given[0]} is of engine=vllm_server, and engine={engine.kind.value} computes in this process: "
+            "choose that engine, or leave the key out."
+        )
+    if given[:1] == ["urls"] and len(given) > 1:
+        raise ConfigError(
+            f"engine.urls names servers that run already, and engine.{given[1]} is of servers that are started here: "
+            "leave one of them out."
+        )
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine.urls: {url!r} is no URL; give one such as http://node7:8000.")
+    _check_gpus("engine", engine, engine.servers)
+    _check_cores("engine", engine, engine.servers, config.explorer.sync_offset)
+
+
+def check_auxiliary_engine(name: str, model: AuxiliaryConfig, sync_offset: int) -> None:
+    """Refuse knobs of an auxiliary model's own server that cannot work; a ConfigError."""
+    key, engine = f"auxiliary_models.{name}.engine", model.engine
+    for knob in ("max_model_len", "max_num_seqs"):
+        if getattr(engine, knob) < 1:
+            raise ConfigError(f"{key}.{knob} is {getattr(engine, knob)}; give 1 or more.")
+    if engine.cpu_cores is not None and engine.cpu_cores < 1:
+        raise ConfigError(f"{key}.cpu_cores is {engine.cpu_cores}; give 1 or more, or null.")
+    if engine.urls:
+        raise ConfigError(f"{key}.urls has no meaning: give the endpoint as auxiliary_models.{name}.url.")
+    if engine.servers != 1:
+        raise ConfigError(f"{key}.servers is {engine.servers}: an auxiliary model has one server, leave the key out.")
+    _check_gpus(key, engine, servers=1)
+    _check_cores(key, engine, servers=1, sync_offset=sync_offset)
+
+
+def check_reach(config: DictConfig, models: Mapping[str, AuxiliaryConfig]) -> None:
+    """Refuse a Ray cluster that is not used, or whose machines cannot reach a server started here; a ConfigError."""
+    explorer = config.explorer
+    if explorer.runner == "local":
+        if explorer.ray_address is not None:
+            raise ConfigError(
+                f"explorer.ray_address is {explorer.ray_address}, and explorer.runner=local does not use Ray: set "
+                "explorer.runner=ray, or leave the address out."
+            )
+        return
+    if not _is_elsewhere(explorer.ray_address):
+        return
+    told = f"explorer.ray_address={explorer.ray_address}: workers on other machines cannot reach"
+    if not config.engine.urls:
+        raise ConfigError(
+            f"{told} a server that is started here, which listens on a socket of this machine: start it yourself and "
+            "give engine.urls=[http://HOST:PORT]."
+        )
+    for name, model in models.items():
+        if model.url is None:
+            raise ConfigError(
+                f"{told} the server of auxiliary model '{name}', which is started here: start it yourself and give "
+                f"auxiliary_models.{name}.url=http://HOST:PORT/v1."
+            )
+
+
+def _is_elsewhere(address: str | None) -> bool:
+    if address in (None, "auto"):
+        return False
+    host = (address.rpartition(":")[0] or address).strip("[]")
+    return host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+def _check_gpus(key: str, engine: DictConfig | EngineConfig, servers: int) -> None:
+    gpus = list(engine.gpus or ())
+    if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+        raise ConfigError(f"{key}.gpus is {gpus}; give different numbers of 0 or more.")
+    if servers > 0 and len(gpus) % servers:
+        raise ConfigError(
+            f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
+            "server takes as many."
+        )
+
+
+def _check_cores(key: str, engine: DictConfig | EngineConfig, servers: int, sync_offset: int) -> None:
+    """Two that compute at once on one core slow each other down many times over, the trainer among them."""
+    if engine.cpu_cores is None:
+        return
+    there, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
+    if taken > there:
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
+            f"use {there}: give fewer, or null."
+        )
+    if taken == there and sync_offset > 0:
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {there} cores to the trainer, which "
+            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
+        )
