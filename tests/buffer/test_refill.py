@@ -1,14 +1,33 @@
 """A step that dapo leaves short is filled up with new tasks, weighed once, and never beyond its size."""
 
 import asyncio
+import copy
 
 import pytest
 from buffer_cases import make_group
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.operators import ExperienceOperatorV1
+from trinity_lightning.common.errors import OperatorError
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.operator_config import OperatorConfig
 
 MIXED, EQUAL = [0.0, 1.0, 1.0, 0.0], [1.0] * 4
+
+
+class FailsLater(ExperienceOperatorV1):
+    """Adds to rewards in place, and fails when it is called once too often."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def process(self, exps):
+        self.calls -= 1
+        for experience in exps:
+            experience.reward += 5
+        if self.calls == 0:
+            raise RuntimeError("no more today")
+        return exps, {}
 
 
 class More:
@@ -91,3 +110,17 @@ def test_a_full_step_asks_for_nothing():
     more = More(2, groups(MIXED, first=10))
     filled(groups(MIXED, MIXED), more)
     assert more.asked == []
+
+
+def test_where_an_operator_fails_on_a_refill_the_whole_step_is_saved_as_it_came(tmp_path):
+    own, refilled = groups(MIXED, EQUAL), groups(EQUAL, MIXED, first=10)
+    came = copy.deepcopy([experience for group in own + refilled for experience in group])
+    data = ExperienceDataModule(
+        (("dapo", {}), ("grpo", {})),
+        operators=[OperatorConfig(f"{__name__}.FailsLater", {"calls": 2})],
+        folder=tmp_path,
+    )
+    first = [experience for group in own for experience in group]
+    with pytest.raises(OperatorError, match=r"step_1\.trxp"):
+        asyncio.run(data.fill(first, 1, More(2, [refilled[0], refilled[1]])))
+    assert Experience.deserialize_many((tmp_path / "rejected" / "step_1.trxp").read_bytes()) == came

@@ -127,15 +127,25 @@ class OperatorChain:
             told = "; ".join(f"{stage.title} could not be closed: {_told(error)}" for stage, error in failures)
             raise OperatorError(told) from failures[0][1]
 
-    async def process(self, experiences: list[Experience], step: int) -> tuple[list[Experience], dict[str, float]]:
+    async def process(
+        self, experiences: list[Experience], step: int, came: list[Experience] | None = None
+    ) -> tuple[list[Experience], dict[str, float]]:
         """What the operators make of explore step `step`, and their metrics.
 
+        Args:
+            experiences: of the step, or of a refill of it.
+            step: its number.
+            came: copies of what the step's earlier parts came with; those of these experiences are added.
+
         Raises:
-            OperatorError: an operator failed whose on_error is `stop`. The experiences, as they came, are saved.
+            OperatorError: an operator failed whose on_error is `stop`. The step's experiences so far, as they came, are
+                saved.
         """
         self.selector_metric = {}
         metrics: dict[str, float] = {}
-        entered = snapshot(experiences) if self._folder is not None and self._stages else None
+        came = [] if came is None else came
+        if self._folder is not None and self._stages:
+            came += snapshot(experiences)
         for stage in self._stages:
             before = snapshot(experiences) if stage.on_error is OnError.skip else None
             start = time.perf_counter()
@@ -144,7 +154,7 @@ class OperatorChain:
                 experiences, told = _checked(await stage.operator.process(list(experiences)))
             except Exception as error:
                 if before is None:
-                    raise self._failure(stage, error, step, entered) from error
+                    raise self._failure(stage, error, step, came) from error
                 logger.warning("%s failed at explore step %d and is skipped.", stage.title, step, exc_info=error)
                 experiences, told = before, {}
             finally:
@@ -169,11 +179,11 @@ class OperatorChain:
                 logger.warning("metric '%s' is no number, but %.80r: it is not logged.", name, value)
         return metrics
 
-    def _failure(self, stage: _Stage, error: Exception, step: int, entered: list[Experience] | None) -> OperatorError:
+    def _failure(self, stage: _Stage, error: Exception, step: int, came: list[Experience]) -> OperatorError:
         where = "The step's experiences are lost: no folder was given to save them in."
-        if self._folder is not None and entered is not None:
+        if self._folder is not None:
             try:
-                path = save_rejected(self._folder, step, entered)
+                path = save_rejected(self._folder, step, came)
                 where = f"The step's experiences are in {path} (Experience.deserialize_many reads them)."
             except (OSError, ExperienceError) as failure:
                 where = f"The step's experiences could not be saved: {_told(failure)}."

@@ -89,15 +89,17 @@ class ExperiencePipeline:
             more: asked for further tasks where a strategy that wants the step full (`dapo`) leaves it short.
 
         Raises:
-            OperatorError: an operator failed, and is not to be skipped; the experiences, as they came, are saved.
+            OperatorError: an operator failed, and is not to be skipped; the step's experiences, as they came, are saved
+                (those of its refills so far, too).
             ExperienceError: an experience that the add strategy cannot weigh.
         """
+        came: list[Experience] = []
 
         async def tidy(some: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
             if not len(self._chain):
                 return some, {}
             start = time.perf_counter()
-            tidied, metrics = await self._chain.process(some, step)
+            tidied, metrics = await self._chain.process(some, step, came)
             return tidied, metrics | {"time/operators": time.perf_counter() - start}
 
         await self._chain.prepare()
