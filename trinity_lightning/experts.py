@@ -5,8 +5,8 @@ from typing import Any
 
 from trinity_lightning.buffer.experts import ExpertData
 from trinity_lightning.buffer.factory import create_reader
-from trinity_lightning.buffer.mixing import RepeatingReader
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
+from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.common.config import TrainConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import EID, Experience

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.factory import create_reader
 from trinity_lightning.buffer.kept import FOLDER
-from trinity_lightning.buffer.mixing import RepeatingReader
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
+from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.common.config import TasksetConfig, TrainConfig
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.operator_config import operator_configs

@@ -10,11 +10,12 @@ from trinity_lightning.buffer import datamodule
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.experts import ExpertData
 from trinity_lightning.buffer.kept import read_experiences
-from trinity_lightning.buffer.mixing import RepeatingReader
 from trinity_lightning.buffer.reader import MemoryReader
+from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.buffer.storage.errors import StorageError
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.expert import is_expert
+from trinity_lightning.common.experience import CustomField
+from trinity_lightning.common.expert import is_expert, marked
 
 ROLLOUTS = make_group(0, 4)
 
@@ -113,3 +114,14 @@ def test_data_that_end_and_numbers_that_cannot_be_are_refused():
         experts.read(2)
     with pytest.raises(ConfigError, match="at least 1, not 0"):
         ExpertData(MemoryReader([]), 0)
+
+
+def test_a_mark_replaces_an_older_one_and_leaves_the_original_alone():
+    [experience] = make_group(0, 1)
+    experience.info["is_expert"] = "what"
+    experience.custom_fields = [CustomField("x", "expert_mask", torch.float32), CustomField("y", "y", torch.float32)]
+    copied = marked(experience, expert=True)
+    assert copied.info["is_expert"] is True
+    assert [field.destination_field for field in copied.custom_fields] == ["y", "expert_mask"]
+    assert experience.info["is_expert"] == "what"
+    assert len(experience.custom_fields) == 2
