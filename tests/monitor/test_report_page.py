@@ -106,6 +106,16 @@ def test_everything_is_on_the_page(folder: Path) -> None:
     assert [value for value in page.texts if value in ("25s", "20s", "3s")] == ["20s", "25s", "3s"]
 
 
+def test_rollouts_ahead_count_by_the_wait_for_them_only(tmp_path: Path) -> None:
+    in_turn = {"step": 0, "explore_step": 1, "time/rollout": 5.0, "time/operators": 1.0, "time/train": 4.0}
+    ahead = in_turn | {"step": 1, "explore_step": 2, "time/wait_for_rollout": 2.0, "rollout/overlap": 0.9}
+    write_metrics(tmp_path, [in_turn, ahead])
+    texts = [text.strip() for text in page_of(tmp_path).texts if text.strip()]
+    assert texts[texts.index("rollouts and training") + 1] == "16s"
+    rows = {part: texts[len(texts) - texts[::-1].index(part)] for part in ("rollout", "wait_for_rollout", "train")}
+    assert rows == {"rollout": "5s", "wait_for_rollout": "2s", "train": "8s"}
+
+
 def test_hostile_text_stays_text(folder: Path) -> None:
     page = page_of(folder)
     assert EVIL in page.text

@@ -33,7 +33,12 @@ class SkippingModel(BoringModel):
             optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fit(folder: Path, checkpoint: Path | None = None, model: BoringModel | None = None) -> list[tuple[str, str, str]]:
+def fit(
+    folder: Path,
+    checkpoint: Path | None = None,
+    model: BoringModel | None = None,
+    monitor: RunMonitor | None = None,
+) -> list[tuple[str, str, str]]:
     """Train two explore steps into a folder; its rows as (step, explore_step, item)."""
     trainer = Trainer(
         max_epochs=2,
@@ -42,7 +47,7 @@ def fit(folder: Path, checkpoint: Path | None = None, model: BoringModel | None 
         logger=MetricsCSVLogger(folder),
         log_every_n_steps=1,
         callbacks=[
-            RunMonitor(folder, total_steps=2),
+            monitor or RunMonitor(folder, total_steps=2),
             ModelCheckpoint(folder / "checkpoints", filename="{step}", save_top_k=-1, every_n_train_steps=1),
         ],
         enable_progress_bar=False,
@@ -82,3 +87,13 @@ def test_a_step_that_trained_nothing_does_not_show_the_last_ones_values(
     fit(tmp_path, model=Idle())
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert lines == ["step 1/2  grad norm 1.50", "step 2/2"]
+
+
+def test_the_time_left_is_that_of_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the first step its parts, as its rollouts come before its epoch; of further ones the time that passed."""
+    monitor = RunMonitor(tmp_path, total_steps=2000)
+    monitor.explored = lambda: {"time/rollout": 3600.0}
+    fit(tmp_path, monitor=monitor)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines[0].endswith("left 83d 7h")
+    assert "d " not in lines[1].partition("left")[2]

@@ -25,6 +25,15 @@ def test_the_line_has_what_people_look_at() -> None:
     )
 
 
+AHEAD = {"time/rollout": 7.0, "time/operators": 1.0, "time/wait_for_rollout": 0.5, "time/train": 8.0}
+
+
+@pytest.mark.parametrize(("metrics", "left"), [(AHEAD, "1m 25s"), (AHEAD | {"time/step": 9.0}, "1m 30s")])
+def test_rollouts_that_overlap_training_take_no_time_of_their_own(metrics: dict[str, float], left: str) -> None:
+    line = format_step_line(metrics, step=20, total_steps=30)
+    assert line == f"step 20/30  rollout 7.0s  waited 0.5s  train 8.0s  left {left}"
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     assert format_step_line({}, step=1, total_steps=2) == "step 1/2"
     assert format_step_line({"reward/mean": 1.0}, step=2, total_steps=2) == "step 2/2  reward 1.00"

@@ -1,6 +1,7 @@
 """What one sees while a run goes on: a bar of the tasks under way, one line a step, completions, memory."""
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class RunMonitor(L.Callback):
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
         self._trained_at = -1  # global_step at the end of the last explore step
+        self._began: float | None = None  # when the step under way did
+        self._first = True
 
     # -- shown by the explorer ----------------------------------------------------------------------------------------
 
@@ -87,7 +90,12 @@ class RunMonitor(L.Callback):
             if isinstance(each, MetricsCSVLogger) and next_item > 0:
                 each.resume_at(trainer.current_epoch + 1, next_item)
         self._trained_at = trainer.global_step
+        self._began, self._first = None, True
         self.memory.mark("rollout")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Time the step; not the first one, whose rollouts come before its epoch starts."""
+        self._began = None if self._first else time.perf_counter()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -111,8 +119,14 @@ class RunMonitor(L.Callback):
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
-        self._trained_at = trainer.global_step
-        print(format_step_line(logged | self.explored(), step, self._total_steps), flush=True)
+        self._trained_at, self._first = trainer.global_step, False
+        print(format_step_line(logged | self._explored(), step, self._total_steps), flush=True)
+
+    def _explored(self) -> dict[str, float]:
+        """The explorer's metrics, with the time of the step: the explorer itself measures that only after this."""
+        explored = self.explored()
+        timed = {} if self._began is None or not explored else {"time/step": time.perf_counter() - self._began}
+        return timed | explored
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring."""

@@ -8,7 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 # The parts of a step that follow one another; what is measured within one of them (collate) is left out.
-STEP_TIMES = ("time/rollout", "time/operators", "time/add_strategy", "time/train", "time/sync_weight")
+WAIT = "time/wait_for_rollout"
+ROLLOUT_TIMES = ("time/rollout", "time/operators", "time/add_strategy")
+STEP_TIMES = (*ROLLOUT_TIMES, WAIT, "time/train", "time/sync_weight")
 # Width of tables where no terminal tells one (files, pipes): rich would assume 80 and break long paths.
 _PLAIN_WIDTH = 160
 
@@ -16,7 +18,7 @@ _PLAIN_WIDTH = 160
 def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
     """One line about an explore step; a part whose metrics are missing is left out.
 
-    The time left assumes that every step to come takes as long as this one.
+    The time left assumes that every step to come takes as long as this one (`time/step`, or else its parts).
 
     Example:
         step 3/30  reward 0.42 ± 0.49  no signal 25%  length 11.4  logprob diff 0.021  grad norm 1.30
@@ -32,15 +34,21 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
         ("actor/logprob_diff/mean", "logprob diff {:.3f}"),
         ("actor/grad_norm", "grad norm {:.2f}"),
         ("time/rollout", "rollout {:.1f}s"),
+        (WAIT, "waited {:.1f}s"),
         ("time/train", "train {:.1f}s"),
         ("time/sync_weight", "sync {:.1f}s"),
     ):
         if name in metrics:
             parts.append(template.format(metrics[name]))
-    seconds = sum(metrics.get(name, 0.0) for name in STEP_TIMES)
+    seconds = metrics.get("time/step", sum(metrics.get(name, 0.0) for name in times_in_turn(WAIT in metrics)))
     if seconds > 0:
         parts.append(f"left {format_seconds((total_steps - step) * seconds)}")
     return "  ".join(parts)
+
+
+def times_in_turn(ahead: bool) -> tuple[str, ...]:
+    """The parts of a step that add up: rolled out ahead, while the step before was trained on, all but the wait."""
+    return tuple(name for name in STEP_TIMES if not (ahead and name in ROLLOUT_TIMES))
 
 
 def format_seconds(seconds: float) -> str:

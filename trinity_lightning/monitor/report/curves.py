@@ -8,7 +8,7 @@ from html import escape
 from trinity_lightning.monitor.metric_names import find_metric
 from trinity_lightning.monitor.report.record import RunRecord
 from trinity_lightning.monitor.report.svg import legend, line_chart, stacked_bars
-from trinity_lightning.monitor.step_line import STEP_TIMES, format_seconds
+from trinity_lightning.monitor.step_line import STEP_TIMES, WAIT, format_seconds, times_in_turn
 
 # Title, and the metrics in one picture; `*` stands for the rest of a name.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -51,11 +51,20 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> str:
     return f"<figure><h3>{escape(title)}{unit}</h3>{line_chart(series, label)}{legend(list(series))}</figure>"
 
 
+def step_times(run: RunRecord) -> dict[str, dict[float, float]]:
+    """Seconds by part and explore step, of the parts that follow one another and so add up."""
+    ahead = run.totals([WAIT]).keys()  # rolled out while the step before was trained on
+    return {
+        name: {step: seconds for step, seconds in run.totals([name]).items() if name in times_in_turn(step in ahead)}
+        for name in STEP_TIMES
+    }
+
+
 def time_section(run: RunRecord) -> str:
     """The parts of an explore step that follow one another, and its evaluation: in all, and step by step."""
-    names = {name.removeprefix("time/"): [name] for name in (*STEP_TIMES, "time/prepare")}
-    names["evaluation"] = [name for name in run.names() if fnmatchcase(name, "eval/*/seconds")]
-    seconds = {part: run.totals(metrics) for part, metrics in names.items()}
+    seconds = {name.removeprefix("time/"): by_step for name, by_step in step_times(run).items()}
+    seconds["prepare"] = run.totals(["time/prepare"])
+    seconds["evaluation"] = run.totals([name for name in run.names() if fnmatchcase(name, "eval/*/seconds")])
     seconds = {part: by_step for part, by_step in seconds.items() if any(by_step.values())}
     steps = sorted({step for by_step in seconds.values() for step in by_step})
     if not steps:

@@ -10,11 +10,11 @@ from html import escape
 from pathlib import Path
 
 from trinity_lightning.monitor.report.completions import completions_section
-from trinity_lightning.monitor.report.curves import curves_section, time_section
+from trinity_lightning.monitor.report.curves import curves_section, step_times, time_section
 from trinity_lightning.monitor.report.record import RunRecord
 from trinity_lightning.monitor.report.redaction import without_secrets
 from trinity_lightning.monitor.report.svg import short
-from trinity_lightning.monitor.step_line import STEP_TIMES, format_seconds
+from trinity_lightning.monitor.step_line import format_seconds
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -52,7 +52,7 @@ def _facts(run: RunRecord) -> str:
     steps = [row["explore_step"] for row in run.rows if math.isfinite(row.get("explore_step", math.nan))]
     if steps:
         facts.insert(0, ("explore steps", short(max(steps))))
-    if (seconds := sum(run.totals(STEP_TIMES).values())) > 0:
+    if (seconds := sum(sum(by_step.values()) for by_step in step_times(run).values())) > 0:
         facts.append(("rollouts and training", format_seconds(seconds)))
     memory = _finite(run.series("perf/peak_memory_gb"))
     if memory:
