@@ -211,6 +211,34 @@ def test_secrets_stay_behind() -> None:
     )
 
 
+SECRET_LINES = {
+    "token: abc": "token: ***",
+    "hf_token: abc": "hf_token: ***",
+    "hfToken: 'a b'": "hfToken: ***",
+    "'x-api_key': abc": "'x-api_key': ***",
+    "- token: abc\n  name: me": "- token: ***\n  name: me",
+    "env:\n- HF_TOKEN=abc\n- HOME=/x\n- MY_SECRET=abc": "env:\n- HF_TOKEN=***\n- HOME=/x\n- MY_SECRET=***",
+    "env:\n- A_TOKEN=abc\n  abc\n- B=1": "env:\n- A_TOKEN=***\n- B=1",
+    "- run: WANDB_API_KEY=abc python\n  n: 1": "- run: WANDB_API_KEY=***\n  n: 1",
+    'headers: \'{"api_key": "abc"}\'': 'headers: \'{"api_key": ***',
+    "private_key: |\n  abc\n\n  abc\nn: 1": "private_key: ***\nn: 1",
+    "api_keys:\n- abc\n- abc\nn: 1": "api_keys: ***\nn: 1",
+    "credentials:\n  user: abc\nn: 1": "credentials: ***\nn: 1",
+}
+HARMLESS_LINES = ["max_tokens: 3", "stop_token_ids:\n- 3\n- 4", "level: token", "pad_token: x", "hf_token: null"]
+HARMLESS_LINES += ["- max_tokens=3", "mode: token-mean", "stats_key: none", "tokens_per_second: 3", "n: tokens=3"]
+
+
+@pytest.mark.parametrize("text", SECRET_LINES)
+def test_secrets_in_all_places_stay_behind(text: str) -> None:
+    assert without_secrets(text) == SECRET_LINES[text]
+
+
+@pytest.mark.parametrize("text", HARMLESS_LINES)
+def test_what_is_no_secret_is_shown(text: str) -> None:
+    assert without_secrets(text) == text
+
+
 def test_the_environment_names_versions_and_no_machine() -> None:
     told = describe_environment()
     assert {"trinity-lightning", "Python", "torch", "CPU", "memory", "GPU"} <= told.keys()
