@@ -5,12 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from trinity_lightning import engines
-from trinity_lightning.common.config import EngineConfig, ExplorerConfig, TrainConfig
+from trinity_lightning.common.config import EngineConfig, EngineKind, ExplorerConfig, TrainConfig
 from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import WeightStream
@@ -85,3 +86,32 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
     )
     engines.auxiliary_models_of(config, tmp_path)
     assert started == {"cores": expected, "gpus": [1], "log": tmp_path / "judge.log"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "judge", "sync_offset", "left"),
+    [
+        (EngineKind.vllm_server, None, 1, [2, 7]),
+        (EngineKind.vllm_server, {"model": "tiny", "engine": {"cpu_cores": 3}}, 1, [1, 7]),
+        (EngineKind.vllm_server, {"model": "some-model", "url": "http://node7/v1"}, 1, [2, 7]),
+        (EngineKind.vllm_server, {"model": "tiny"}, 0, []),
+        (EngineKind.vllm, None, 0, []),
+    ],
+)
+def test_the_trainer_has_the_threads_that_servers_leave_and_gives_them_back(
+    kind: EngineKind, judge: dict[str, Any] | None, sync_offset: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    config = TrainConfig(
+        engine=EngineConfig(kind=kind),
+        explorer=ExplorerConfig(sync_offset=sync_offset),
+        auxiliary_models={} if judge is None else {"judge": judge},
+    )
+    share, parts = engines.ThreadShare(config), (L.Trainer.__new__(L.Trainer), L.LightningModule())
+    share.setup(*parts, "fit")
+    share.teardown(*parts, "fit")
+    assert threads == left

@@ -85,11 +85,11 @@ class ThreadShare(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take fewer threads, where that is needed."""
-        engine = self._config.engine
-        shared = engine.kind is EngineKind.vllm_server and not engine.urls and self._config.explorer.sync_offset > 0
-        if shared and not torch.cuda.is_available():
+        engines = _servers_here(self._config) if self._config.explorer.sync_offset > 0 else []
+        if engines and not torch.cuda.is_available():
             cores = sorted(os.sched_getaffinity(0))
-            taken = {core for server in server_cores(cores, engine, overlaps=True) for core in server}
+            shares = [share for engine in engines for share in server_cores(cores, engine, overlaps=True)]
+            taken = set().union(*shares)
             self._before = torch.get_num_threads()
             torch.set_num_threads(max(len(cores) - len(taken), 1))
 
@@ -102,6 +102,13 @@ class ThreadShare(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The same where training ends with an error."""
         self.teardown(trainer, pl_module, "fit")
+
+
+def _servers_here(config: TrainConfig) -> list[EngineConfig]:
+    """What is configured of the servers that are started on this machine, the policy's and those beside it."""
+    beside = [model.engine for model in auxiliary_configs(config.auxiliary_models).values() if model.url is None]
+    here = config.engine.kind is EngineKind.vllm_server and not config.engine.urls
+    return [config.engine, *beside] if here else beside
 
 
 def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:
