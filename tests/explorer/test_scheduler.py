@@ -409,7 +409,9 @@ def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfin
         scheduler.schedule([scripted(succeed), *[scripted(hang)] * 5], 1)
         with pytest.raises(TimeoutError, match=r"nothing finished within 0.05 s: 3 pending, 2 running"):
             await scheduler.wait_all(timeout=0.05)
+        began = now()
         assert tids((await scheduler.get_results(1))[1]) == [(1, 0)]
+        assert now() == began  # nothing is left to wait for
         assert not scheduler.has_step(1)
         scheduler.schedule([scripted(succeed)] * 4, 2)
         await scheduler.wait_all(timeout=1)
