@@ -55,13 +55,15 @@ def test_the_trained_policy_is_what_is_evaluated(ahead: Path) -> None:
     assert (ahead / "completions" / "eval_addition_heldout_step_5.jsonl").is_file()
 
 
-def interrupted_and_resumed(run_train: RunTrain, folder: Path, name: str, arguments: tuple[str, ...]) -> Path:
-    """Killed in the middle of a step, every process of it gone, and run to its end."""
+def interrupted_and_resumed(
+    run_train: RunTrain, folder: Path, name: str, arguments: tuple[str, ...], how: signal.Signals = signal.SIGKILL
+) -> Path:
+    """Interrupted in the middle of a step, every process of it gone, and run to its end."""
     process = start(folder, *arguments)
     checkpoints = f"outputs/{name}/*/checkpoints/*.ckpt"
     wait_for(lambda: steps_done(folder, name) >= 3 and any(folder.glob(checkpoints)), process)
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(how)
     process.wait(timeout=120)
     assert not psutil.wait_procs(family, timeout=30)[1], "a server outlived its run"
     assert steps_done(folder, name) < 5
@@ -79,10 +81,11 @@ def assert_equal_runs(a: Path, b: Path) -> None:
         assert (a / name).read_text() == (b / name).read_text()
 
 
-def test_a_killed_run_with_rollouts_in_flight_equals_an_uninterrupted_one(
-    ahead: Path, run_train: RunTrain, tmp_path: Path
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_with_rollouts_in_flight_equals_an_uninterrupted_one(
+    how: signal.Signals, ahead: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
-    assert_equal_runs(ahead, interrupted_and_resumed(run_train, tmp_path, "one_step_off_policy", AHEAD))
+    assert_equal_runs(ahead, interrupted_and_resumed(run_train, tmp_path, "one_step_off_policy", AHEAD, how))
 
 
 def test_a_killed_run_whose_engine_has_old_weights_equals_an_uninterrupted_one(

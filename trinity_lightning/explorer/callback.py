@@ -188,10 +188,10 @@ class ExplorerCallback(L.Callback):
         self._run(self._ahead.explore(step))
 
     def _explore_ahead(self, trainer: L.Trainer, step: int) -> None:
-        """With sync_offset, begin the rollouts that go on while `step` is trained on."""
+        """With sync_offset, begin the rollouts that go on while `step` is trained on, unless that is done."""
         limit = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
         target = min(step + self.explorer.config.sync_offset, limit)
-        if self.explorer.step < target:
+        if self.explorer.step < target and not self._ahead.under_way:
             self._sync_if_due(trainer, step - 1)
             self._ahead.begin(self._running_host(), int(target))
 

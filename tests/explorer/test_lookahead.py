@@ -1,0 +1,126 @@
+"""Rollouts that go on while the main thread does something else: waited for, failed, given up."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_model import FakeModel
+
+from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import RolloutError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.lookahead import Interval, LookAhead
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+
+class Gated(FakeModel):
+    """Answers two requests, and any other once `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.asked = 0
+
+    async def chat(self, messages: Any, tools: Any = None, n: int = 1, **sampling: Any) -> Any:
+        self.asked += 1
+        if self.asked > 2:
+            await self.gate.wait()
+        return await super().chat(messages, tools, n, **sampling)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
+
+
+class Ahead:
+    """A look-ahead over four tasks a step, and what its sink was given."""
+
+    def __init__(self, host: Host, model: FakeModel, reward: Any = None) -> None:
+        self.taken: list[int] = []
+        source = TaskSource(Taskset([{"prompt": str(i)} for i in range(4)]), "simple", reward or (lambda *_: 1.0))
+        self.explorer = Explorer(ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0), [model], source)
+        self.explorer.connect(self.sink)
+        self.ahead = LookAhead(self.explorer)
+        host.run(self.explorer.prepare())
+
+    async def sink(self, experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
+        self.taken.append(len(experiences))
+        return {"taken": 1.0}
+
+
+def test_what_was_begun_is_waited_for_and_measured(host: Host) -> None:
+    made = Ahead(host, FakeModel())
+    made.ahead.training = Interval(0.0)  # since ever
+    made.ahead.begin(host, 2)
+    assert made.ahead.under_way
+    made.ahead.wait()
+    assert not made.ahead.under_way
+    assert made.taken == [4, 4]
+    assert made.ahead.take(1)["taken"] == 1
+    assert made.ahead.take(2)["rollout/overlap"] == pytest.approx(1.0)
+    host.run(made.explorer.shutdown())
+
+
+def test_what_is_given_up_leaves_no_part_of_a_step(host: Host) -> None:
+    model = Gated()
+    made = Ahead(host, model)
+    made.ahead.begin(host, 1)
+    host.run(until(lambda: model.asked == 4))
+    made.ahead.cancel()
+    host.run(made.explorer.shutdown())
+    assert made.taken == []
+    assert made.explorer.step == 0
+    assert made.ahead.state_dict() == {"metrics": {}}
+
+
+def test_waiting_may_have_a_limit(host: Host) -> None:
+    made = Ahead(host, Gated())
+    made.ahead.begin(host, 1)
+    made.ahead.settle(limit=0.2)
+    assert not made.ahead.complete
+    with pytest.raises(TimeoutError):
+        made.ahead.wait()
+    assert (made.taken, made.explorer.step) == ([], 0)
+    host.run(made.explorer.shutdown())
+
+
+def test_a_failure_waits_until_the_step_is_needed(host: Host) -> None:
+    def broken(response: str, task: Any) -> float:
+        raise OSError("no reward today")
+
+    made = Ahead(host, FakeModel(), broken)
+    made.ahead.begin(host, 1)
+    made.ahead.settle()  # a checkpoint of the step before
+    assert made.explorer.state_dict()["step"] == 0
+    with pytest.raises(RolloutError, match="no reward today"):
+        made.ahead.wait()
+    host.run(made.explorer.shutdown())
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - the model of a test tells nobody
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "share"),
+    [
+        (Interval(0, 10), Interval(2, 4), 1.0),
+        (Interval(0, 10), Interval(8, 12), 0.5),
+        (Interval(0, 10), Interval(10, 20), 0.0),
+        (Interval(5), Interval(0, 10), 0.5),
+        (Interval(0, 0), Interval(0, 10), 0.0),
+    ],
+)
+def test_overlap_is_a_share_of_the_shorter(one: Interval, other: Interval, share: float) -> None:
+    assert one.overlap(other) == other.overlap(one) == share
+    assert one.end == math.inf or one.end >= one.begin
