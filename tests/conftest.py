@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+# The models are tiny: two threads win nothing, and wait long for each other where a core is not theirs alone.
+# Before torch is imported; the commands that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
 SMALL = ("model=tiny", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12", "logger=csv")
-SMALL += ("explorer.eval_on_startup=false", "callbacks.checkpoint.every_n_epochs=1", "steps=5")
-AHEAD = ("+recipe=one_step_off_policy", *SMALL, "explorer.eval_interval=5")
+STEPS = 12  # many quick ones: a run is to be interrupted in the middle, on a fast machine too
+SMALL += ("explorer.eval_on_startup=false", "callbacks.checkpoint.every_n_epochs=1", f"steps={STEPS}")
+AHEAD = ("+recipe=one_step_off_policy", *SMALL, f"explorer.eval_interval={STEPS}")
 # Engines with older weights than the trainer has, without a server: what a checkpoint must hold is the same.
 RARELY = ("+recipe=grpo", *SMALL, "explorer.eval_interval=0", "name=rarely", "explorer.sync_interval=3")
 
@@ -33,10 +34,10 @@ def by_step(folder: Path, metric: str) -> list[float]:
 
 
 def test_each_step_is_sampled_from_the_weights_before_the_last(ahead: Path) -> None:
-    assert by_step(ahead, "sample/lag/mean") == [0, 1, 1, 1, 1]
-    assert by_step(ahead, "sample/model_version/mean") == [0, 0, 1, 2, 3]
+    assert by_step(ahead, "sample/lag/mean") == [0] + [1] * (STEPS - 1)
+    assert by_step(ahead, "sample/model_version/mean") == [0, *range(STEPS - 1)]
     trained = by_step(ahead, "actor/trained_rows")
-    assert len(trained) == 5
+    assert len(trained) == STEPS
     assert all(count > 0 for count in trained)
     # Float32 on both sides: on-policy it is rounding, then the policy has moved by a step.
     first, *later = by_step(ahead, "actor/logprob_diff/mean")
@@ -45,14 +46,14 @@ def test_each_step_is_sampled_from_the_weights_before_the_last(ahead: Path) -> N
 
 def test_rollouts_and_training_go_on_at_once(ahead: Path) -> None:
     overlaps = by_step(ahead, "rollout/overlap")
-    assert len(overlaps) == 4  # the first step is rolled out before there is anything to train on
+    assert len(overlaps) == STEPS - 1  # the first step is rolled out before there is anything to train on
     assert all(0 < overlap <= 1 for overlap in overlaps)
 
 
 def test_the_trained_policy_is_what_is_evaluated(ahead: Path) -> None:
     [row] = [row for row in rows(ahead) if row["eval/addition_heldout/mean@1"]]
-    assert row["explore_step"] == "5"
-    assert (ahead / "completions" / "eval_addition_heldout_step_5.jsonl").is_file()
+    assert row["explore_step"] == str(STEPS)
+    assert (ahead / "completions" / f"eval_addition_heldout_step_{STEPS}.jsonl").is_file()
 
 
 def interrupted_and_resumed(
@@ -66,7 +67,7 @@ def interrupted_and_resumed(
     process.send_signal(how)
     process.wait(timeout=120)
     assert not psutil.wait_procs(family, timeout=30)[1], "a server outlived its run"
-    assert steps_done(folder, name) < 5
+    assert steps_done(folder, name) < STEPS
     done = run_train(folder, *arguments, "ckpt_path=last")
     assert done.returncode == 0, done.stdout[-4000:]
     return only(folder, f"outputs/{name}/*")
@@ -76,7 +77,7 @@ def assert_equal_runs(a: Path, b: Path) -> None:
     left, right = (load_file(path / "model" / "model.safetensors") for path in (a, b))
     assert all(torch.equal(left[name], right[name]) for name in left)
     same_metrics(a, b)
-    for step in range(1, 6):
+    for step in range(1, STEPS + 1):
         name = f"completions/step_{step}.jsonl"
         assert (a / name).read_text() == (b / name).read_text()
 
@@ -95,5 +96,5 @@ def test_a_killed_run_whose_engine_has_old_weights_equals_an_uninterrupted_one(
     done = run_train(whole, *RARELY)
     assert done.returncode == 0, done.stdout[-4000:]
     expected = only(whole, "outputs/rarely/*")
-    assert by_step(expected, "sample/lag/mean") == [0, 1, 2, 0, 1]
+    assert by_step(expected, "sample/lag/mean") == [0, 1, 2] * (STEPS // 3)
     assert_equal_runs(expected, interrupted_and_resumed(run_train, cut, "rarely", RARELY))
