@@ -26,7 +26,7 @@ from trinity_lightning.explorer.lookahead import Interval, LookAhead
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.watchers import CtrlC, Watchers
+from trinity_lightning.explorer.watchers import CtrlC, Watchers, keep_sigterm
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, weight_stream
 
@@ -101,6 +101,7 @@ class ExplorerCallback(L.Callback):
         self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), watchers.observe, watchers.progress)
         self._run(data.prepare())
         self._run(self.explorer.prepare())
+        keep_sigterm()
         self._synchronizer = self._make_synchronizer(policy, engines)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

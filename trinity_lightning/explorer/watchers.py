@@ -45,6 +45,12 @@ class Watchers:
             self._progress(batch, done, total)
 
 
+def keep_sigterm() -> None:
+    """Give SIGTERM back to the handler that Python knows: Ray puts one in its place that ends the process at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
 class CtrlC:
     """Counts Ctrl-C instead of raising at once: the first asks for an end with a checkpoint, the second for an end."""
 

@@ -53,6 +53,14 @@ class ServerProcess:
         if (code := self._process.poll()) is not None:
             raise ModelLoadError(f"the vLLM server ended with exit code {code}. The end of its log:\n{self.log_end()}")
 
+    def ended(self) -> str:
+        """How it ended, " It was ended by signal 9." say; nothing while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        killed = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f" It was ended by signal {-code}{killed}." if code < 0 else f" It ended with exit code {code}."
+
     def log_end(self) -> str:
         """The last lines of its output."""
         try:

@@ -259,8 +259,8 @@ class VLLMServerEngine(Engine):
         try:
             return await _json(await self._session.post(path, json=body))
         except (aiohttp.ClientError, OSError) as error:
-            ended = f" The end of its log:\n{self._process.log_end()}" if self._process else ""
-            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{ended}") from error
+            told = f"{self._process.ended()} The end of its log:\n{self._process.log_end()}" if self._process else ""
+            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{told}") from error
 
 
 async def _answers(session: aiohttp.ClientSession) -> bool:
