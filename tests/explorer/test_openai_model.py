@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from judge_server import judge_server
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 
 pytest.importorskip("openai")
@@ -41,3 +41,12 @@ def test_a_key_that_is_not_set_is_refused(value: str | None, monkeypatch: pytest
         monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(ConfigError, match="SOME_KEY is not set"):
         OpenAIModel(URL, "m", "SOME_KEY")
+
+
+def test_a_failure_names_the_endpoint() -> None:
+    with judge_server(lambda body: (500, "out of order")) as server:
+        model = OpenAIModel(server.url, "some-model")
+        with pytest.raises(
+            RolloutError, match=rf"{server.url} \(model 'some-model'\) failed: InternalServerError.*order"
+        ):
+            asyncio.run(talk_and_end(model))

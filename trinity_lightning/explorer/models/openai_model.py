@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.inference import Completion
 
 # What vLLM's sampling settings have and OpenAI's API has not: servers that know them read them from the request's body.
@@ -45,16 +45,27 @@ class OpenAIModel:
         n: int = 1,
         **sampling: Any,
     ) -> list[Completion]:
-        """n answers to a conversation, without tokens; errors are openai's own."""
+        """n answers to a conversation, without tokens.
+
+        Raises:
+            RolloutError: the endpoint does not answer, or answers something else; the message names it.
+        """
+        from openai import OpenAIError
+
         extra = {name: value for name, value in sampling.items() if name in _EXTRA}
         plain = {name: value for name, value in sampling.items() if name not in _EXTRA and value is not None}
         if tools:
             plain["tools"] = tools
         if self._client is None:
             self._client = self.get_openai_async_client()
-        response = await self._client.chat.completions.create(
-            model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
-        )
+        try:
+            response = await self._client.chat.completions.create(
+                model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
+            )
+        except (OpenAIError, ValueError) as error:  # a body that is no JSON comes as a ValueError
+            raise RolloutError(
+                f"the endpoint {self._url} (model '{self._model}') failed: {type(error).__name__}: {error}"
+            ) from error
         return [
             Completion((), (), (), choice.message.content or "", choice.finish_reason) for choice in response.choices
         ]
