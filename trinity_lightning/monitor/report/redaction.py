@@ -39,5 +39,4 @@ def _goes_on(line: str, column: int) -> bool:
 def _column(line: str) -> int:
     """Where a line's key begins; of a list's item without a key the column before its text."""
     found = _ANY_KEY.match(line)
-    assert found is not None  # it matches anything
-    return len(found[1]) - (found[0] == found[1])
+    return len(found[1]) - (found[0] == found[1]) if found else 0
