@@ -64,8 +64,8 @@ def plain_columns(experiences: Sequence[Experience], columns: Columns) -> Column
 
 
 def _is_none(column: list[Any]) -> bool:
-    """Whether there are only Nones. (The first is looked at first: to compare None with something else takes long.)"""
-    return not column or (column[0] is None and column.count(None) == len(column))
+    """Whether there are only Nones: by type, as arrays compare with None element by element."""
+    return not column or (column[0] is None and set(map(type, column)) == {type(None)})
 
 
 def _fits(name: str, column: list[Any]) -> bool:

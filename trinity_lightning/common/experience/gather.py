@@ -86,7 +86,9 @@ def _pad(
     width = int(left[0]) + rows[0].numel() + int(right[0])
     with torch.no_grad():
         if _pins(rows[0].device, pin_memory):
-            flat = torch.cat(pieces, out=torch.empty(len(rows) * width, dtype=rows[0].dtype, pin_memory=True))
+            flat = torch.cat(
+                pieces, out=torch.empty(len(rows) * width, dtype=rows[0].dtype, device="cpu", pin_memory=True)
+            )
         else:
             flat = torch.cat(pieces)  # a quarter faster than with `out`, which it compares with every row for overlap
     return _to_device(flat.view(len(rows), width), device, pin_memory)
@@ -144,14 +146,14 @@ def gather_attention_masks(
     rows = [e.tokens for e in experiences]
     prompts, responses = _token_spans(experiences, rows, max_prompt_length, max_response_length)
     shape = (len(experiences), max_prompt_length + max_response_length)
-    masks = torch.empty(shape, dtype=torch.bool, pin_memory=_pins(torch.device("cpu"), pin_memory))
+    masks = torch.empty(shape, dtype=torch.bool, device="cpu", pin_memory=_pins(torch.device("cpu"), pin_memory))
     starts, ends = max_prompt_length - prompts, max_prompt_length + responses
     if starts.min() == starts.max() and ends.min() == ends.max():
         masks.fill_(True)
         masks[:, : starts[0]] = False
         masks[:, ends[0] :] = False
     else:
-        columns = torch.arange(shape[1])
+        columns = torch.arange(shape[1], device="cpu")  # whatever the default device is
         torch.ge(columns, torch.from_numpy(starts)[:, None], out=masks)
         masks &= columns < torch.from_numpy(ends)[:, None]
     return _to_device(masks, device, pin_memory)

@@ -204,6 +204,8 @@ def _read_field(
     name: str, chunks: list[Any], count: int, streams: dict[str, Stream]
 ) -> tuple[Sequence[Tensor | None], np.ndarray]:
     """One tensor field and its lengths from its chunks."""
+    if any(type(row_lengths) is not list for _, _, row_lengths in chunks):  # bytes would be a list here, a number there
+        raise ExperienceFormatError(f"metadata: the row lengths of {name} are no list.")
     if len(chunks) == 1 and chunks[0][1] is None and len(chunks[0][2]) == count:  # the usual case, in bulk
         dtype_name, _, row_lengths = chunks[0]
         return streams[f"{name}.{dtype_name}"].take_rows(row_lengths), np.array(row_lengths, dtype=np.int64)
