@@ -29,6 +29,14 @@ def test_a_run_ends_with_its_report(run_train: Callable[..., Any], tmp_path: Pat
     assert str(tmp_path) not in page.partition("config.yaml</summary>")[0]
 
 
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(run_train: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    done = run_train(tmp_path, *QUICK, f"hydra.run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "report.html was not written" in done.stdout
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
 def write_run(folder: Path, steps: int = 2) -> Path:
     folder.mkdir(exist_ok=True)
     rows = [f"{step},{step},{step / 10},{step}" for step in range(steps)]

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint
 from trinity_lightning.common.config import EngineDtype, TrainConfig
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.errors import ConfigError, TrinityError
 from trinity_lightning.engines import ThreadShare, auxiliary_models_of
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
@@ -57,7 +57,10 @@ class Run:
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
         finish(self.trainer.loggers)
-        write_report(self.folder)
+        try:
+            write_report(self.folder)
+        except (TrinityError, OSError) as error:  # a picture of the run: what was trained is saved, and counts
+            logger.warning("report.html was not written: %s", error)
         parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
         print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
 

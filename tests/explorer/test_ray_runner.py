@@ -370,3 +370,30 @@ def test_a_cluster_that_is_not_there_is_named_at_once(address: str) -> None:
     scheduler = Scheduler(ExplorerConfig(runner="ray", ray_address=address), [FakeModel()])
     with pytest.raises(ConfigError, match=f"explorer.ray_address={address}: .*give HOST:PORT"):
         asyncio.run(scheduler.start())
+
+
+SIGTERM_SCRIPT = """
+import asyncio, os, signal, time
+from trinity_lightning.explorer.ray_cluster import RayCluster
+from trinity_lightning.explorer.watchers import keep_sigterm
+
+caught = []
+signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
+cluster = RayCluster()
+
+async def body():
+    await cluster.start([])
+    keep_sigterm()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    await cluster.stop()
+
+asyncio.run(body())
+print("caught", caught)
+"""
+
+
+def test_sigterm_stays_with_the_program() -> None:
+    command = [sys.executable, "-c", SIGTERM_SCRIPT]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["caught [True]"]), done.stderr[-3000:]

@@ -25,6 +25,7 @@ from trinity_lightning.common.errors import (
 )
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.trainer.weight_sync import weight_stream
@@ -231,6 +232,18 @@ def test_weights_that_do_not_fit_leave_it_untouched(engine: VLLMServerEngine, ho
     with pytest.raises(WeightSyncError, match="missing"):
         host.run(engine.sync_weights(weights.items(), 9))
     assert (host.run(engine.logprobs(PROMPT)), engine.model_version) == before
+
+
+def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
+    engine = VLLMServerEngine("tiny", weights=WeightFolder(tmp_path), **SETTINGS)
+
+    async def post(path: str, body: Any) -> Any:
+        return {"success": False} if path.startswith("/reset_prefix_cache") else None
+
+    engine._dtype, engine._post = torch.float32, post
+    with pytest.raises(WeightSyncError, match="kept its cache"):
+        asyncio.run(engine._take(weight_stream(tiny_model()), 1))
+    assert engine.model_version == 0
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ Tidy = Callable[[list[Experience]], Awaitable[tuple[list[Experience], dict[str, 
 # Those of some experiences' groups that would be trained on, by task.
 Survivors = Callable[[list[Experience]], dict[str, list[Experience]]]
 
-# Of the tasks of a step at most that share is taken to survive: fewer at once would take too many rounds.
+# However few tasks survived so far, this share of the next ones is taken to: what is asked for at once stays bounded.
 _MIN_RATE = 0.25
 
 

@@ -67,21 +67,22 @@ class LookAhead:
         await self.explore(target)
         return Interval(start, time.perf_counter())
 
-    def wait(self, limit: float = math.inf) -> None:
+    def wait(self) -> None:
         """Wait for what was begun, if anything was; an error of it is raised here.
 
         Ctrl-C waits too: rolled out anew by a resumed run, the steps would be drawn from newer weights.
-
-        Raises:
-            TimeoutError: not done within `limit` seconds; it is cancelled.
         """
-        self.settle(limit)
+        self.settle()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def settle(self, limit: float = math.inf) -> None:
-        """Wait for the end of what was begun, well or not: an error waits for `wait`."""
+        """Wait for the end of what was begun, well or not: an error waits for `wait`.
+
+        Args:
+            limit: seconds after which it is cancelled; the error is a TimeoutError then.
+        """
         if self._job is None or self._host is None:
             return
         job, self._job = self._job, None

@@ -98,7 +98,10 @@ def _token_spans(
     experiences: Sequence[Experience], rows: Sequence[Tensor], max_prompt: int, max_response: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and response lengths in tokens, of which `rows` are, checked against the widths."""
-    prompts = np.array([e.prompt_length for e in experiences], dtype=np.int64)
+    prompts = np.array([e.prompt_length for e in experiences])
+    if prompts.dtype != np.int64:  # assigned after construction: a fraction, or beyond 64 bits
+        at = next(e for e in experiences if np.array(e.prompt_length).dtype != np.int64)
+        raise ExperienceError(f"experience {at.eid.uid}: expected an integer prompt_length, got {at.prompt_length!r}.")
     responses = _lengths(rows) - prompts
     _check_widths(experiences, prompts, max_prompt, "a prompt length")
     _check_widths(experiences, responses, max_response, "a response length")

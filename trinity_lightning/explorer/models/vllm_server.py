@@ -242,9 +242,11 @@ class VLLMServerEngine(Engine):
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
             await self._post("/collective_rpc", arguments)
-            await self._post("/reset_prefix_cache?reset_running_requests=true", {})
+            reset = await self._post("/reset_prefix_cache?reset_running_requests=true", {})
         except (RolloutError, ValueError) as error:
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
+        if not reset["success"]:
+            raise WeightSyncError("the vLLM server kept its cache of prompts, which the old weights have computed.")
         self._model_version = version
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
