@@ -5,6 +5,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_a_sweep_logs_to_wandb_in_one_group(sweep: Path) -> None:
 def test_the_saved_model_loads_in_transformers(sweep: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(sweep / "0" / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(sweep / "0" / "model")
     tokenizer = AutoTokenizer.from_pretrained(sweep / "0" / "model")
     tokens = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1 + 1"}], return_tensors="pt", return_dict=True

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
@@ -51,6 +52,24 @@ REFUSED = {
         r"synchronizer.sync_timeout is 0.0; give seconds above 0",
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
+    # weights over a process group
+    "NCCL without a GPU": ((*SERVER, "synchronizer=nccl"), "synchronizer=nccl .*sees none: take synchronizer=gloo"),
+    "a group with an engine of this process": (
+        ("synchronizer=gloo",),
+        "engine=vllm by memory: set synchronizer=memory",
+    ),
+    "servers by memory": (
+        (*SERVER, "synchronizer=memory"),
+        "by checkpoint or nccl or gloo: set synchronizer=checkpoint",
+    ),
+    "a second worker extension": (
+        (*SERVER, "synchronizer=gloo", "+engine.args.worker_extension_cls=a.B"),
+        "leave it out of engine.args",
+    ),
+    "an unknown way": (
+        (*SERVER, "synchronizer.method=ncll"),
+        "synchronizer.method is ncll.*by checkpoint or nccl or gloo",
+    ),
     "a weight above all": (
         (*MIX, "algorithm.policy_loss_args.mu=1.5"),
         "algorithm.policy_loss_args.mu is 1.5; give a number from 0 to 1",
@@ -110,6 +129,23 @@ REFUSED = {
         "auxiliary_models.judge.api_key_env: the environment variable NO_SUCH_KEY is not set",
     ),
 }
+
+
+def test_a_gpu_that_this_process_may_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    validate(configured(*SERVER, "engine.gpus=[1]"))
+    with pytest.raises(ConfigError, match=r"engine.gpus is \[2\].*CUDA_VISIBLE_DEVICES.*2 GPUs"):
+        validate(configured(*SERVER, "engine.gpus=[2]"))
+
+
+@pytest.mark.parametrize("gpus", ["null", "[0,1]", "[2]"])
+def test_nccl_wants_gpus_apart_from_the_trainers(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    nccl = (*SERVER, "synchronizer=nccl")
+    validate(configured(*nccl, "engine.gpus=[1]"))
+    validate(configured(*nccl, URLS))
+    with pytest.raises(ConfigError, match=r"not the trainer's \(0\): give some of \[1\]"):
+        validate(configured(*nccl, f"engine.gpus={gpus}"))
 
 
 @pytest.mark.parametrize("case", REFUSED)

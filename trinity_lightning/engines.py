@@ -12,6 +12,7 @@ import torch
 from trinity_lightning.common.auxiliary import auxiliary_configs
 from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig, EngineDtype, EngineKind, TrainConfig
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.known_names import WEIGHT_GROUPS
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
@@ -49,14 +50,21 @@ def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folde
 def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[Engine]:
     shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
     weights = WeightFolder(config.synchronizer.folder or folder / "weights")
-    name = config.model.name
+    name, method = config.model.name, config.synchronizer.method
+    transfer = method if method in WEIGHT_GROUPS else None
     if engine.urls:
-        return [VLLMServerEngine(name, engine, url=url, weights=weights) for url in engine.urls]
+        return [VLLMServerEngine(name, engine, url=url, weights=weights, transfer=transfer) for url in engine.urls]
     cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
     gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
     return [
         VLLMServerEngine(
-            name, engine, weights=weights, cores=cores[i], gpus=gpus[i], log=folder / f"vllm_server_{i}.log"
+            name,
+            engine,
+            weights=weights,
+            transfer=transfer,
+            cores=cores[i],
+            gpus=gpus[i],
+            log=folder / f"vllm_server_{i}.log",
         )
         for i in range(engine.servers)
     ]

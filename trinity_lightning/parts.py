@@ -120,8 +120,9 @@ def stored_experiences(config: TrainConfig) -> BufferReader:
 
 def strategies_of(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
     """Name and arguments of each add strategy."""
-    entries = [(label, dict(arguments)) for label, arguments in strategies(config.add_strategy)]  # type: ignore[call-overload]
-    return [(str(arguments.pop("name", label)), arguments) for label, arguments in entries]
+    entries: list[tuple[str, Any]] = strategies(config.add_strategy)  # type: ignore[arg-type]
+    chosen = [(label, dict[str, Any](arguments)) for label, arguments in entries]
+    return [(str(arguments.pop("name", label)), arguments) for label, arguments in chosen]
 
 
 def train_source(config: TrainConfig) -> TaskSource:

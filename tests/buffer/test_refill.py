@@ -24,7 +24,7 @@ class FailsLater(ExperienceOperatorV1):
     async def process(self, exps):
         self.calls -= 1
         for experience in exps:
-            experience.reward += 5
+            experience.reward = 5 + (experience.reward or 0.0)
         if self.calls == 0:
             raise RuntimeError("no more today")
         return exps, {}

@@ -52,7 +52,7 @@ def test_the_tasks_settings_are_defaults_and_none_means_the_engines_own() -> Non
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_a_call_that_is_trained_on_comes_from_the_whole_distribution(setting: dict[str, float]) -> None:
+def test_a_call_that_is_trained_on_comes_from_the_whole_distribution(setting: dict[str, Any]) -> None:
     model = FakeModel()
     trained = BoundModel(model, run_seed=5, batch=7, task=1, run=2, trained=True)
     with pytest.raises(ConfigError, match=r"whole distribution|above 0"):

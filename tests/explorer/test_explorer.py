@@ -425,9 +425,13 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
     assert asyncio.run(again.get_weight("w")).tolist() == [0, 0]
 
 
-def test_no_engine_joins_a_process_group() -> None:
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1234.*synchronizer=checkpoint"):
-        asyncio.run(explorer().setup_weight_sync_group("127.0.0.1", 1234))
+def test_an_engine_that_is_no_server_joins_no_process_group() -> None:
+    explored = Explorer(ExplorerConfig(), [FakeModel()], source())
+    with pytest.raises(RuntimeError, match=r"connect\(\)"):
+        asyncio.run(explored.setup_weight_sync_group("127.0.0.1", 1234))
+    explored.connect(Sink(), lambda: WeightStream.of([("w", torch.zeros(2))]))
+    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or gloo"):
+        asyncio.run(explored.setup_weight_sync_group("127.0.0.1", 1234))
 
 
 def test_evaluation_tasksets_need_names_of_their_own() -> None:

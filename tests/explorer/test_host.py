@@ -178,7 +178,7 @@ def test_a_step_that_raises_fails_all_waiters_and_the_engine_goes_on(engine: Cou
 
     async def ask() -> tuple[list[Any], list[int]]:
         if driven:  # the driver must not take its first step before all five wait
-            engine._post(lambda: all_posted.wait(60) and None)
+            engine._post(lambda: all_posted.wait(60))
         calls = [asyncio.create_task(engine.generate([i], steps=3)) for i in range(5)]
         await asyncio.sleep(0)
         all_posted.set()

@@ -269,7 +269,7 @@ def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, h
             assert cancelled.wait(60)
 
     async def cancel() -> list[Completion]:
-        engine._post(lambda: all_posted.wait(60) and None)  # so that the first batch has both
+        engine._post(lambda: all_posted.wait(60))  # so that the first batch has both
         endless = asyncio.create_task(engine.generate(PROMPT, n=4, seed=1, max_tokens=110))
         kept = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
         waiting = asyncio.create_task(engine.generate(PROMPT, n=8, seed=3))

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_vllm import driven_engine, standing_still, tiny_engine, tiny_model
+from tiny_policy import tiny_model
+from tiny_vllm import driven_engine, standing_still, tiny_engine
 
 from trinity_lightning.common.errors import (
     ConfigError,

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from fake_model import hang, scripted
-from tiny_vllm import driven_engine, standing_still, tiny_model
+from tiny_policy import tiny_model
+from tiny_vllm import driven_engine, standing_still
 
 from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.common.experience import EID, Experience

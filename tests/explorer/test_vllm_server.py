@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tiny_policy import logprobs, tiny_model
 
 from trinity_lightning.common.config import EngineDtype
 from trinity_lightning.common.errors import (
@@ -27,6 +27,7 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.trainer.weight_sync import weight_stream
 
@@ -55,21 +56,6 @@ def engine(host: Host, log: Path) -> Iterator[VLLMServerEngine]:
     host.run(engine.load())
     yield engine
     host.run(engine.shutdown())
-
-
-def tiny_model(scale: float = 1.0) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    return model
-
-
-def logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> list[float]:
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        scores = (model(ids).logits[0] / temperature).log_softmax(-1)
-    return scores[:-1].gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
 def test_it_is_an_inference_model(engine: VLLMServerEngine) -> None:
@@ -135,7 +121,7 @@ def test_a_bad_request_is_its_callers_alone(
 ) -> None:
     async def beside_a_good_one() -> list[Any]:
         bad, good = engine.generate(prompt, **sampling), engine.generate(PROMPT, max_tokens=4)
-        return await asyncio.gather(bad, good, return_exceptions=True)
+        return list(await asyncio.gather(bad, good, return_exceptions=True))
 
     bad, [good] = host.run(beside_a_good_one())
     assert isinstance(bad, error)
@@ -237,13 +223,26 @@ def test_weights_that_do_not_fit_leave_it_untouched(engine: VLLMServerEngine, ho
 def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
     engine = VLLMServerEngine("tiny", weights=WeightFolder(tmp_path), **SETTINGS)
 
-    async def post(path: str, body: Any) -> Any:
-        return {"success": False} if path.startswith("/reset_prefix_cache") else None
+    class Client(ServerClient):
+        def __init__(self) -> None: ...
 
-    engine._dtype, engine._post = torch.float32, post
+        async def post(self, path: str, body: Any) -> Any:
+            return {"success": False} if path.startswith("/reset_prefix_cache") else None
+
+    engine._dtype, engine._client = torch.float32, Client()
     with pytest.raises(WeightSyncError, match="kept its cache"):
         asyncio.run(engine._take(weight_stream(tiny_model()), 1))
     assert engine.model_version == 0
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "0,2"), ("4,GPU-a,6", "4,6")])
+def test_gpus_are_counted_as_this_process_sees_them(
+    visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert VLLMServerEngine("tiny", gpus=[0, 2])._environment()["CUDA_VISIBLE_DEVICES"] == expected
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

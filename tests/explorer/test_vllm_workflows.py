@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_vllm import driven_engine, tiny_model
+from tiny_policy import tiny_model
+from tiny_vllm import driven_engine
 
 from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.experience import Experience

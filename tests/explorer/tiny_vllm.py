@@ -5,11 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from trinity_lightning.common.config import EngineDtype
-from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 
@@ -18,11 +14,6 @@ def tiny_engine(model: str = "tiny", **overrides: Any) -> VLLMEngine:
     """An engine that is not loaded yet."""
     settings: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_num_seqs": 16, "kv_cache_gb": 0.1}
     return VLLMEngine(model, **(settings | overrides))
-
-
-def tiny_model() -> Any:
-    """The same model of transformers."""
-    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
 
 
 def standing_still(engine: VLLMEngine) -> threading.Event:

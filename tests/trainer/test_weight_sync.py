@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_policy import logprobs, tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.common.config import EngineDtype
 from trinity_lightning.common.errors import WeightSyncError
-from trinity_lightning.common.model_files import load_tokenizer, resolve_model
+from trinity_lightning.common.model_files import load_tokenizer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
@@ -23,10 +24,6 @@ FP32 = Tolerance.of(torch.float32)
 WRONG = "are not the trainer's"
 
 
-def tiny_model(dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=dtype).eval()
-
-
 @pytest.fixture(scope="module")
 def probe() -> list[int]:
     return load_tokenizer("tiny").encode(PROBE_TEXT)
@@ -35,13 +32,6 @@ def probe() -> list[int]:
 @pytest.fixture
 def model() -> Any:
     return tiny_model()
-
-
-@torch.no_grad()
-def logprobs_of(model: Any, tokens: list[int]) -> list[float]:
-    ids = torch.tensor([tokens])
-    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist()
 
 
 class CopyEngine:
@@ -68,8 +58,8 @@ def synchronizer(
     return Synchronizer(
         model,
         send=lambda: engine.take(weight_stream(model)),
-        trainer_logprobs=lambda: logprobs_of(model, probe),
-        engine_logprobs=lambda: [logprobs_of(engine.model, probe)],
+        trainer_logprobs=lambda: logprobs(model, probe),
+        engine_logprobs=lambda: [logprobs(engine.model, probe)],
         tolerance=FP32,
         check_interval=check_interval,
         with_drill=drill,
@@ -195,7 +185,7 @@ def test_a_faithful_engine_passes_and_has_the_weights(model: Any, probe: list[in
     train_a_little(model)
     sync.sync()
     assert engine.syncs == 3  # one drill a run
-    assert logprobs_of(engine.model, probe) == pytest.approx(logprobs_of(model, probe), abs=1e-6)
+    assert logprobs(engine.model, probe) == pytest.approx(logprobs(model, probe), abs=1e-6)
 
 
 MATRICES = [name for name, p in tiny_model().named_parameters() if p.ndim == 2 and name != EMBEDDING]
@@ -244,7 +234,7 @@ def test_a_tensor_negated_in_flight_stops_at_the_next_probe(model: Any, probe: l
 def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> None:
     engines = [CopyEngine(), CopyEngine(ignoring())]
     sync = synchronizer(model, engines[0], probe, drill=False)
-    sync._engine_logprobs = lambda: [logprobs_of(engine.model, probe) for engine in engines]
+    sync._engine_logprobs = lambda: [logprobs(engine.model, probe) for engine in engines]
     train_a_little(model)
     with pytest.raises(WeightSyncError, match=WRONG):
         sync.sync()
@@ -260,7 +250,7 @@ def vllm(request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Host, Any
     engine = VLLMEngine("tiny", dtype=dtype, max_model_len=320, max_num_seqs=4, kv_cache_gb=0.05)
     host = Host([engine])
     host.run(engine.load())
-    yield engine, host, tiny_model(request.param)
+    yield engine, host, tiny_model(dtype=request.param)
     host.run(engine.shutdown())
     host.close()
 
@@ -270,7 +260,7 @@ def vllm_synchronizer(vllm: tuple[VLLMEngine, Host, Any], probe: list[int]) -> S
     return Synchronizer(
         model,
         send=lambda: host.run(engine.sync_weights(weight_stream(model), 1)),
-        trainer_logprobs=lambda: logprobs_of(model, probe),
+        trainer_logprobs=lambda: logprobs(model, probe),
         engine_logprobs=lambda: [host.run(engine.logprobs(probe))],
         tolerance=Tolerance.of(model.dtype, engine.dtype),
         check_interval=1,

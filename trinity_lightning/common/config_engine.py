@@ -39,7 +39,8 @@ class EngineConfig:
         servers: of `vllm_server`: how many are started here.
         cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
             cores for the servers together and half for the trainer, otherwise all.
-        gpus: of `vllm_server`: the GPUs that the servers share out among them; null: as the process sees them.
+        gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; null:
+            all of these.
     """
 
     kind: EngineKind = EngineKind.vllm
@@ -77,9 +78,12 @@ class SynchronizerConfig:
     """How the trainer's weights reach the engine, and how that is checked.
 
     Attributes:
-        method: `memory`, for an engine in the same process; `checkpoint`, a folder that `vllm_server` reads; `auto`
-            takes the one that the engine needs.
+        method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads;
+            `nccl`, from GPU to GPU over a process group; or `gloo`, the same between CPUs. `auto` is memory or
+            checkpoint, whichever the engine takes.
         folder: where `checkpoint` writes; engines on other machines must see it. Null: in the run's folder.
+        address: this machine's, as servers see it, for `nccl` and `gloo`: another one than 127.0.0.1 for engine.urls on
+            other machines. The trainer listens there, on a free port, and asks for no password.
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.
@@ -87,6 +91,7 @@ class SynchronizerConfig:
 
     method: str = "auto"
     folder: str | None = None
+    address: str = "127.0.0.1"
     check_interval: int = 10
     drill: bool = True
     sync_timeout: float = 600.0

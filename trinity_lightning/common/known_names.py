@@ -40,5 +40,7 @@ LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polyno
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql")
+SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl", "gloo")
+WEIGHT_GROUPS = ("nccl", "gloo")  # of these, those that form a process group with servers
 EXPERT_STORAGES = ("dataset", "file", "sql")
 BUFFER_ORDERS = ("fifo", "priority", "random")

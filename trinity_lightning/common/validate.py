@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -70,7 +71,7 @@ NAMES = {
     "buffer.storage": (known.BUFFER_STORAGES, False),
     "buffer.order": (known.BUFFER_ORDERS, False),
     "buffer.expert.storage": (known.EXPERT_STORAGES, False),
-    "synchronizer.method": (("auto", "memory", "checkpoint"), False),
+    "synchronizer.method": (known.SYNC_METHODS, False),
     "explorer.runner": (("local", "ray"), False),
 }
 
@@ -204,7 +205,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
     """Refuse keys that the schema does not have; `+key=value` gets them past Hydra."""
     schema = OmegaConf.get_type(node)
     fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
-    for key in node:
+    for key in map(str, node):
         name = f"{prefix}{key}"
         if fields is not None and key not in fields:
             raise ConfigError(unknown_name("key", name, [f"{prefix}{field}" for field in fields]))
@@ -258,12 +259,12 @@ def _check_explorer(config: DictConfig) -> None:
 
 
 def _check_trainer(config: DictConfig) -> None:
-    trainer = config.trainer or {}
+    trainer: Any = config.trainer or {}
     for key in ("callbacks", "logger", "plugins"):
         if trainer.get(key) is not None:
             raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
-    if trainer.get("devices", 1) not in (1, "1"):
-        raise ConfigError(f"trainer.devices is {trainer.devices}: an engine in this process serves one device, give 1.")
+    if (devices := trainer.get("devices", 1)) not in (1, "1"):
+        raise ConfigError(f"trainer.devices is {devices}: an engine in this process serves one device, give 1.")
     if str(trainer.get("precision", "")).startswith("16"):
         raise ConfigError(
             "trainer.precision: 16-bit float needs a gradient scaler; use bf16-mixed, or model.dtype=bf16."

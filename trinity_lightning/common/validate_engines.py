@@ -7,6 +7,9 @@ from omegaconf import DictConfig
 
 from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.gpus import visible_gpus
+
+TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
 def check_engine(config: DictConfig) -> None:
@@ -38,6 +41,31 @@ def check_engine(config: DictConfig) -> None:
             raise ConfigError(f"engine.urls: {url!r} is no URL; give one such as http://node7:8000.")
     _check_gpus("engine", engine, engine.servers)
     _check_cores("engine", engine, engine.servers, config.explorer.sync_offset)
+
+
+def check_weight_group(config: DictConfig) -> None:
+    """Refuse a process group for weights that trainer and servers could not form; a ConfigError."""
+    method, engine = config.synchronizer.method, config.engine
+    if method == "gloo" and "worker_extension_cls" in engine.args:
+        raise ConfigError(
+            "synchronizer=gloo sets worker_extension_cls of the servers itself: leave it out of engine.args, or take "
+            "synchronizer=checkpoint."
+        )
+    if method != "nccl":
+        return
+    import torch  # late: nothing else here needs it
+
+    there = torch.cuda.device_count()
+    if there == 0:
+        raise ConfigError(
+            "synchronizer=nccl sends weights from GPU to GPU, and this process sees none: take synchronizer=gloo or "
+            "checkpoint."
+        )
+    if not engine.urls and (not engine.gpus or TRAINER_GPU in engine.gpus or max(engine.gpus) >= there):
+        raise ConfigError(
+            f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
+            f"trainer's ({TRAINER_GPU}): give some of {list(range(1, there))}."
+        )
 
 
 def check_auxiliary_engine(name: str, model: AuxiliaryConfig, sync_offset: int) -> None:
@@ -93,6 +121,12 @@ def _check_gpus(key: str, engine: DictConfig | EngineConfig, servers: int) -> No
     gpus = list(engine.gpus or ())
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         raise ConfigError(f"{key}.gpus is {gpus}; give different numbers of 0 or more.")
+    visible = visible_gpus()
+    if visible and max(gpus, default=0) >= len(visible):
+        raise ConfigError(
+            f"{key}.gpus is {gpus}, numbers from 0 of what CUDA_VISIBLE_DEVICES shows this process, which is "
+            f"{len(visible)} GPUs."
+        )
     if servers > 0 and len(gpus) % servers:
         raise ConfigError(
             f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "

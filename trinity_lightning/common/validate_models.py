@@ -12,7 +12,12 @@ from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.suggest import unknown_name
-from trinity_lightning.common.validate_engines import check_auxiliary_engine, check_engine, check_reach
+from trinity_lightning.common.validate_engines import (
+    check_auxiliary_engine,
+    check_engine,
+    check_reach,
+    check_weight_group,
+)
 
 
 def check_models(config: DictConfig) -> None:
@@ -34,11 +39,11 @@ def check_models(config: DictConfig) -> None:
             f"explorer.sync_offset is {config.explorer.sync_offset}: engine={engine} computes in this process and "
             "cannot generate while the trainer trains. Choose engine=vllm_server."
         )
-    method = "checkpoint" if engine == "vllm_server" else "memory"
-    if config.synchronizer.method not in ("auto", method):
+    methods = ("checkpoint", *known.WEIGHT_GROUPS) if engine == "vllm_server" else ("memory",)
+    if config.synchronizer.method not in ("auto", *methods):
         raise ConfigError(
-            f"synchronizer.method is {config.synchronizer.method}, and weights reach engine={engine} by {method}: set "
-            f"synchronizer={method}, or auto."
+            f"synchronizer.method is {config.synchronizer.method}, and weights reach engine={engine} by "
+            f"{' or '.join(methods)}: set synchronizer={methods[0]}, or auto."
         )
     if config.explorer.runner == "ray":
         require_ray()
@@ -48,6 +53,7 @@ def check_models(config: DictConfig) -> None:
                 "Choose engine=vllm_server, or explorer.runner=local."
             )
     check_engine(config)
+    check_weight_group(config)
     check_reach(config, auxiliary_configs(config.auxiliary_models))
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.config import SynchronizerConfig
 from trinity_lightning.common.errors import ConfigError, WeightSyncError
+from trinity_lightning.common.known_names import WEIGHT_GROUPS
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.lookahead import Interval, LookAhead
@@ -27,6 +28,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.watchers import CtrlC, Watchers, keep_sigterm
+from trinity_lightning.explorer.weight_group import free_port
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, weight_stream
 
@@ -102,6 +104,9 @@ class ExplorerCallback(L.Callback):
         self._run(data.prepare())
         self._run(self.explorer.prepare())
         keep_sigterm()
+        if self._sync_config.method in WEIGHT_GROUPS:
+            address = self._sync_config.address
+            self._run_in_time(self.explorer.setup_weight_sync_group(address, free_port(address)))
         self._synchronizer = self._make_synchronizer(policy, engines)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -99,6 +99,7 @@ class Explorer:
 
     async def shutdown(self) -> None:
         """Stop the runners and free the engines: each of them, also where another one fails to."""
+        self.engines.leave()
         ends = [self._scheduler.stop(), *(model.shutdown() for model in self._engines())]
         errors = []
         for end in ends:  # the runners first: they still talk to the engines
@@ -182,8 +183,8 @@ class Explorer:
 
     def need_eval(self, step: int | None = None) -> bool:
         """Whether an evaluation is due after that many steps; None: after those done."""
-        step, interval = self.step if step is None else step, self.config.eval_interval
-        return self.evaluates and interval > 0 and step > 0 and step % interval == 0
+        done, interval = self.step if step is None else step, self.config.eval_interval
+        return self.evaluates and interval > 0 and done > 0 and done % interval == 0
 
     async def eval(self, step: int | None = None) -> dict[str, float]:
         """Run every evaluation taskset once, with the weights that the engines have; metrics are `eval/<taskset>/...`.
@@ -194,12 +195,12 @@ class Explorer:
         Raises:
             RolloutError: not one task of a taskset succeeded.
         """
-        step = self.step if step is None else step
+        of = self.step if step is None else step
         self.metrics = {}
         for source in self._evals:
             start = time.perf_counter()
             tasks = source.all_tasks()
-            batch = f"{step}/{source.name}"
+            batch = f"{of}/{source.name}"
             statuses, _ = await self._run(tasks, batch)
             experiences = [experience for status in statuses for experience in status.eval_experiences]
             report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
@@ -210,7 +211,7 @@ class Explorer:
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
             }
             if self._observer is not None:
-                self._observer(experiences, step, source.name)
+                self._observer(experiences, of, source.name)
         return self.metrics
 
     async def benchmark(
@@ -247,17 +248,26 @@ class Explorer:
         self.metrics = {"time/sync_weight": time.perf_counter() - start}
 
     async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: object | None = None
+        self,
+        master_address: str,
+        master_port: int,
+        state_dict_meta: Iterable[tuple[str, Any, Sequence[int]]] | None = None,
     ) -> None:
-        """Refused: weights go by memory or as a folder, and no engine here joins a process group.
+        """Form a process group of the trainer, rank 0, and every worker of every server: syncs go over it from then on.
+
+        Args:
+            master_address: this machine's, as the servers see it; the trainer listens there.
+            master_port: a free port.
+            state_dict_meta: name, dtype and shape of each weight that will be sent, to be checked now; the dtype is
+                the engine's, whatever it says here.
 
         Raises:
-            ConfigError: always; it says what to use instead.
+            ConfigError: an engine is no server that was started with a `transfer`, `nccl` or `gloo`.
+            WeightSyncError: the weights do not fit the servers, or a server did not join.
+            RuntimeError: `connect` was not called.
         """
-        raise ConfigError(
-            f"no process group at {master_address}:{master_port}: weights reach engines in this process by "
-            "synchronizer=memory, servers by synchronizer=checkpoint."
-        )
+        shapes = None if state_dict_meta is None else {name: tuple(shape) for name, _, shape in state_dict_meta}
+        await self.engines.join(master_address, master_port, shapes)
 
     async def get_weight(self, name: str) -> Tensor:
         """The weight of that name that the engines were last given.

@@ -1,14 +1,15 @@
 """The engines that hold the policy, as one: which weights they have, and giving them others."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.suggest import nearest
-from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.explorer.weight_group import WeightGroup
 
 
 class PolicyEngines:
@@ -31,6 +32,26 @@ class PolicyEngines:
         self._keeps_copy = keeps_copy
         self._given: dict[str, Tensor] = {}
         self._restored: tuple[dict[str, Tensor], int] | None = None
+        self._group: WeightGroup | None = None
+
+    async def join(self, address: str, port: int, shapes: Mapping[str, Shape] | None = None) -> None:
+        """Send weights over a process group from now on; see `WeightGroup.form` for errors.
+
+        Args:
+            address: this machine's, as the servers see it.
+            port: a free one.
+            shapes: of what is going to be sent; None: as the trainer's weights are.
+        """
+        stream = self._trainers()
+        device = next(tensor for _, tensor in stream).device
+        self.leave()
+        self._group = await WeightGroup.form(self.models, address, port, device, shapes or stream.shapes)
+
+    def leave(self) -> None:
+        """Leave the process group, if there is one."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     async def sync(self, version: int) -> None:
         """Give every engine the trainer's present weights; RuntimeError where they are not connected."""
@@ -41,7 +62,10 @@ class PolicyEngines:
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every engine these weights."""
-        await asyncio.gather(*(model.sync_weights(stream, version) for model in self.models))
+        if self._group is not None:
+            await self._group.send(stream, version)
+        else:
+            await asyncio.gather(*(model.sync_weights(stream, version) for model in self.models))
         self.version = version
 
     def weight(self, name: str) -> Tensor:

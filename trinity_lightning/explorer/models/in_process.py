@@ -27,7 +27,7 @@ class InProcessEngine(Engine):
 
     def __init__(self, max_model_len: int) -> None:
         super().__init__(max_model_len)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waiting: dict[str, _Reply[Any]] = {}
         self._requests = 0
         self._loaded = False
@@ -163,7 +163,7 @@ class InProcessEngine(Engine):
             reply.fail(RolloutError(reason))
         self._abort_all()
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         self._commands.put(command)
         if self._wake is not None:
             self._wake()

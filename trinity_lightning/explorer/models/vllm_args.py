@@ -10,6 +10,7 @@ from trinity_lightning.common.errors import ConfigError
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 GIB = 1 << 30
+GLOO_EXTENSION = "trinity_lightning.explorer.models.gloo_transfer.Registered"
 
 
 def require_vllm() -> None:
@@ -45,6 +46,14 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
             "max_num_batched_tokens": max(config.max_model_len, 4096),
         }
     return arguments | dict(config.args)
+
+
+def transfer_args(transfer: str | None) -> dict[str, Any]:
+    """What a server needs to take weights from a process group: `nccl` is vLLM's own, `gloo` this package's."""
+    if transfer is None:
+        return {}
+    arguments: dict[str, Any] = {"weight_transfer_config": {"backend": transfer}}
+    return arguments | ({"worker_extension_cls": GLOO_EXTENSION} if transfer == "gloo" else {})
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -1,30 +1,31 @@
 """vLLM in a process of its own, or on another machine: it generates while the trainer trains."""
 
 import asyncio
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 from transformers import AutoConfig
 
 from trinity_lightning.common.config import EngineConfig, EngineDtype
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
+from trinity_lightning.common.gpus import visible_gpus
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.server_process import ServerProcess
-from trinity_lightning.explorer.models.vllm_args import command_line, engine_args, require_vllm
+from trinity_lightning.explorer.models.vllm_args import command_line, engine_args, require_vllm, transfer_args
 
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
 HEALTH_SECONDS = 0.2
+PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -59,6 +60,8 @@ class VLLMServerEngine(Engine):
         config: the engine's knobs; keyword arguments override its fields.
         url: of a server that runs already, such as http://node7:8000.
         weights: where weights are written for it; engines that share one read the same files.
+        transfer: `nccl` or `gloo`: a server started here can join a process group too, over which the trainer sends
+            weights (see `WeightGroup`); one of a url can where it was started so.
         cores: CPU cores for a server started here, where there is no GPU; None: all that this process may use.
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
@@ -77,6 +80,7 @@ class VLLMServerEngine(Engine):
         *,
         url: str | None = None,
         weights: WeightFolder | None = None,
+        transfer: str | None = None,
         cores: list[int] | None = None,
         gpus: list[int] | None = None,
         log: Path | None = None,
@@ -89,19 +93,20 @@ class VLLMServerEngine(Engine):
         self._model = model
         self._url = url
         self._weights = weights
+        self.transfer = transfer
         self._cores = cores
         self._gpus = gpus
         self._log = log
         self._socket: str | None = None
         self._process: ServerProcess | None = None
-        self._session: aiohttp.ClientSession | None = None
+        self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
         """Start the server, or find the one of the url, and wait until it answers."""
-        if self._session is not None and not self._session.closed:
+        if self._client is not None and not self._client.closed:
             return
         if self._loading is None:  # several may ask at the same time
             self._loading = asyncio.create_task(self._load())
@@ -115,35 +120,43 @@ class VLLMServerEngine(Engine):
         path = str(await asyncio.to_thread(resolve_model, self._model))
         self._tokenizer = load_tokenizer(self._model)
         self._weight_shapes = parameter_shapes(path)
-        self._dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype)) or AutoConfig.from_pretrained(path).dtype
+        dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
+        own: Any = AutoConfig.from_pretrained(path).dtype
+        self._dtype: torch.dtype = own if dtype is None else dtype
         if self._url is None and self._socket is None:
             self._process = ServerProcess(self._flags(path), self._environment(), self._log)
             self._socket = str(self._process.socket)
-        session = self._connect()
+        client = ServerClient(self._socket or self._url or "", self._told)
         try:
-            await self._until_healthy(session)
-            await self._check_model(session)
+            await self._until_healthy(client)
+            await self._check_model(client)
         except BaseException:
-            await session.close()
+            await client.close()
             await self._end_process()
             raise
-        self._session = session
+        self._client = client
 
-    def _connect(self) -> aiohttp.ClientSession:
-        # No limit of connections: how many requests are decoded at once is the server's to decide.
-        connector = aiohttp.UnixConnector(self._socket, limit=0) if self._socket else aiohttp.TCPConnector(limit=0)
-        return aiohttp.ClientSession(
-            self._url or "http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
-        )
+    def _told(self) -> str:
+        process = self._process
+        return f"{process.ended()} The end of its log:\n{process.log_end()}" if process is not None else ""
+
+    def _running(self) -> ServerClient:
+        if self._client is None:
+            raise RolloutError("the engine was shut down")
+        return self._client
 
     def _flags(self, path: str) -> list[str]:
         arguments = engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
+        arguments |= transfer_args(self.transfer)
         return command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        if self.transfer == "gloo":  # its workers import a module of this package
+            environment["PYTHONPATH"] = os.pathsep.join([PACKAGE_PARENT, *filter(None, [os.getenv("PYTHONPATH")])])
         if self._gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
+            visible = visible_gpus()
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in self._gpus)
         if not torch.cuda.is_available():
             cores = self._cores or sorted(os.sched_getaffinity(0))
             environment |= {
@@ -153,11 +166,11 @@ class VLLMServerEngine(Engine):
             }
         return environment
 
-    async def _until_healthy(self, session: aiohttp.ClientSession) -> None:
+    async def _until_healthy(self, client: ServerClient) -> None:
         where = self._url or "the vLLM server"
         try:
             async with asyncio.timeout(URL_SECONDS if self._url else START_SECONDS):
-                while not await _answers(session):
+                while not await client.answers():
                     if self._process is not None:
                         self._process.check()
                     await asyncio.sleep(HEALTH_SECONDS)
@@ -165,9 +178,9 @@ class VLLMServerEngine(Engine):
             log = f" The end of its log:\n{self._process.log_end()}" if self._process else " Is it started?"
             raise ModelLoadError(f"{where} does not answer.{log}") from error
 
-    async def _check_model(self, session: aiohttp.ClientSession) -> None:
+    async def _check_model(self, client: ServerClient) -> None:
         try:
-            card = (await _json(await session.get("/v1/models")))["data"][0]
+            card = (await client.get("/v1/models"))["data"][0]
             self._model_id, served = card["id"], int(card["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{self._url} is no vLLM server: {type(error).__name__}: {error}") from error
@@ -179,9 +192,9 @@ class VLLMServerEngine(Engine):
 
     async def shutdown(self) -> None:
         """End the server, where it was started here; twice is allowed."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
         await self._end_process()
         if self._weights is not None:
             self._weights.close()
@@ -196,7 +209,7 @@ class VLLMServerEngine(Engine):
         """A copy in another process connects anew, to the server that runs by then."""
         if self._url is None and self._socket is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
-        apart = {"_process": None, "_session": None, "_loading": None, "_weights": None, "_log": None}
+        apart = {"_process": None, "_client": None, "_loading": None, "_weights": None, "_log": None}
         return {**self.__dict__, **apart}
 
     # -- what an engine implements ------------------------------------------------------------------------------------
@@ -224,14 +237,14 @@ class VLLMServerEngine(Engine):
         room = self._max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
-        answer = await self._post("/v1/completions", {"model": self._model_id, **body})
+        answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})
         return [_completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         # vLLM samples at least one token.
         body = {"model": self._model_id, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         body |= WHOLE_DISTRIBUTION
-        answer = await self._post("/v1/completions", body)
+        answer = await self._running().post("/v1/completions", body)
         entries = answer["choices"][0]["prompt_logprobs"][1:]  # the first token has none
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
 
@@ -240,54 +253,48 @@ class VLLMServerEngine(Engine):
             self._weights = WeightFolder()
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._update([("/collective_rpc", arguments)], version)
+
+    async def _update(self, requests: Sequence[tuple[str, dict[str, Any]]], version: int) -> None:
+        """Requests that change the weights, and the end of what the old ones have computed."""
         try:
-            await self._post("/collective_rpc", arguments)
-            reset = await self._post("/reset_prefix_cache?reset_running_requests=true", {})
+            for path, body in requests:
+                await self._running().post(path, body)
+            reset = await self._running().post("/reset_prefix_cache?reset_running_requests=true", {})
         except (RolloutError, ValueError) as error:
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
         if not reset["success"]:
             raise WeightSyncError("the vLLM server kept its cache of prompts, which the old weights have computed.")
         self._model_version = version
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The server's answer.
+    # -- weights from a process group, which `WeightGroup` drives -----------------------------------------------------
+
+    async def workers(self) -> int:
+        """How many processes of the server hold weights."""
+        return int((await self._running().get("/get_world_size"))["world_size"])
+
+    async def join_group(self, address: str, port: int, rank_offset: int, world_size: int) -> None:
+        """Have the workers join the group at that address, the first of them as rank `rank_offset`.
 
         Raises:
-            ValueError: it refused the request.
-            RolloutError: it failed, or does not answer any more.
+            ValueError, RolloutError: they did not; a server that was not started for it says so.
         """
-        if self._session is None:
-            raise RolloutError("the engine was shut down")
-        try:
-            return await _json(await self._session.post(path, json=body))
-        except (aiohttp.ClientError, OSError) as error:
-            told = f"{self._process.ended()} The end of its log:\n{self._process.log_end()}" if self._process else ""
-            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{told}") from error
+        info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        await self._running().post("/init_weight_transfer_engine", {"init_info": info})
 
+    async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
+        """Take over the weights that rank 0 sends, one after the other in this order, in the engine's dtype.
 
-async def _answers(session: aiohttp.ClientSession) -> bool:
-    try:
-        async with session.get("/health") as response:
-            return response.status == 200
-    except (aiohttp.ClientError, OSError):
-        return False
-
-
-async def _json(response: aiohttp.ClientResponse) -> Any:
-    """The body of a response; ValueError where the request was refused, RolloutError where the server failed."""
-    async with response:
-        text = await response.text()
-    if response.status == 200:
-        return json.loads(text) if text else None
-    message = f"{response.url.path}: status {response.status}: {_message(text)}"
-    raise (ValueError if 400 <= response.status < 500 else RolloutError)(message)
-
-
-def _message(text: str) -> str:
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:500]
+        Raises:
+            WeightSyncError: the server failed.
+        """
+        announced = {
+            "names": list(shapes),
+            "dtype_names": [str(self._dtype).removeprefix("torch.")] * len(shapes),
+            "shapes": [list(shape) for shape in shapes.values()],
+        }
+        update = ("/update_weights", {"update_info": announced})
+        await self._update([("/start_weight_update", {}), update, ("/finish_weight_update", {})], version)
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:

@@ -1,0 +1,320 @@
+"""Weights over a process group: two real servers and a trainer, and what happens when one of them fails."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_policy import logprobs, tiny_model
+from torch import Tensor
+
+from trinity_lightning.common.config import EngineDtype, ExplorerConfig
+from trinity_lightning.common.errors import ConfigError, WeightSyncError
+from trinity_lightning.common.gloo_group import GlooGroup
+from trinity_lightning.common.nccl_group import NCCLGroup
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.server_client import ServerClient
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.explorer.weight_group import WeightGroup, free_port
+from trinity_lightning.trainer.weight_sync import weight_stream
+
+pytest.importorskip("vllm")
+
+HERE = "127.0.0.1"
+SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
+TEXT = [7, 30, 41, 12, 5, 97, 58]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def servers(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServerEngine]]:
+    logs = tmp_path_factory.mktemp("servers")
+    cores = sorted(os.sched_getaffinity(0))
+    engines = [
+        VLLMServerEngine("tiny", transfer="gloo", cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
+        for i in range(2)
+    ]
+
+    async def on_all(act: Callable[[VLLMServerEngine], Any]) -> None:
+        await asyncio.gather(*map(act, engines))
+
+    host.run(on_all(VLLMServerEngine.load))
+    yield engines
+    host.run(on_all(VLLMServerEngine.shutdown))
+
+
+def connected(servers: Sequence[VLLMServerEngine], stream: Callable[[], WeightStream]) -> Explorer:
+    explorer = Explorer(ExplorerConfig(), servers, None)
+    explorer.connect(weights=stream)
+    return explorer
+
+
+async def joined(explorer: Explorer, **meta: Any) -> None:
+    await explorer.setup_weight_sync_group(HERE, free_port(HERE), **meta)
+
+
+async def scores(servers: list[VLLMServerEngine]) -> list[list[float]]:
+    return list(await asyncio.gather(*(server.logprobs(TEXT) for server in servers)))
+
+
+def assert_hold(host: Host, servers: list[VLLMServerEngine], model: Any) -> None:
+    for found in host.run(scores(servers)):
+        assert found == pytest.approx(logprobs(model, TEXT), abs=1e-3)
+
+
+# -- what arrives -----------------------------------------------------------------------------------------------------
+
+
+def test_every_server_takes_what_the_trainer_sends(servers: list[VLLMServerEngine], host: Host) -> None:
+    model = tiny_model()
+    assert model.config.tie_word_embeddings
+    explorer = connected(servers, lambda: weight_stream(model))
+    meta = [(name, "float32", list(tensor.shape)) for name, tensor in weight_stream(model)]
+    host.run(joined(explorer, state_dict_meta=meta))
+    for version, scale in ((1, 1.5), (2, 0.5)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        host.run(explorer.sync_weight(version))
+        assert [server.model_version for server in servers] == [version, version]
+        assert_hold(host, servers, model)
+    by_group = host.run(scores(servers))
+    for server in servers:
+        host.run(server.sync_weights(weight_stream(model), 3))
+    assert host.run(scores(servers)) == by_group  # bit for bit what a folder brings
+    explorer.engines.leave()
+
+
+def test_weights_that_do_not_fit_leave_every_server_untouched(servers: list[VLLMServerEngine], host: Host) -> None:
+    whole, sent = tiny_model(), {}
+    explorer = connected(servers, lambda: WeightStream.of(sent.items()))
+    sent |= {name: tensor for name, tensor in weight_stream(whole) if "layers.1" not in name}
+    with pytest.raises(WeightSyncError, match=r"missing: .*layers\.1"):
+        host.run(joined(explorer))
+    meta = [(name, torch.float32, (*tensor.shape, 1)) for name, tensor in weight_stream(whole)]
+    with pytest.raises(WeightSyncError, match="wrong shape"):
+        host.run(joined(explorer, state_dict_meta=meta))
+    sent |= dict(weight_stream(whole))
+    host.run(joined(explorer))
+    before = host.run(scores(servers)), [server.model_version for server in servers]
+    sent["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(WeightSyncError, match="wrong shape"):
+        host.run(explorer.sync_weight(9))
+    assert (host.run(scores(servers)), [server.model_version for server in servers]) == before
+    sent["model.norm.weight"] = whole.model.norm.weight.detach()
+    host.run(explorer.sync_weight(10))  # nothing was touched, the group neither
+    assert_hold(host, servers, whole)
+    explorer.engines.leave()
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Receiver(VLLMServerEngine):
+    """Stands in for a server, which vLLM cannot mend once a sync was cut off: a thread that joins and receives."""
+
+    def __init__(self) -> None:
+        super().__init__("tiny", transfer="gloo", **SETTINGS)
+        self._weight_shapes, self._dtype = weight_stream(tiny_model()).shapes, torch.float32
+        self.received: list[Tensor] = []
+        self.ended: BaseException | None = None
+
+    async def workers(self) -> int:
+        return 1
+
+    async def join_group(self, address: str, port: int, rank_offset: int, world_size: int) -> None:
+        self.group = await run_in_thread(lambda: GlooGroup(address, port, rank_offset, world_size))
+
+    async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
+        def receive() -> None:
+            try:
+                for shape in shapes.values():
+                    self.group.broadcast(tensor := torch.empty(shape))
+                    self.received.append(tensor)
+            except BaseException as error:
+                self.ended = error
+                raise
+
+        await run_in_thread(receive)
+
+
+def test_a_sync_that_is_cut_off_breaks_the_group(host: Host) -> None:
+    model, go_on = tiny_model(), threading.Event()
+    receivers = [Receiver(), Receiver()]
+
+    def halting() -> Iterator[tuple[str, Tensor]]:
+        for i, named in enumerate(weight_stream(model)):
+            if i == 5:
+                go_on.wait(60)
+            yield named
+
+    explorer = connected(receivers, lambda: weight_stream(model))
+    host.run(joined(explorer))
+    host.run(explorer.sync_weight(3))
+    assert [len(receiver.received) for receiver in receivers] == [len(weight_stream(model).shapes)] * 2
+    explorer.connect(weights=lambda: WeightStream(weight_stream(model).shapes, halting))
+    with pytest.raises(TimeoutError):
+        host.run(asyncio.wait_for(explorer.sync_weight(4), 1.0))
+    go_on.set()
+    with pytest.raises(WeightSyncError, match="broke in an earlier weight sync"):
+        host.run(explorer.sync_weight(4))
+    wait_for_the_end(receivers)  # none is left waiting for the rest
+    explorer.connect(weights=lambda: weight_stream(model))
+    host.run(joined(explorer))  # a new group is whole again
+    host.run(explorer.sync_weight(5))
+    assert explorer.engines.version == 5
+
+
+def wait_for_the_end(receivers: list[Receiver]) -> None:
+    end = time.monotonic() + 30
+    while any(receiver.ended is None for receiver in receivers):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
+    model, receivers = tiny_model(), [Receiver(), Receiver()]
+
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield from list(weight_stream(model))[:3]
+        raise MemoryError("no room for a copy")
+
+    explorer = connected(receivers, lambda: weight_stream(model))
+    host.run(joined(explorer))
+    explorer.connect(weights=lambda: WeightStream(weight_stream(model).shapes, failing))
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        host.run(explorer.sync_weight(6))
+    wait_for_the_end(receivers)
+
+
+def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEngine], host: Host) -> None:
+    class Refusing(ServerClient):
+        async def post(self, path: str, body: Any) -> Any:
+            raise ValueError(f"{path}: Weight transfer not configured")
+
+    other = VLLMServerEngine("tiny", transfer="gloo", **SETTINGS)
+    there = servers[0]
+    assert there._socket is not None
+
+    async def form() -> None:
+        other._client, other._weight_shapes = Refusing(str(there._socket)), there.weight_shapes
+        try:
+            await joined(connected([other], lambda: weight_stream(tiny_model())))
+        finally:
+            await other.shutdown()
+
+    with pytest.raises(WeightSyncError, match=r"formed no process group at 127\.0\.0\.1:.*not configured.*checkpoint"):
+        host.run(form())
+
+
+@pytest.mark.parametrize("transfers", [[None], ["gloo", None], ["gloo", "nccl"]])
+def test_servers_that_take_weights_in_different_ways(transfers: list[str | None]) -> None:
+    engines = [VLLMServerEngine("tiny", transfer=transfer, **SETTINGS) for transfer in transfers]
+    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or gloo"):
+        asyncio.run(WeightGroup.form(engines, HERE, 1, torch.device("cpu"), {}))
+
+
+def test_nccl_sends_from_no_cpu() -> None:
+    engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
+    with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take gloo"):
+        asyncio.run(WeightGroup.form([engine], HERE, 1, torch.device("cpu"), {}))
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match=r"synchronizer\.address is '192\.0\.2\.1', and this machine cannot listen"):
+        free_port("192.0.2.1")
+
+
+def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path) -> None:
+    """The part of NCCL's path that needs no GPU: the requests, read by vLLM's own classes."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    class Listening(ServerClient):
+        async def post(self, path: str, body: Any) -> Any:
+            told.append((path.partition("?")[0], dict(body)))
+            return {"success": True}
+
+    async def talk() -> None:
+        engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
+        engine._client, engine._dtype = Listening(str(tmp_path / "socket")), torch.bfloat16
+        await engine.join_group(HERE, 1234, 3, 5)
+        await engine.receive_weights({"a.weight": (2, 3), "b": (4,)}, 8)
+        assert engine.model_version == 8
+        await engine.shutdown()
+
+    asyncio.run(talk())
+    assert [path for path, _ in told] == [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+    ]
+    init = NCCLWeightTransferInitInfo(**told[0][1]["init_info"])
+    assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == (HERE, 1234, 3, 5)
+    assert not init.packed  # tensors come one by one
+    update = NCCLWeightTransferUpdateInfo(**told[2][1]["update_info"])
+    assert (update.names, update.shapes) == (["a.weight", "b"], [[2, 3], [4]])
+    assert [getattr(torch, name) for name in update.dtype_names] == [torch.bfloat16] * 2
+
+
+def test_a_group_listens_on_its_own_address_alone() -> None:
+    port, groups = free_port(HERE), []
+    rank_0 = threading.Thread(target=lambda: groups.append(GlooGroup(HERE, port, 0, 2)))
+    rank_0.start()
+    rank_1 = GlooGroup(HERE, port, 1, 2)
+    rank_0.join(30)
+    [sender] = groups
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    assert f" 0100007F:{port:04X} " in listening
+    assert f" {'0' * 8}:{port:04X} " not in listening
+    assert f" {'0' * 32}:{port:04X} " not in listening
+    received = torch.zeros(5)
+    receiver = threading.Thread(target=rank_1.broadcast, args=(received,))
+    receiver.start()
+    sender.broadcast(torch.arange(5.0))
+    receiver.join(30)
+    assert received.tolist() == [0, 1, 2, 3, 4]
+    sender.close()
+    rank_1.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_an_error() -> None:
+    with pytest.raises((RuntimeError, AssertionError)):
+        NCCLGroup(HERE, free_port(HERE), 1, torch.device("cuda", 0))
+
+
+def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine], host: Host) -> None:  # the last one
+    model, process = tiny_model(), servers[1]._process
+    assert process is not None
+
+    def killing() -> Iterator[tuple[str, Tensor]]:
+        for i, named in enumerate(weight_stream(model)):
+            if i == 5:
+                os.killpg(process._process.pid, signal.SIGKILL)
+            yield named
+
+    explorer = connected(servers, lambda: WeightStream(weight_stream(model).shapes, killing))
+    host.run(joined(explorer))
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"took over the weights.*does not answer"):
+        host.run(explorer.sync_weight(7))
+    assert time.monotonic() - start < 30

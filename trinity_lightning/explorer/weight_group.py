@@ -1,0 +1,165 @@
+"""Weights from the trainer to servers over a process group: no file is written, and no folder has to be shared."""
+
+import asyncio
+import socket
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from trinity_lightning.common.errors import ConfigError, RolloutError, WeightSyncError
+from trinity_lightning.common.gloo_group import GlooGroup
+from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.nccl_group import NCCLGroup
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+
+T = TypeVar("T")
+
+END_SECONDS = 1.0  # for a server to say why, where the sender has only seen a connection end
+
+
+def free_port(address: str) -> int:
+    """A port of that address of this machine on which nothing listens.
+
+    Raises:
+        ConfigError: it is no address of this machine.
+    """
+    try:
+        with socket.create_server((address, 0)) as probe:
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"synchronizer.address is {address!r}, and this machine cannot listen there ({error}): give the address "
+            "of this machine that the servers reach it by."
+        ) from error
+
+
+class WeightGroup:
+    """The trainer, which sends as rank 0, and every worker of some vLLM servers, which receive.
+
+    It follows vLLM's weight-transfer requests: a server is told what will come, each tensor is broadcast once for all
+    servers in the engine's dtype, and loaded as it arrives.
+    """
+
+    def __init__(self, servers: Sequence[VLLMServerEngine], group: GlooGroup | NCCLGroup) -> None:
+        self._servers = list(servers)
+        self._group: GlooGroup | NCCLGroup | None = group
+
+    @classmethod
+    async def form(
+        cls,
+        models: Sequence[InferenceModel],
+        address: str,
+        port: int,
+        device: torch.device,
+        shapes: Mapping[str, Shape],
+    ) -> "WeightGroup":
+        """Listen at an address, and have every worker of every server join.
+
+        Args:
+            models: the servers.
+            address: this machine's, as the servers see it.
+            port: a free one.
+            device: where the trainer's weights are.
+            shapes: of what is going to be sent.
+
+        Raises:
+            ConfigError: an engine takes its weights in another way, or NCCL would have to send from a CPU.
+            WeightSyncError: the weights do not fit the servers, or a server did not join.
+        """
+        servers = _servers(models)
+        nccl = servers[0].transfer == "nccl"
+        if nccl and device.type != "cuda":
+            raise ConfigError(f"synchronizer=nccl sends from a GPU, and the policy is on {device}: take gloo.")
+        for server in servers:
+            check_shapes(shapes, server.weight_shapes)
+        workers = [await server.workers() for server in servers]
+        world_size = 1 + sum(workers)
+        joining = [
+            server.join_group(address, port, 1 + sum(workers[:i]), world_size) for i, server in enumerate(servers)
+        ]
+        opening = run_in_thread(
+            lambda: (
+                NCCLGroup(address, port, world_size, device)
+                if nccl
+                else GlooGroup(address, port, rank=0, world_size=world_size)
+            )
+        )
+        try:
+            group = await _together(opening, joining)
+        except (RolloutError, RuntimeError, OSError, ValueError) as error:
+            raise WeightSyncError(
+                f"the trainer and {world_size - 1} workers formed no process group at {address}:{port}: {error}. Can "
+                "every server reach that address (synchronizer.address), and was one of engine.urls started with "
+                f"--weight-transfer-config? synchronizer=checkpoint needs no group."
+            ) from error
+        return cls(servers, group)
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give every server these weights.
+
+        Raises:
+            WeightSyncError: they do not fit, and no server was touched; or a server failed, and the group is broken.
+        """
+        if self._group is None:
+            raise WeightSyncError("the process group of trainer and servers broke in an earlier weight sync.")
+        for server in self._servers:
+            check_shapes(stream.shapes, server.weight_shapes)
+        group, dtype = self._group, self._servers[0].dtype
+        receiving = [server.receive_weights(stream.shapes, version) for server in self._servers]
+        try:
+            await _together(run_in_thread(lambda: _broadcast(group, stream, dtype)), receiving)
+        except BaseException as error:  # cancelled, too: a group in which some have received less is of no use
+            self.close()
+            if isinstance(error, (WeightSyncError, RuntimeError)):
+                raise WeightSyncError(
+                    f"the weights did not reach every server, and one may hold half of them: {error}. Start servers "
+                    "of engine.urls anew."
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Leave the group; twice is allowed."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _servers(models: Sequence[InferenceModel]) -> list[VLLMServerEngine]:
+    servers = [model for model in models if isinstance(model, VLLMServerEngine) and model.transfer is not None]
+    if len(servers) < len(models) or len({server.transfer for server in servers}) != 1:
+        raise ConfigError(
+            "a process group for weights needs servers that were started for it: engine=vllm_server with "
+            "synchronizer=nccl or gloo. In this process weights go by memory, to other servers as a folder."
+        )
+    return servers
+
+
+def _broadcast(group: GlooGroup | NCCLGroup, stream: WeightStream, dtype: torch.dtype) -> None:
+    for _, tensor in stream:
+        group.broadcast(tensor.to(group.device, dtype).contiguous())
+    group.flush()
+
+
+async def _together(sending: Coroutine[Any, Any, T], receiving: Sequence[Coroutine[Any, Any, None]]) -> T:
+    """The result of `sending`, once all are done; as soon as one fails, its error: the others would wait for it.
+
+    An error of a receiver goes before the sender's, which sees only that a connection ended.
+    """
+    sender = asyncio.ensure_future(sending)
+    receivers = [asyncio.ensure_future(each) for each in receiving]
+    every = [*receivers, sender]
+    try:
+        _, pending = await asyncio.wait(every, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=END_SECONDS)
+    finally:
+        for each in every:
+            each.cancel()
+    failed = [each.exception() for each in every if each.done() and not each.cancelled()]
+    for error in failed:
+        if error is not None:
+            raise error
+    return sender.result()
