@@ -83,14 +83,19 @@ def assert_equal_runs(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "synchronizer"),
-    # The reference sends its weights as a folder: that another way changes nothing is tested by the way.
-    [(signal.SIGKILL, "gloo"), (signal.SIGINT, "checkpoint")],
+    ("how", "others"),
+    # The reference has runners of its own process, and sends its weights as a folder: neither may matter.
+    [
+        (signal.SIGINT, ()),
+        (signal.SIGKILL, ("synchronizer=gloo",)),
+        (signal.SIGTERM, ("explorer.runner=ray", "explorer.runner_per_model=2")),
+    ],
+    ids=["ctrl-c", "kill-gloo", "sigterm-ray"],
 )
 def test_an_interrupted_run_with_rollouts_in_flight_equals_an_uninterrupted_one(
-    how: signal.Signals, synchronizer: str, ahead: Path, run_train: RunTrain, tmp_path: Path
+    how: signal.Signals, others: tuple[str, ...], ahead: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
-    arguments = (*AHEAD, f"synchronizer={synchronizer}")
+    arguments = (*AHEAD, *others)
     assert_equal_runs(ahead, interrupted_and_resumed(run_train, tmp_path, "one_step_off_policy", arguments, how))
 
 

@@ -39,6 +39,10 @@ REFUSED = {
         "auxiliary model 'judge'.*give auxiliary_models.judge.url=",
     ),
     "a cluster that is not used": (("explorer.ray_address=auto",), "explorer.ray_address is auto.*explorer.runner=ray"),
+    "more workers than the machine can start": (
+        (*SERVER, "explorer.runner=ray", f"explorer.runner_per_model={8 * CORES + 1}"),
+        f"a process for each runner, and {8 * CORES + 1} .*too many for {CORES} cores.*runner_per_model={4 * CORES}\\.",
+    ),
     # numbers
     "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1; give 0 or more"),
     "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1; give 0 or more"),
@@ -162,7 +166,7 @@ def test_refused(case: str) -> None:
         (*ELSEWHERE, URLS, *ENDPOINT),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=auto"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=127.0.0.1:6379"),
-        (*SERVER, "explorer.runner=ray", JUDGE),
+        (*SERVER, "explorer.runner=ray", "explorer.runner_per_model=8", JUDGE),
         (*SERVER, f"engine.cpu_cores={CORES}"),
         (*SERVER, "engine.servers=2", "engine.gpus=[3,1]"),
         ("workflow=judge", *ENDPOINT),

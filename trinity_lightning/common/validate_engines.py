@@ -9,6 +9,7 @@ from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.gpus import visible_gpus
 
+WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
@@ -94,6 +95,8 @@ def check_reach(config: DictConfig, models: Mapping[str, AuxiliaryConfig]) -> No
                 "explorer.runner=ray, or leave the address out."
             )
         return
+    if explorer.ray_address is None:
+        _check_workers(config)
     if not _is_elsewhere(explorer.ray_address):
         return
     told = f"explorer.ray_address={explorer.ray_address}: workers on other machines cannot reach"
@@ -108,6 +111,18 @@ def check_reach(config: DictConfig, models: Mapping[str, AuxiliaryConfig]) -> No
                 f"{told} the server of auxiliary model '{name}', which is started here: start it yourself and give "
                 f"auxiliary_models.{name}.url=http://HOST:PORT/v1."
             )
+
+
+def _check_workers(config: DictConfig) -> None:
+    """Ray's workers are processes, of which a machine holds fewer than runners within one."""
+    cores, each = len(os.sched_getaffinity(0)), config.explorer.runner_per_model
+    engines = len(config.engine.urls) or config.engine.servers
+    if each * engines > WORKERS_PER_CORE * cores:
+        raise ConfigError(
+            f"explorer.runner=ray starts a process for each runner, and {each * engines} of them (explorer."
+            f"runner_per_model={each}) are too many for {cores} cores: give "
+            f"explorer.runner_per_model={max(WORKERS_PER_CORE * cores // (2 * engines), 1)}."
+        )
 
 
 def _is_elsewhere(address: str | None) -> bool:
