@@ -19,8 +19,8 @@ class JudgeServer:
         requests: bodies of chat completion requests, in order of arrival.
     """
 
-    def __init__(self, answer: Answer, models: list[str] | None) -> None:
-        self.answer, self.models = answer, models
+    def __init__(self, answer: Answer, models: list[str] | None, refusal: int) -> None:
+        self.answer, self.models, self.refusal = answer, models, refusal
         self.requests: list[dict[str, Any]] = []
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.http.daemon_threads = True
@@ -31,7 +31,7 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if server.models is None:
-                self._send(404, {"error": {"message": "no such path"}})
+                self._send(server.refusal, {"error": {"message": "no such path"}})
             else:
                 data = [{"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in server.models]
                 self._send(200, {"object": "list", "data": data})
@@ -60,9 +60,9 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def judge_server(answer: Answer, models: list[str] | None = None) -> Iterator[JudgeServer]:
-    """A server for the time of a `with` block; `models`: what it lists, None: it has no such list."""
-    server = JudgeServer(answer, models)
+def judge_server(answer: Answer, models: list[str] | None = None, refusal: int = 404) -> Iterator[JudgeServer]:
+    """A server for the time of a `with` block; `models`: what it lists, None: it refuses to, with status `refusal`."""
+    server = JudgeServer(answer, models, refusal)
     thread = threading.Thread(target=server.http.serve_forever, daemon=True)
     thread.start()
     try:

@@ -72,7 +72,21 @@ def test_a_conversation_ends_with_the_response(tokenizer: Any) -> None:
     assert tokenizer.decode(prompted.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
-@pytest.mark.parametrize("entry", [{"prompt": "x"}, {"messages": CONVERSATION[:1]}, {"messages": CONVERSATION[1:]}])
+def test_an_entry_without_a_response_is_found_wherever_it_is(tokenizer: Any) -> None:
+    entries = [{"prompt": "x", "answer": "y"}] * 3 + [{"prompt": "x", "answer": ""}]
+    with pytest.raises(ConfigError, match="entry 3: no answer"):
+        AnswerReader(Taskset(entries), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"prompt": "x"},
+        {"prompt": "x", "answer": " "},
+        {"messages": CONVERSATION[:1]},
+        {"messages": CONVERSATION[1:]},
+    ],
+)
 def test_an_entry_without_a_response_is_refused_at_once(entry: dict[str, Any], tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"entry 0: no answer.*answer_field"):
         AnswerReader(Taskset([entry]), tokenizer)

@@ -35,6 +35,11 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(run_train: Callab
     assert done.returncode == 0, done.stdout[-4000:]
     assert "report.html was not written" in done.stdout
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    record = (tmp_path / "run" / "config.yaml").read_text()
+    again = run_train(tmp_path, *QUICK, "steps=3", f"hydra.run.dir={tmp_path / 'run'}")
+    assert again.returncode == 2
+    assert "holds a run already: give another folder, or go on with it (ckpt_path=last)" in again.stdout
+    assert (tmp_path / "run" / "config.yaml").read_text() == record
 
 
 def write_run(folder: Path, steps: int = 2) -> Path:

@@ -128,6 +128,18 @@ REFUSED = {
         ("workflow=judge", JUDGE, "+workflow.args.judge=judge"),
         "workflow.args.judge is 'judge': .*number.*workflow.args.judge=0",
     ),
+    "a misspelt key of a judge": (
+        (JUDGE, "+auxiliary_models.judge.urll=x"),
+        "unknown key 'auxiliary_models.judge.urll'. Did you mean 'auxiliary_models.judge.url'",
+    ),
+    "a misspelt knob of a judge's engine": (
+        (JUDGE, "+auxiliary_models.judge.engine.max_model_length=64"),
+        "Did you mean 'auxiliary_models.judge.engine.max_model_len'",
+    ),
+    "an endpoint without a scheme": (
+        (JUDGE, "+auxiliary_models.judge.url=node7:8000/v1"),
+        "auxiliary_models.judge.url: 'node7:8000/v1' is no URL",
+    ),
     "a key that is not there": (
         (*ENDPOINT, "+auxiliary_models.judge.api_key_env=NO_SUCH_KEY"),
         "auxiliary_models.judge.api_key_env: the environment variable NO_SUCH_KEY is not set",

@@ -34,6 +34,8 @@ from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 logger = logging.getLogger(__name__)
 
+RECORD = "config.yaml"  # in a run's folder, once it trains
+
 
 @dataclass
 class Run:
@@ -96,7 +98,7 @@ def build(config: DictConfig) -> Run:
     )
     monitor = RunMonitor(folder, typed.steps)
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
-    recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / "config.yaml"))
+    recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / RECORD))
     callbacks: list[L.Callback] = [recorder, monitor]
     data: L.LightningDataModule
     if typed.buffer.storage == "memory":
@@ -127,6 +129,10 @@ def _checkpoint(config: TrainConfig, folder: Path) -> str | None:
         ConfigError: it is none, of another model, or of a later step than the last one asked for.
     """
     if config.ckpt_path is None:
+        if (folder / RECORD).exists():
+            raise ConfigError(
+                f"'{folder}' holds a run already: give another folder, or go on with it (ckpt_path=last)."
+            )
         return None
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(config.ckpt_path)
     step, _ = checkpoint_weights(path)
@@ -134,7 +140,7 @@ def _checkpoint(config: TrainConfig, folder: Path) -> str | None:
         raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
     if step == config.steps:
         logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
-    record = folder / "config.yaml"
+    record = folder / RECORD
     before = OmegaConf.select(OmegaConf.load(record), "model.name") if record.is_file() else config.model.name
     if before != config.model.name:
         raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")

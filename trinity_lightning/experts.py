@@ -49,30 +49,36 @@ class AnswerReader(BufferReader):
         workflow_args: of the run's workflow, for its system prompt.
 
     Raises:
-        ConfigError: the first entry has no answer.
+        ConfigError: an entry has no answer.
     """
 
     def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
         self._taskset, self._tokenizer = taskset, tokenizer
         self._workflow_args = dict(workflow_args or {})
-        self._experience(taskset[0])  # a wrong field shows now, not in the middle of a run
+        for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
+            self._conversation(taskset[i])
 
     def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
         return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
 
-    def _experience(self, raw: dict[str, Any]) -> Experience:
+    def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """The prompt's messages, and the answer."""
         messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
         answer = raw.get("answer")
         if answer is None and messages[-1]["role"] == "assistant":
             *messages, last = messages
             answer = last.get("content")
-        if answer is None or not messages:
+        if answer is None or not str(answer).strip() or not messages:
             raise ConfigError(
                 f"expert data '{self._taskset.name}', entry {raw['task_index']['index']}: no answer. Set "
                 "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
             )
+        return messages, str(answer)
+
+    def _experience(self, raw: dict[str, Any]) -> Experience:
+        messages, answer = self._conversation(raw)
         prompt = render_chat(self._tokenizer, messages)
-        response = self._tokenizer.encode(str(answer), add_special_tokens=False)
+        response = self._tokenizer.encode(answer, add_special_tokens=False)
         if self._tokenizer.eos_token_id is not None:
             response = [*response, self._tokenizer.eos_token_id]
         return Experience(
@@ -81,7 +87,7 @@ class AnswerReader(BufferReader):
             prompt_length=len(prompt),
             info={"task_index": raw["task_index"]},
             prompt_text=prompt_text_of(messages),
-            response_text=str(answer),
+            response_text=answer,
         )
 
     def state_dict(self) -> dict[str, Any]:

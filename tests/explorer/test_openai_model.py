@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from judge_server import judge_server
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 
 pytest.importorskip("openai")
@@ -41,6 +41,20 @@ def test_a_key_that_is_not_set_is_refused(value: str | None, monkeypatch: pytest
         monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(ConfigError, match="SOME_KEY is not set"):
         OpenAIModel(URL, "m", "SOME_KEY")
+
+
+@pytest.mark.parametrize(("models", "refusal"), [(["some-model"], 0), (None, 403), (None, 404), (None, 500)])
+def test_an_endpoint_that_answers_anything_is_there(models: list[str] | None, refusal: int) -> None:
+    with judge_server(lambda body: (200, "hello"), models, refusal) as server:
+        asyncio.run(OpenAIModel(server.url, "some-model").load())
+
+
+def test_an_endpoint_that_cannot_be_used_is_told_before_rollouts() -> None:
+    with pytest.raises(ModelLoadError, match=rf"{URL} \(model 'm'\) cannot be used.*[Cc]onnection"):
+        asyncio.run(OpenAIModel(URL, "m").load())
+    refused = pytest.raises(ModelLoadError, match=r"cannot be used.*401")
+    with judge_server(lambda body: (200, "hello"), refusal=401) as server, refused:
+        asyncio.run(OpenAIModel(server.url, "some-model").load())
 
 
 def test_a_failure_names_the_endpoint() -> None:

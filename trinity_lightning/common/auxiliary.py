@@ -1,13 +1,15 @@
 """The models beside the policy, as the configuration has them: {name: {model, url, engine, ...}}."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_lightning.common.config import AuxiliaryConfig
+from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.suggest import unknown_name
 
 
 def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConfig]:
@@ -27,7 +29,17 @@ def _typed(name: str, value: Any) -> AuxiliaryConfig:
     plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     if not isinstance(plain, dict) or plain.get("model") is None:
         raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
+    _check_keys(plain, AuxiliaryConfig, key)
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+
+
+def _check_keys(given: dict[Any, Any], schema: type, prefix: str) -> None:
+    names = [f"{prefix}.{field.name}" for field in dataclasses.fields(schema)]
+    for name, value in given.items():
+        if f"{prefix}.{name}" not in names:
+            raise ConfigError(unknown_name("key", f"{prefix}.{name}", names))
+        if name == "engine" and isinstance(value, dict):
+            _check_keys(value, EngineConfig, f"{prefix}.engine")

@@ -99,6 +99,8 @@ def _check_endpoint(name: str, model: AuxiliaryConfig) -> None:
     key = f"auxiliary_models.{name}"
     if importlib.util.find_spec("openai") is None:
         raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
+    if not str(model.url).startswith(("http://", "https://")):
+        raise ConfigError(f"{key}.url: {model.url!r} is no URL; give one such as http://node7:8000/v1.")
     if model.api_key_env is not None and not os.environ.get(model.api_key_env):
         raise ConfigError(
             f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "

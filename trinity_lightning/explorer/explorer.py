@@ -16,6 +16,7 @@ from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.policy_engines import PolicyEngines
 from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, valid_rewards
 from trinity_lightning.explorer.scheduler import Scheduler
@@ -93,8 +94,8 @@ class Explorer:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Load or start the engines, and start the runners."""
-        await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine)))
+        """Load or start the engines, ask whether endpoints are there, and start the runners."""
+        await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine | OpenAIModel)))
         await self._scheduler.start()
 
     async def shutdown(self) -> None:

@@ -1,5 +1,6 @@
 """A model behind an OpenAI-compatible endpoint: a judge, a user, a teacher that only talks."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -7,9 +8,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.common.inference import Completion
 
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 10.0
 # What vLLM's sampling settings have and OpenAI's API has not: servers that know them read them from the request's body.
 _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
 
@@ -38,6 +42,25 @@ class OpenAIModel:
         # Made at once, for what is missing to be told at once; and anew by the first request after a shutdown.
         self._client: Any = self.get_openai_async_client()
 
+    async def load(self) -> None:
+        """Ask whether anybody is there, before rollouts begin; that a list of models is refused tells nothing.
+
+        Raises:
+            ModelLoadError: the endpoint does not answer, or does not take the key.
+        """
+        from openai import APIConnectionError, AuthenticationError, OpenAIError
+
+        try:
+            await self._opened().with_options(timeout=LOAD_SECONDS, max_retries=1).models.list()
+        except (APIConnectionError, AuthenticationError) as error:
+            told = f" ({error.__cause__})" if error.__cause__ is not None else ""
+            raise ModelLoadError(
+                f"the endpoint {self._url} (model '{self._model}') cannot be used: {error}{told} Is it started, and is "
+                "the key its own (api_key_env)?"
+            ) from error
+        except (OpenAIError, ValueError):
+            logger.debug("the endpoint %s does not list its models.", self._url, exc_info=True)
+
     async def chat(
         self,
         messages: list[dict[str, Any]],
@@ -56,10 +79,8 @@ class OpenAIModel:
         plain = {name: value for name, value in sampling.items() if name not in _EXTRA and value is not None}
         if tools:
             plain["tools"] = tools
-        if self._client is None:
-            self._client = self.get_openai_async_client()
         try:
-            response = await self._client.chat.completions.create(
+            response = await self._opened().chat.completions.create(
                 model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
             )
         except (OpenAIError, ValueError) as error:  # a body that is no JSON comes as a ValueError
@@ -105,6 +126,11 @@ class OpenAIModel:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+    def _opened(self) -> Any:
+        if self._client is None:
+            self._client = self.get_openai_async_client()
+        return self._client
 
     def _key(self) -> str:
         if self._api_key_env is None:
