@@ -1,4 +1,4 @@
-"""Weights to a vLLM server over a process group (`synchronizer=gloo`) against a folder (`synchronizer=checkpoint`).
+"""Weights to a vLLM server without a file (`synchronizer=tcp`) against a folder (`synchronizer=checkpoint`).
 
     python benchmarks/weight_sync.py [--rounds 8]
 
@@ -34,13 +34,13 @@ async def compare(engine: VLLMServerEngine, model: Any, rounds: int) -> dict[str
     await engine.load()
     shapes = weight_stream(model).shapes
     group = await WeightGroup.form([engine], HERE, free_port(HERE), torch.device("cpu"), shapes)
-    seconds: dict[str, list[float]] = {"gloo": [], "checkpoint": []}
+    seconds: dict[str, list[float]] = {"tcp": [], "checkpoint": []}
     for version in range(rounds):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.999)
         found = []
-        for way, send in (("gloo", group.send), ("checkpoint", engine.sync_weights)):
+        for way, send in (("tcp", group.send), ("checkpoint", engine.sync_weights)):
             start = time.perf_counter()
             await send(weight_stream(model), version)
             seconds[way].append(time.perf_counter() - start)
@@ -50,12 +50,12 @@ async def compare(engine: VLLMServerEngine, model: Any, rounds: int) -> dict[str
     group.close()
     await engine.shutdown()
     medians = {f"{way}_s": round(statistics.median(each), 3) for way, each in seconds.items()}
-    ratio = medians["checkpoint_s"] / medians["gloo_s"]
+    ratio = medians["checkpoint_s"] / medians["tcp_s"]
     return {"benchmark": "weight_sync", **medians, "ratio": round(ratio, 2), "rounds": rounds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Weight sync to a server: process group against folder.")
+    parser = argparse.ArgumentParser(description="Weight sync to a server: connections against a folder.")
     parser.add_argument("--rounds", type=int, default=8)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = VLLMServerEngine(
             "smollm2",
-            transfer="gloo",
+            transfer="tcp",
             cores=sorted(os.sched_getaffinity(0))[-1:],
             log=Path(folder) / "server.log",
             dtype=EngineDtype.bf16,

@@ -56,23 +56,23 @@ REFUSED = {
         r"synchronizer.sync_timeout is 0.0; give seconds above 0",
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
-    # weights over a process group
-    "NCCL without a GPU": ((*SERVER, "synchronizer=nccl"), "synchronizer=nccl .*sees none: take synchronizer=gloo"),
+    # weights without a file
+    "NCCL without a GPU": ((*SERVER, "synchronizer=nccl"), "synchronizer=nccl .*sees none: take synchronizer=tcp"),
     "a group with an engine of this process": (
-        ("synchronizer=gloo",),
+        ("synchronizer=tcp",),
         "engine=vllm by memory: set synchronizer=memory",
     ),
     "servers by memory": (
         (*SERVER, "synchronizer=memory"),
-        "by checkpoint or nccl or gloo: set synchronizer=checkpoint",
+        "by checkpoint or nccl or tcp: set synchronizer=checkpoint",
     ),
     "a second worker extension": (
-        (*SERVER, "synchronizer=gloo", "+engine.args.worker_extension_cls=a.B"),
+        (*SERVER, "synchronizer=tcp", "+engine.args.worker_extension_cls=a.B"),
         "leave it out of engine.args",
     ),
     "an unknown way": (
         (*SERVER, "synchronizer.method=ncll"),
-        "synchronizer.method is ncll.*by checkpoint or nccl or gloo",
+        "synchronizer.method is ncll.*by checkpoint or nccl or tcp",
     ),
     "a weight above all": (
         (*MIX, "algorithm.policy_loss_args.mu=1.5"),

@@ -430,7 +430,7 @@ def test_an_engine_that_is_no_server_joins_no_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"connect\(\)"):
         asyncio.run(explored.setup_weight_sync_group("127.0.0.1", 1234))
     explored.connect(Sink(), lambda: WeightStream.of([("w", torch.zeros(2))]))
-    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or gloo"):
+    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or tcp"):
         asyncio.run(explored.setup_weight_sync_group("127.0.0.1", 1234))
 
 

@@ -1,4 +1,4 @@
-"""Weights over a process group: two real servers and a trainer, and what happens when one of them fails."""
+"""Weights without a file: two real servers and a trainer, and what happens when one of them fails."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trinity_lightning.common.config import EngineDtype, ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, WeightSyncError
-from trinity_lightning.common.gloo_group import GlooGroup
 from trinity_lightning.common.nccl_group import NCCLGroup
+from trinity_lightning.common.tcp_group import TCPReceiver
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.common.weights import Shape, WeightStream
 from trinity_lightning.explorer.explorer import Explorer
@@ -46,7 +46,7 @@ def servers(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
     logs = tmp_path_factory.mktemp("servers")
     cores = sorted(os.sched_getaffinity(0))
     engines = [
-        VLLMServerEngine("tiny", transfer="gloo", cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
+        VLLMServerEngine("tiny", transfer="tcp", cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
         for i in range(2)
     ]
 
@@ -129,22 +129,29 @@ class Receiver(VLLMServerEngine):
     """Stands in for a server, which vLLM cannot mend once a sync was cut off: a thread that joins and receives."""
 
     def __init__(self) -> None:
-        super().__init__("tiny", transfer="gloo", **SETTINGS)
+        super().__init__("tiny", transfer="tcp", **SETTINGS)
         self._weight_shapes, self._dtype = weight_stream(tiny_model()).shapes, torch.float32
         self.received: list[Tensor] = []
         self.ended: BaseException | None = None
 
+    link: TCPReceiver | None = None
+
     async def workers(self) -> int:
         return 1
 
-    async def join_group(self, address: str, port: int, rank_offset: int, world_size: int) -> None:
-        self.group = await run_in_thread(lambda: GlooGroup(address, port, rank_offset, world_size))
+    async def join_group(self, invitation: Mapping[str, Any]) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = await run_in_thread(lambda: TCPReceiver(**invitation))
 
     async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
+        link = self.link
+        assert link is not None
+
         def receive() -> None:
             try:
                 for shape in shapes.values():
-                    self.group.broadcast(tensor := torch.empty(shape))
+                    link.receive(tensor := torch.empty(shape))
                     self.received.append(tensor)
             except BaseException as error:
                 self.ended = error
@@ -178,12 +185,20 @@ def test_a_sync_that_is_cut_off_breaks_the_group(host: Host) -> None:
     host.run(joined(explorer))  # a new group is whole again
     host.run(explorer.sync_weight(5))
     assert explorer.engines.version == 5
+    end(explorer, receivers)
+
+
+def end(explorer: Explorer, receivers: list[Receiver]) -> None:
+    explorer.engines.leave()
+    for receiver in receivers:
+        if receiver.link is not None:
+            receiver.link.close()
 
 
 def wait_for_the_end(receivers: list[Receiver]) -> None:
-    end = time.monotonic() + 30
+    limit = time.monotonic() + 30
     while any(receiver.ended is None for receiver in receivers):
-        assert time.monotonic() < end
+        assert time.monotonic() < limit
         time.sleep(0.01)
 
 
@@ -200,6 +215,7 @@ def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
     with pytest.raises(MemoryError, match="no room for a copy"):
         host.run(explorer.sync_weight(6))
     wait_for_the_end(receivers)
+    end(explorer, receivers)
 
 
 def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEngine], host: Host) -> None:
@@ -207,7 +223,7 @@ def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEn
         async def post(self, path: str, body: Any) -> Any:
             raise ValueError(f"{path}: Weight transfer not configured")
 
-    other = VLLMServerEngine("tiny", transfer="gloo", **SETTINGS)
+    other = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS)
     there = servers[0]
     assert there._socket is not None
 
@@ -218,20 +234,20 @@ def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEn
         finally:
             await other.shutdown()
 
-    with pytest.raises(WeightSyncError, match=r"formed no process group at 127\.0\.0\.1:.*not configured.*checkpoint"):
+    with pytest.raises(WeightSyncError, match=r"formed no group at 127\.0\.0\.1:.*not configured.*checkpoint"):
         host.run(form())
 
 
-@pytest.mark.parametrize("transfers", [[None], ["gloo", None], ["gloo", "nccl"]])
+@pytest.mark.parametrize("transfers", [[None], ["tcp", None], ["tcp", "nccl"]])
 def test_servers_that_take_weights_in_different_ways(transfers: list[str | None]) -> None:
     engines = [VLLMServerEngine("tiny", transfer=transfer, **SETTINGS) for transfer in transfers]
-    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or gloo"):
+    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or tcp"):
         asyncio.run(WeightGroup.form(engines, HERE, 1, torch.device("cpu"), {}))
 
 
 def test_nccl_sends_from_no_cpu() -> None:
     engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
-    with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take gloo"):
+    with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take tcp"):
         asyncio.run(WeightGroup.form([engine], HERE, 1, torch.device("cpu"), {}))
 
 
@@ -254,11 +270,13 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path) -> None:
     async def talk() -> None:
         engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
         engine._client, engine._dtype = Listening(str(tmp_path / "socket")), torch.bfloat16
-        await engine.join_group(HERE, 1234, 3, 5)
+        await engine.join_group(group.invitation(2))
         await engine.receive_weights({"a.weight": (2, 3), "b": (4,)}, 8)
         assert engine.model_version == 8
         await engine.shutdown()
 
+    group = NCCLGroup(HERE, 1234, 4, torch.device("cuda", 0))
+    assert group.invitation(2)["rank_offset"] == 1  # of the first server, whose workers are ranks 1 and 2
     asyncio.run(talk())
     assert [path for path, _ in told] == [
         "/init_weight_transfer_engine",
@@ -275,31 +293,10 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path) -> None:
     assert [getattr(torch, name) for name in update.dtype_names] == [torch.bfloat16] * 2
 
 
-def test_a_group_listens_on_its_own_address_alone() -> None:
-    port, groups = free_port(HERE), []
-    rank_0 = threading.Thread(target=lambda: groups.append(GlooGroup(HERE, port, 0, 2)))
-    rank_0.start()
-    rank_1 = GlooGroup(HERE, port, 1, 2)
-    rank_0.join(30)
-    [sender] = groups
-    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    assert f" 0100007F:{port:04X} " in listening
-    assert f" {'0' * 8}:{port:04X} " not in listening
-    assert f" {'0' * 32}:{port:04X} " not in listening
-    received = torch.zeros(5)
-    receiver = threading.Thread(target=rank_1.broadcast, args=(received,))
-    receiver.start()
-    sender.broadcast(torch.arange(5.0))
-    receiver.join(30)
-    assert received.tolist() == [0, 1, 2, 3, 4]
-    sender.close()
-    rank_1.close()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_an_error() -> None:
     with pytest.raises((RuntimeError, AssertionError)):
-        NCCLGroup(HERE, free_port(HERE), 1, torch.device("cuda", 0))
+        NCCLGroup(HERE, free_port(HERE), 1, torch.device("cuda", 0)).open()
 
 
 def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine], host: Host) -> None:  # the last one

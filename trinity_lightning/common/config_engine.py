@@ -79,11 +79,12 @@ class SynchronizerConfig:
 
     Attributes:
         method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads;
-            `nccl`, from GPU to GPU over a process group; or `gloo`, the same between CPUs. `auto` is memory or
-            checkpoint, whichever the engine takes.
+            `tcp`, without a file, between CPUs; or `nccl`, the same from GPU to GPU. `auto` is memory or checkpoint,
+            whichever the engine takes.
         folder: where `checkpoint` writes; engines on other machines must see it. Null: in the run's folder.
-        address: this machine's, as servers see it, for `nccl` and `gloo`: another one than 127.0.0.1 for engine.urls on
-            other machines. The trainer listens there, on a free port, and asks for no password.
+        address: this machine's, as servers see it, for `tcp` and `nccl`: another one than 127.0.0.1 for engine.urls on
+            other machines. The trainer listens there, on a free port. `tcp` lets in who was invited, and encrypts
+            nothing; `nccl` lets in everybody.
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.

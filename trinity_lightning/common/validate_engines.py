@@ -45,11 +45,11 @@ def check_engine(config: DictConfig) -> None:
 
 
 def check_weight_group(config: DictConfig) -> None:
-    """Refuse a process group for weights that trainer and servers could not form; a ConfigError."""
+    """Refuse a group for weights that trainer and servers could not form; a ConfigError."""
     method, engine = config.synchronizer.method, config.engine
-    if method == "gloo" and "worker_extension_cls" in engine.args:
+    if method == "tcp" and "worker_extension_cls" in engine.args:
         raise ConfigError(
-            "synchronizer=gloo sets worker_extension_cls of the servers itself: leave it out of engine.args, or take "
+            "synchronizer=tcp sets worker_extension_cls of the servers itself: leave it out of engine.args, or take "
             "synchronizer=checkpoint."
         )
     if method != "nccl":
@@ -59,7 +59,7 @@ def check_weight_group(config: DictConfig) -> None:
     there = torch.cuda.device_count()
     if there == 0:
         raise ConfigError(
-            "synchronizer=nccl sends weights from GPU to GPU, and this process sees none: take synchronizer=gloo or "
+            "synchronizer=nccl sends weights from GPU to GPU, and this process sees none: take synchronizer=tcp or "
             "checkpoint."
         )
     if not engine.urls and (not engine.gpus or TRAINER_GPU in engine.gpus or max(engine.gpus) >= there):

@@ -254,7 +254,7 @@ class Explorer:
         master_port: int,
         state_dict_meta: Iterable[tuple[str, Any, Sequence[int]]] | None = None,
     ) -> None:
-        """Form a process group of the trainer, rank 0, and every worker of every server: syncs go over it from then on.
+        """Connect the trainer with every worker of every server: syncs go that way from then on.
 
         Args:
             master_address: this machine's, as the servers see it; the trainer listens there.
@@ -263,7 +263,7 @@ class Explorer:
                 the engine's, whatever it says here.
 
         Raises:
-            ConfigError: an engine is no server that was started with a `transfer`, `nccl` or `gloo`.
+            ConfigError: an engine is no server that was started with a `transfer`, `nccl` or `tcp`.
             WeightSyncError: the weights do not fit the servers, or a server did not join.
             RuntimeError: `connect` was not called.
         """

@@ -35,7 +35,7 @@ class PolicyEngines:
         self._group: WeightGroup | None = None
 
     async def join(self, address: str, port: int, shapes: Mapping[str, Shape] | None = None) -> None:
-        """Send weights over a process group from now on; see `WeightGroup.form` for errors.
+        """Send weights without a file from now on; see `WeightGroup.form` for errors.
 
         Args:
             address: this machine's, as the servers see it.
@@ -48,7 +48,7 @@ class PolicyEngines:
         self._group = await WeightGroup.form(self.models, address, port, device, shapes or stream.shapes)
 
     def leave(self) -> None:
-        """Leave the process group, if there is one."""
+        """Leave the group, if there is one."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

@@ -1,21 +1,21 @@
-"""Weights from the trainer to servers over a process group: no file is written, and no folder has to be shared."""
+"""Weights from the trainer to servers without a file: no folder has to be shared."""
 
 import asyncio
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from trinity_lightning.common.errors import ConfigError, RolloutError, WeightSyncError
-from trinity_lightning.common.gloo_group import GlooGroup
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.nccl_group import NCCLGroup
+from trinity_lightning.common.tcp_group import TCPGroup
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 
-T = TypeVar("T")
+Group = TCPGroup | NCCLGroup
 
 END_SECONDS = 1.0  # for a server to say why, where the sender has only seen a connection end
 
@@ -37,15 +37,15 @@ def free_port(address: str) -> int:
 
 
 class WeightGroup:
-    """The trainer, which sends as rank 0, and every worker of some vLLM servers, which receive.
+    """The trainer, which sends, and every worker of some vLLM servers, which receive.
 
     It follows vLLM's weight-transfer requests: a server is told what will come, each tensor is broadcast once for all
     servers in the engine's dtype, and loaded as it arrives.
     """
 
-    def __init__(self, servers: Sequence[VLLMServerEngine], group: GlooGroup | NCCLGroup) -> None:
+    def __init__(self, servers: Sequence[VLLMServerEngine], group: Group) -> None:
         self._servers = list(servers)
-        self._group: GlooGroup | NCCLGroup | None = group
+        self._group: Group | None = group
 
     @classmethod
     async def form(
@@ -69,31 +69,23 @@ class WeightGroup:
             ConfigError: an engine takes its weights in another way, or NCCL would have to send from a CPU.
             WeightSyncError: the weights do not fit the servers, or a server did not join.
         """
-        servers = _servers(models)
-        nccl = servers[0].transfer == "nccl"
-        if nccl and device.type != "cuda":
-            raise ConfigError(f"synchronizer=nccl sends from a GPU, and the policy is on {device}: take gloo.")
+        servers = _servers(models, device)
         for server in servers:
             check_shapes(shapes, server.weight_shapes)
         workers = [await server.workers() for server in servers]
-        world_size = 1 + sum(workers)
-        joining = [
-            server.join_group(address, port, 1 + sum(workers[:i]), world_size) for i, server in enumerate(servers)
-        ]
-        opening = run_in_thread(
-            lambda: (
-                NCCLGroup(address, port, world_size, device)
-                if nccl
-                else GlooGroup(address, port, rank=0, world_size=world_size)
-            )
-        )
         try:
-            group = await _together(opening, joining)
+            group = _group_of(servers[0].transfer, address, port, sum(workers), device)
+            joining = [server.join_group(group.invitation(n)) for server, n in zip(servers, workers, strict=True)]
+            try:
+                await _together(run_in_thread(group.open), joining)
+            except BaseException:
+                group.close()
+                raise
         except (RolloutError, RuntimeError, OSError, ValueError) as error:
             raise WeightSyncError(
-                f"the trainer and {world_size - 1} workers formed no process group at {address}:{port}: {error}. Can "
-                "every server reach that address (synchronizer.address), and was one of engine.urls started with "
-                f"--weight-transfer-config? synchronizer=checkpoint needs no group."
+                f"the trainer and {sum(workers)} workers formed no group at {address}:{port}: {error}. Can every "
+                "server reach that address (synchronizer.address), and was one of engine.urls started with "
+                "--weight-transfer-config? synchronizer=checkpoint needs no group."
             ) from error
         return cls(servers, group)
 
@@ -104,7 +96,7 @@ class WeightGroup:
             WeightSyncError: they do not fit, and no server was touched; or a server failed, and the group is broken.
         """
         if self._group is None:
-            raise WeightSyncError("the process group of trainer and servers broke in an earlier weight sync.")
+            raise WeightSyncError("the group of trainer and servers broke in an earlier weight sync.")
         for server in self._servers:
             check_shapes(stream.shapes, server.weight_shapes)
         group, dtype = self._group, self._servers[0].dtype
@@ -113,7 +105,7 @@ class WeightGroup:
             await _together(run_in_thread(lambda: _broadcast(group, stream, dtype)), receiving)
         except BaseException as error:  # cancelled, too: a group in which some have received less is of no use
             self.close()
-            if isinstance(error, (WeightSyncError, RuntimeError)):
+            if isinstance(error, (WeightSyncError, RuntimeError, OSError)):
                 raise WeightSyncError(
                     f"the weights did not reach every server, and one may hold half of them: {error}. Start servers "
                     "of engine.urls anew."
@@ -127,24 +119,30 @@ class WeightGroup:
             group.close()
 
 
-def _servers(models: Sequence[InferenceModel]) -> list[VLLMServerEngine]:
+def _servers(models: Sequence[InferenceModel], device: torch.device) -> list[VLLMServerEngine]:
     servers = [model for model in models if isinstance(model, VLLMServerEngine) and model.transfer is not None]
     if len(servers) < len(models) or len({server.transfer for server in servers}) != 1:
         raise ConfigError(
-            "a process group for weights needs servers that were started for it: engine=vllm_server with "
-            "synchronizer=nccl or gloo. In this process weights go by memory, to other servers as a folder."
+            "a group for weights needs servers that were started for it: engine=vllm_server with "
+            "synchronizer=nccl or tcp. In this process weights go by memory, to other servers as a folder."
         )
+    if servers[0].transfer == "nccl" and device.type != "cuda":
+        raise ConfigError(f"synchronizer=nccl sends from a GPU, and the policy is on {device}: take tcp.")
     return servers
 
 
-def _broadcast(group: GlooGroup | NCCLGroup, stream: WeightStream, dtype: torch.dtype) -> None:
+def _group_of(transfer: str | None, address: str, port: int, workers: int, device: torch.device) -> Group:
+    return NCCLGroup(address, port, workers, device) if transfer == "nccl" else TCPGroup(address, port, workers)
+
+
+def _broadcast(group: Group, stream: WeightStream, dtype: torch.dtype) -> None:
     for _, tensor in stream:
         group.broadcast(tensor.to(group.device, dtype).contiguous())
     group.flush()
 
 
-async def _together(sending: Coroutine[Any, Any, T], receiving: Sequence[Coroutine[Any, Any, None]]) -> T:
-    """The result of `sending`, once all are done; as soon as one fails, its error: the others would wait for it.
+async def _together(sending: Coroutine[Any, Any, None], receiving: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait until all are done; as soon as one fails, its error is raised: the others would wait for it.
 
     An error of a receiver goes before the sender's, which sees only that a connection ended.
     """
@@ -162,4 +160,3 @@ async def _together(sending: Coroutine[Any, Any, T], receiving: Sequence[Corouti
     for error in failed:
         if error is not None:
             raise error
-    return sender.result()

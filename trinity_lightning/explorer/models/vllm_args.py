@@ -10,7 +10,7 @@ from trinity_lightning.common.errors import ConfigError
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 GIB = 1 << 30
-GLOO_EXTENSION = "trinity_lightning.explorer.models.gloo_transfer.Registered"
+TCP_EXTENSION = "trinity_lightning.explorer.models.tcp_transfer.Registered"
 
 
 def require_vllm() -> None:
@@ -49,11 +49,11 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
 
 
 def transfer_args(transfer: str | None) -> dict[str, Any]:
-    """What a server needs to take weights from a process group: `nccl` is vLLM's own, `gloo` this package's."""
+    """What a server needs to be sent weights: `nccl` is a backend of vLLM's own, `tcp` one of this package."""
     if transfer is None:
         return {}
     arguments: dict[str, Any] = {"weight_transfer_config": {"backend": transfer}}
-    return arguments | ({"worker_extension_cls": GLOO_EXTENSION} if transfer == "gloo" else {})
+    return arguments | ({"worker_extension_cls": TCP_EXTENSION} if transfer == "tcp" else {})
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

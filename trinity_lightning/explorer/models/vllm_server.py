@@ -60,8 +60,8 @@ class VLLMServerEngine(Engine):
         config: the engine's knobs; keyword arguments override its fields.
         url: of a server that runs already, such as http://node7:8000.
         weights: where weights are written for it; engines that share one read the same files.
-        transfer: `nccl` or `gloo`: a server started here can join a process group too, over which the trainer sends
-            weights (see `WeightGroup`); one of a url can where it was started so.
+        transfer: `nccl` or `tcp`: a server started here can also be sent its weights, without a file (see
+            `WeightGroup`); one of a url can where it was started so.
         cores: CPU cores for a server started here, where there is no GPU; None: all that this process may use.
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
@@ -152,7 +152,7 @@ class VLLMServerEngine(Engine):
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-        if self.transfer == "gloo":  # its workers import a module of this package
+        if self.transfer == "tcp":  # its workers import a module of this package
             environment["PYTHONPATH"] = os.pathsep.join([PACKAGE_PARENT, *filter(None, [os.getenv("PYTHONPATH")])])
         if self._gpus is not None:
             visible = visible_gpus()
@@ -267,23 +267,22 @@ class VLLMServerEngine(Engine):
             raise WeightSyncError("the vLLM server kept its cache of prompts, which the old weights have computed.")
         self._model_version = version
 
-    # -- weights from a process group, which `WeightGroup` drives -----------------------------------------------------
+    # -- weights that are sent, which `WeightGroup` drives -------------------------------------------------------------
 
     async def workers(self) -> int:
         """How many processes of the server hold weights."""
         return int((await self._running().get("/get_world_size"))["world_size"])
 
-    async def join_group(self, address: str, port: int, rank_offset: int, world_size: int) -> None:
-        """Have the workers join the group at that address, the first of them as rank `rank_offset`.
+    async def join_group(self, invitation: Mapping[str, Any]) -> None:
+        """Have the workers join the group that the trainer invites to.
 
         Raises:
             ValueError, RolloutError: they did not; a server that was not started for it says so.
         """
-        info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
-        await self._running().post("/init_weight_transfer_engine", {"init_info": info})
+        await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
     async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
-        """Take over the weights that rank 0 sends, one after the other in this order, in the engine's dtype.
+        """Take over the weights that the trainer sends, one after the other in this order, in the engine's dtype.
 
         Raises:
             WeightSyncError: the server failed.
