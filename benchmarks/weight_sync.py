@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.config import EngineDtype
 from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.ports import free_port
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.weight_group import WeightGroup, free_port
+from trinity_lightning.explorer.weight_group import WeightGroup
 from trinity_lightning.trainer.weight_sync import weight_stream
 
 HERE = "127.0.0.1"

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from trinity_lightning.buffer.kept import keep_step
+from trinity_lightning.build import checkpoint_of
+from trinity_lightning.common.config import TrainConfig
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.report import main, write_report
 
@@ -38,8 +41,14 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(run_train: Callab
     record = (tmp_path / "run" / "config.yaml").read_text()
     again = run_train(tmp_path, *QUICK, "steps=3", f"hydra.run.dir={tmp_path / 'run'}")
     assert again.returncode == 2
-    assert "holds a run already: give another folder, or go on with it (ckpt_path=last)" in again.stdout
+    assert "holds a run already: give another folder, or go on with it (ckpt_path=last)." in again.stdout
     assert (tmp_path / "run" / "config.yaml").read_text() == record
+
+
+def test_a_folder_whose_run_left_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="holds a run already: give another folder, or delete this one"):
+        checkpoint_of(TrainConfig(), tmp_path)
 
 
 def write_run(folder: Path, steps: int = 2) -> Path:

@@ -1,5 +1,6 @@
 """What engines, runners and auxiliary models cannot do is refused at the door, with the key and the fix."""
 
+import importlib.util
 import os
 
 import pytest
@@ -57,7 +58,28 @@ REFUSED = {
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
     # weights without a file
-    "NCCL without a GPU": ((*SERVER, "synchronizer=nccl"), "synchronizer=nccl .*sees none: take synchronizer=tcp"),
+    "an address of what needs none": ((*SERVER, "synchronizer.address=10.0.0.1"), "synchronizer.address is of .*tcp"),
+    "a folder of what needs none": (
+        (*SERVER, "synchronizer=tcp", "synchronizer.folder=w"),
+        "synchronizer.folder is of synchronizer=checkpoint, not of tcp",
+    ),
+    "an address of every network": (
+        (*SERVER, "synchronizer=tcp", "synchronizer.address=0.0.0.0"),
+        "give the one address",
+    ),
+    "no address": ((*SERVER, "synchronizer=tcp", "synchronizer.address=''"), "give the one address"),
+    "an address of another machine": (
+        (*SERVER, "synchronizer=tcp", "synchronizer.address=192.0.2.1"),
+        r"synchronizer.address is '192\.0\.2\.1', and this machine cannot listen there",
+    ),
+    "an address that servers elsewhere cannot reach": (
+        (*SERVER, URLS, "synchronizer=tcp"),
+        "synchronizer.address is 127.0.0.1, where the server http://node7:8000 cannot reach",
+    ),
+    "a second weight transfer": (
+        (*SERVER, "synchronizer=tcp", "+engine.args.weight_transfer_config={backend: ipc}"),
+        "sets weight_transfer_config .*leave it out of engine.args",
+    ),
     "a group with an engine of this process": (
         ("synchronizer=tcp",),
         "engine=vllm by memory: set synchronizer=memory",
@@ -72,7 +94,7 @@ REFUSED = {
     ),
     "an unknown way": (
         (*SERVER, "synchronizer.method=ncll"),
-        "synchronizer.method is ncll.*by checkpoint or nccl or tcp",
+        "unknown synchronizer.method 'ncll'. Did you mean 'nccl'",
     ),
     "a weight above all": (
         (*MIX, "algorithm.policy_loss_args.mu=1.5"),
@@ -154,14 +176,38 @@ def test_a_gpu_that_this_process_may_not_use(monkeypatch: pytest.MonkeyPatch) ->
         validate(configured(*SERVER, "engine.gpus=[2]"))
 
 
+NCCL = (*SERVER, "synchronizer=nccl")
+
+
 @pytest.mark.parametrize("gpus", ["null", "[0,1]", "[2]"])
 def test_nccl_wants_gpus_apart_from_the_trainers(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    nccl = (*SERVER, "synchronizer=nccl")
-    validate(configured(*nccl, "engine.gpus=[1]"))
-    validate(configured(*nccl, URLS))
+    validate(configured(*NCCL, "engine.gpus=[1]"))
+    validate(configured(*NCCL, URLS))
     with pytest.raises(ConfigError, match=r"not the trainer's \(0\): give some of \[1\]"):
-        validate(configured(*nccl, f"engine.gpus={gpus}"))
+        validate(configured(*NCCL, f"engine.gpus={gpus}"))
+
+
+@pytest.mark.parametrize(
+    ("there", "arguments", "message"),
+    [
+        (0, (), "sees none: take synchronizer=tcp"),
+        (1, ("engine.gpus=[0]",), "this process sees one: take synchronizer=checkpoint"),
+        (2, ("engine.gpus=[1]", "trainer.accelerator=cpu"), "trainer.accelerator is cpu: take synchronizer=tcp"),
+    ],
+)
+def test_nccl_wants_gpus(there: int, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    with pytest.raises(ConfigError, match=message):
+        validate(configured(*NCCL, *arguments))
+
+
+def test_nccl_wants_vllm_for_its_sending_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        validate(configured(*NCCL, URLS))
 
 
 @pytest.mark.parametrize("case", REFUSED)

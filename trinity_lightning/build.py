@@ -34,8 +34,6 @@ from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 logger = logging.getLogger(__name__)
 
-RECORD = "config.yaml"  # in a run's folder, once it trains
-
 
 @dataclass
 class Run:
@@ -86,7 +84,7 @@ def build(config: DictConfig) -> Run:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_lightning()
-    checkpoint = _checkpoint(typed, folder)
+    checkpoint = checkpoint_of(typed, folder)
     L.seed_everything(typed.seed, verbose=False)
     policy = PolicyModule(
         typed.model.name,
@@ -98,7 +96,7 @@ def build(config: DictConfig) -> Run:
     )
     monitor = RunMonitor(folder, typed.steps)
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
-    recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / RECORD))
+    recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / "config.yaml"))
     callbacks: list[L.Callback] = [recorder, monitor]
     data: L.LightningDataModule
     if typed.buffer.storage == "memory":
@@ -122,17 +120,17 @@ def build(config: DictConfig) -> Run:
     )
 
 
-def _checkpoint(config: TrainConfig, folder: Path) -> str | None:
+def checkpoint_of(config: TrainConfig, folder: Path) -> str | None:
     """The checkpoint to resume from, looked into before anything is loaded.
 
     Raises:
-        ConfigError: it is none, of another model, or of a later step than the last one asked for.
+        ConfigError: it is none, of another model, or of a later step than the last one asked for; or a run is not to be
+            resumed, and its folder holds another one.
     """
     if config.ckpt_path is None:
-        if (folder / RECORD).exists():
-            raise ConfigError(
-                f"'{folder}' holds a run already: give another folder, or go on with it (ckpt_path=last)."
-            )
+        if (folder / "config.yaml").exists():
+            resume = "go on with it (ckpt_path=last)" if any(folder.glob("checkpoints/*.ckpt")) else "delete this one"
+            raise ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
         return None
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(config.ckpt_path)
     step, _ = checkpoint_weights(path)
@@ -140,7 +138,7 @@ def _checkpoint(config: TrainConfig, folder: Path) -> str | None:
         raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
     if step == config.steps:
         logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
-    record = folder / RECORD
+    record = folder / "config.yaml"
     before = OmegaConf.select(OmegaConf.load(record), "model.name") if record.is_file() else config.model.name
     if before != config.model.name:
         raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")

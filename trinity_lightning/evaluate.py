@@ -9,8 +9,9 @@ import hydra
 from omegaconf import DictConfig
 
 from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
+from trinity_lightning.common.config import SynchronizerConfig, config_dir
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.known_names import WEIGHT_GROUPS
 from trinity_lightning.common.validate import validate
 from trinity_lightning.train import check_reward
 
@@ -65,9 +66,21 @@ def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
     return (0 if numbers else 1, numbers, path.name)
 
 
+def _send_as_folder(config: DictConfig) -> None:
+    """An evaluation is no sync: checkpoints reach servers as a folder, also where training sends without one."""
+    if config.synchronizer.method in WEIGHT_GROUPS:
+        if config.engine.urls and config.synchronizer.folder is None:
+            raise ConfigError(
+                "an evaluation gives the servers of engine.urls their weights as a folder: set synchronizer=checkpoint "
+                "and synchronizer.folder to one that they see."
+            )
+        config.synchronizer.method, config.synchronizer.address = "auto", SynchronizerConfig.address
+
+
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
     with compose.told_plainly(config.output_dir):
+        _send_as_folder(config)
         validate(config)
         check_reward(config)
         evaluate(config)

@@ -1,6 +1,7 @@
 """Weights without a file: two real servers and a trainer, and what happens when one of them fails."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor
 from trinity_lightning.common.config import EngineDtype, ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, WeightSyncError
 from trinity_lightning.common.nccl_group import NCCLGroup
+from trinity_lightning.common.ports import free_port
 from trinity_lightning.common.tcp_group import TCPReceiver
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.common.weights import Shape, WeightStream
@@ -24,7 +26,7 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.weight_group import WeightGroup, free_port
+from trinity_lightning.explorer.weight_group import WeightGroup
 from trinity_lightning.trainer.weight_sync import weight_stream
 
 pytest.importorskip("vllm")
@@ -135,6 +137,9 @@ class Receiver(VLLMServerEngine):
         self.ended: BaseException | None = None
 
     link: TCPReceiver | None = None
+
+    async def load(self) -> None:
+        """There is nothing to start."""
 
     async def workers(self) -> int:
         return 1
@@ -256,8 +261,10 @@ def test_an_address_of_another_machine() -> None:
         free_port("192.0.2.1")
 
 
-def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path) -> None:
+def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part of NCCL's path that needs no GPU: the requests, read by vLLM's own classes."""
+    from vllm.distributed.device_communicators import pynccl_wrapper
+    from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
     told: list[tuple[str, dict[str, Any]]] = []
@@ -275,28 +282,48 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path) -> None:
         assert engine.model_version == 8
         await engine.shutdown()
 
-    group = NCCLGroup(HERE, 1234, 4, torch.device("cuda", 0))
+    class Library:
+        def ncclGetUniqueId(self) -> Any:  # noqa: N802
+            return ncclUniqueId((ctypes.c_byte * 128)(*range(-64, 64)))
+
+    monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", Library)
+    group = NCCLGroup(4, torch.device("cuda", 0))
     assert group.invitation(2)["rank_offset"] == 1  # of the first server, whose workers are ranks 1 and 2
     asyncio.run(talk())
     assert [path for path, _ in told] == [
+        "/shutdown_weight_transfer_engine",
         "/init_weight_transfer_engine",
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",
         "/reset_prefix_cache",
     ]
-    init = NCCLWeightTransferInitInfo(**told[0][1]["init_info"])
-    assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == (HERE, 1234, 3, 5)
+    init = NCCLWeightTransferInitInfo(**told[1][1]["init_info"])
+    assert (init.master_address, init.rank_offset, init.world_size) == (None, 3, 5)
+    assert init.nccl_unique_id_bytes == bytes(byte % 256 for byte in range(-64, 64))
     assert not init.packed  # tensors come one by one
-    update = NCCLWeightTransferUpdateInfo(**told[2][1]["update_info"])
+    update = NCCLWeightTransferUpdateInfo(**told[3][1]["update_info"])
     assert (update.names, update.shapes) == (["a.weight", "b"], [[2, 3], [4]])
     assert [getattr(torch, name) for name in update.dtype_names] == [torch.bfloat16] * 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_is_an_error() -> None:
-    with pytest.raises((RuntimeError, AssertionError)):
-        NCCLGroup(HERE, free_port(HERE), 1, torch.device("cuda", 0)).open()
+def test_a_server_without_the_requests_for_development(servers: list[VLLMServerEngine], host: Host) -> None:
+    class Closed(ServerClient):
+        async def get(self, path: str) -> Any:
+            raise ValueError(f"{path}: status 404: Not Found")
+
+    other, there = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS), servers[0]
+    assert there._socket is not None
+
+    async def form() -> None:
+        other._client, other._weight_shapes = Closed(str(there._socket)), there.weight_shapes
+        try:
+            await joined(connected([other], lambda: weight_stream(tiny_model())))
+        finally:
+            await other.shutdown()
+
+    with pytest.raises(WeightSyncError, match=r"get_world_size: status 404.*VLLM_SERVER_DEV_MODE=1"):
+        host.run(form())
 
 
 def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine], host: Host) -> None:  # the last one

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
 from trinity_lightning.common.errors import ConfigError
@@ -29,17 +29,12 @@ def _typed(name: str, value: Any) -> AuxiliaryConfig:
     plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     if not isinstance(plain, dict) or plain.get("model") is None:
         raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
-    _check_keys(plain, AuxiliaryConfig, key)
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain))  # type: ignore[return-value]
+    except ConfigKeyError as error:
+        inner = str(error.full_key).rpartition(".")[0]  # "engine", or nothing
+        fields = dataclasses.fields(EngineConfig if inner else AuxiliaryConfig)
+        known = [".".join(filter(None, (key, inner, field.name))) for field in fields]
+        raise ConfigError(unknown_name("key", f"{key}.{error.full_key}", known)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-
-
-def _check_keys(given: dict[Any, Any], schema: type, prefix: str) -> None:
-    names = [f"{prefix}.{field.name}" for field in dataclasses.fields(schema)]
-    for name, value in given.items():
-        if f"{prefix}.{name}" not in names:
-            raise ConfigError(unknown_name("key", f"{prefix}.{name}", names))
-        if name == "engine" and isinstance(value, dict):
-            _check_keys(value, EngineConfig, f"{prefix}.engine")

@@ -82,9 +82,9 @@ class SynchronizerConfig:
             `tcp`, without a file, between CPUs; or `nccl`, the same from GPU to GPU. `auto` is memory or checkpoint,
             whichever the engine takes.
         folder: where `checkpoint` writes; engines on other machines must see it. Null: in the run's folder.
-        address: this machine's, as servers see it, for `tcp` and `nccl`: another one than 127.0.0.1 for engine.urls on
-            other machines. The trainer listens there, on a free port. `tcp` lets in who was invited, and encrypts
-            nothing; `nccl` lets in everybody.
+        address: of `tcp`: this machine's, as servers see it; another one than 127.0.0.1 for engine.urls on other
+            machines. The trainer listens there, on a free port, until all servers have joined, and lets in who was
+            invited. Nothing is encrypted. (`nccl` connects over the interface that NCCL_SOCKET_IFNAME says.)
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.

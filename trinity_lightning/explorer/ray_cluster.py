@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.validate_models import require_ray
+from trinity_lightning.common.require import require_ray
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.ray_runner import RayRunner
 

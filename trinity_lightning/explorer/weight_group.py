@@ -1,7 +1,6 @@
 """Weights from the trainer to servers without a file: no folder has to be shared."""
 
 import asyncio
-import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -18,22 +17,6 @@ from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 Group = TCPGroup | NCCLGroup
 
 END_SECONDS = 1.0  # for a server to say why, where the sender has only seen a connection end
-
-
-def free_port(address: str) -> int:
-    """A port of that address of this machine on which nothing listens.
-
-    Raises:
-        ConfigError: it is no address of this machine.
-    """
-    try:
-        with socket.create_server((address, 0)) as probe:
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(
-            f"synchronizer.address is {address!r}, and this machine cannot listen there ({error}): give the address "
-            "of this machine that the servers reach it by."
-        ) from error
 
 
 class WeightGroup:
@@ -60,7 +43,7 @@ class WeightGroup:
 
         Args:
             models: the servers.
-            address: this machine's, as the servers see it.
+            address: this machine's, as the servers see it; NCCL finds its own.
             port: a free one.
             device: where the trainer's weights are.
             shapes: of what is going to be sent.
@@ -71,9 +54,10 @@ class WeightGroup:
         """
         servers = _servers(models, device)
         for server in servers:
+            await server.load()
             check_shapes(shapes, server.weight_shapes)
-        workers = [await server.workers() for server in servers]
         try:
+            workers = [await server.workers() for server in servers]
             group = _group_of(servers[0].transfer, address, port, sum(workers), device)
             joining = [server.join_group(group.invitation(n)) for server, n in zip(servers, workers, strict=True)]
             try:
@@ -83,9 +67,9 @@ class WeightGroup:
                 raise
         except (RolloutError, RuntimeError, OSError, ValueError) as error:
             raise WeightSyncError(
-                f"the trainer and {sum(workers)} workers formed no group at {address}:{port}: {error}. Can every "
-                "server reach that address (synchronizer.address), and was one of engine.urls started with "
-                "--weight-transfer-config? synchronizer=checkpoint needs no group."
+                f"the trainer and its servers formed no group at {address}:{port}: {error}. Can every server reach "
+                "that address (synchronizer.address), and was one of engine.urls started with VLLM_SERVER_DEV_MODE=1 "
+                "and --weight-transfer-config? synchronizer=checkpoint needs no group."
             ) from error
         return cls(servers, group)
 
@@ -132,7 +116,7 @@ def _servers(models: Sequence[InferenceModel], device: torch.device) -> list[VLL
 
 
 def _group_of(transfer: str | None, address: str, port: int, workers: int, device: torch.device) -> Group:
-    return NCCLGroup(address, port, workers, device) if transfer == "nccl" else TCPGroup(address, port, workers)
+    return NCCLGroup(workers, device) if transfer == "nccl" else TCPGroup(address, port, workers)
 
 
 def _broadcast(group: Group, stream: WeightStream, dtype: torch.dtype) -> None:

@@ -99,9 +99,10 @@ def _token_spans(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and response lengths in tokens, of which `rows` are, checked against the widths."""
     prompts = np.array([e.prompt_length for e in experiences])
-    if prompts.dtype != np.int64:  # assigned after construction: a fraction, or beyond 64 bits
-        at = next(e for e in experiences if np.array(e.prompt_length).dtype != np.int64)
+    if not np.can_cast(prompts.dtype, np.int64):  # assigned after construction: a fraction, or beyond 64 bits
+        at = next(e for e in experiences if not np.can_cast(np.array(e.prompt_length).dtype, np.int64))
         raise ExperienceError(f"experience {at.eid.uid}: expected an integer prompt_length, got {at.prompt_length!r}.")
+    prompts = prompts.astype(np.int64)
     responses = _lengths(rows) - prompts
     _check_widths(experiences, prompts, max_prompt, "a prompt length")
     _check_widths(experiences, responses, max_response, "a response length")

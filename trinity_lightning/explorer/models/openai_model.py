@@ -48,18 +48,20 @@ class OpenAIModel:
         Raises:
             ModelLoadError: the endpoint does not answer, or does not take the key.
         """
-        from openai import APIConnectionError, AuthenticationError, OpenAIError
+        from openai import APIConnectionError, AuthenticationError, NotFoundError, OpenAIError
 
         try:
             await self._opened().with_options(timeout=LOAD_SECONDS, max_retries=1).models.list()
         except (APIConnectionError, AuthenticationError) as error:
             told = f" ({error.__cause__})" if error.__cause__ is not None else ""
             raise ModelLoadError(
-                f"the endpoint {self._url} (model '{self._model}') cannot be used: {error}{told} Is it started, and is "
-                "the key its own (api_key_env)?"
+                f"the endpoint {self._url} (model '{self._model}') cannot be used: {str(error).rstrip('.')}{told}. Is "
+                "it started, and is the key its own (api_key_env)?"
             ) from error
-        except (OpenAIError, ValueError):
-            logger.debug("the endpoint %s does not list its models.", self._url, exc_info=True)
+        except NotFoundError:
+            logger.debug("the endpoint %s has no list of models.", self._url)
+        except (OpenAIError, ValueError) as error:
+            logger.warning("the endpoint %s answers, but does not list its models: %s", self._url, error)
 
     async def chat(
         self,

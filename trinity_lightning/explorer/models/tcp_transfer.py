@@ -30,13 +30,8 @@ class TCPTransferEngine(NCCLWeightTransferEngine):
     _receiver: TCPReceiver | None = None
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Accept an invitation; an earlier connection is given up."""
-        self.shutdown()
+        """Accept an invitation."""
         self._receiver = TCPReceiver(init_info.address, init_info.port, init_info.token)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive what is announced, and load it."""
-        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """One tensor at a time: there are never two copies of the model."""

@@ -1,25 +1,14 @@
 """How vLLM is started: the same arguments for the engine in this process and for a server's."""
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from trinity_lightning.common.config import EngineConfig, EngineDtype
-from trinity_lightning.common.errors import ConfigError
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 GIB = 1 << 30
 TCP_EXTENSION = "trinity_lightning.explorer.models.tcp_transfer.Registered"
-
-
-def require_vllm() -> None:
-    """Raise ConfigError, with what to install, where vLLM is not."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
-            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
-        )
 
 
 def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]:

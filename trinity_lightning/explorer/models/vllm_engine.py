@@ -15,10 +15,11 @@ from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightS
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.require import require_vllm
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.in_process import InProcessEngine
-from trinity_lightning.explorer.models.vllm_args import engine_args, require_vllm
+from trinity_lightning.explorer.models.vllm_args import engine_args
 
 
 class VLLMEngine(InProcessEngine):

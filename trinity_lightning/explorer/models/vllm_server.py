@@ -14,13 +14,14 @@ from trinity_lightning.common.errors import ConfigError, ModelLoadError, Rollout
 from trinity_lightning.common.gpus import visible_gpus
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
+from trinity_lightning.common.require import require_vllm
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.server_process import ServerProcess
-from trinity_lightning.explorer.models.vllm_args import command_line, engine_args, require_vllm, transfer_args
+from trinity_lightning.explorer.models.vllm_args import command_line, engine_args, transfer_args
 
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
@@ -263,8 +264,11 @@ class VLLMServerEngine(Engine):
             reset = await self._running().post("/reset_prefix_cache?reset_running_requests=true", {})
         except (RolloutError, ValueError) as error:
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
-        if not reset["success"]:
-            raise WeightSyncError("the vLLM server kept its cache of prompts, which the old weights have computed.")
+        if not (isinstance(reset, dict) and reset.get("success")):
+            raise WeightSyncError(
+                f"the vLLM server kept its cache of prompts, which the old weights have computed: it answered {reset}. "
+                "Versions of vLLM before 0.32 do not answer as this package needs it."
+            )
         self._model_version = version
 
     # -- weights that are sent, which `WeightGroup` drives -------------------------------------------------------------
@@ -279,6 +283,7 @@ class VLLMServerEngine(Engine):
         Raises:
             ValueError, RolloutError: they did not; a server that was not started for it says so.
         """
+        await self._running().post("/shutdown_weight_transfer_engine", {})  # of a run before: vLLM would keep it, too
         await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
     async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
