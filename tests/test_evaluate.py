@@ -58,6 +58,7 @@ def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: 
     for step in (1, 2):
         assert (trained / engine / f"completions/eval_addition_heldout_step_{step}.jsonl").is_file()
     assert re.search(r"explore step +2\n", done.stdout)
+    assert [path.name for path in (trained / "outputs").iterdir()] == ["grpo"]  # no folder of a run that never was
 
 
 def test_the_model_itself_several_times(trained: Path) -> None:

@@ -154,6 +154,11 @@ REFUSED = {
         (JUDGE, "+auxiliary_models.judge.urll=x"),
         "unknown key 'auxiliary_models.judge.urll'. Did you mean 'auxiliary_models.judge.url'",
     ),
+    "a misspelt model of a judge": (
+        ("+auxiliary_models.judge.modle=tiny",),
+        "unknown key 'auxiliary_models.judge.modle'. Did you mean 'auxiliary_models.judge.model'",
+    ),
+    "a judge without a model": (("+auxiliary_models.judge.url=http://x",), "auxiliary_models.judge needs a model"),
     "a misspelt knob of a judge's engine": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_length=64"),
         "Did you mean 'auxiliary_models.judge.engine.max_model_len'",

@@ -88,7 +88,7 @@ def _main(config: DictConfig) -> None:
 
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
-    compose.run_command(_main)
+    compose.run_command(_main, new_folders=False)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from trinity_lightning.common.errors import (
     RolloutError,
     WeightSyncError,
 )
-from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.server_client import ServerClient
@@ -245,6 +245,42 @@ def test_gpus_are_counted_as_this_process_sees_them(
     assert VLLMServerEngine("tiny", gpus=[0, 2])._environment()["CUDA_VISIBLE_DEVICES"] == expected
 
 
+class Elsewhere(VLLMServerEngine):
+    """A server of a url, as its settings make it answer: log-probabilities of 8 tokens, sampled and plain."""
+
+    def __init__(self, sampled: float, plain: float) -> None:
+        super().__init__("tiny", url="http://node7:8000", **SETTINGS)
+        self._tokenizer, self._sampled, self._plain = load_tokenizer("tiny"), sampled, plain
+
+    async def workers(self) -> int:
+        return 1
+
+    async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        return [Completion(token_ids, [5] * 8, [self._sampled] * 8, "", "length")]
+
+    async def _logprobs(self, token_ids: list[int]) -> list[float]:
+        return [self._plain] * (len(token_ids) - 1)
+
+
+@pytest.mark.parametrize(("sampled", "plain"), [(-3.9, -4.6), (-0.001, -0.9), (-0.001, -0.01)])
+def test_a_server_elsewhere_that_tells_what_it_samples_from(sampled: float, plain: float) -> None:
+    asyncio.run(Elsewhere(sampled, plain)._check_settings("http://node7:8000"))
+
+
+def test_a_server_elsewhere_that_leaves_the_temperature_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"http://node7:8000 tells .*--logprobs-mode processed_logprobs"):
+        asyncio.run(Elsewhere(-4.61, -4.6)._check_settings("http://node7:8000"))
+
+
+def test_a_server_elsewhere_that_takes_no_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def workers(self: Any) -> int:
+        raise ValueError("/get_world_size: status 404: Not Found")
+
+    monkeypatch.setattr(Elsewhere, "workers", workers)
+    with pytest.raises(ConfigError, match=r"takes no weights .*404.*VLLM_SERVER_DEV_MODE=1"):
+        asyncio.run(Elsewhere(-1, -2)._check_settings("http://node7:8000"))
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +302,7 @@ def test_a_server_that_dies_fails_what_waits_for_it(engine: VLLMServerEngine, ho
         await asyncio.sleep(0.1)
         assert engine._process is not None
         os.killpg(engine._process._process.pid, signal.SIGKILL)
-        with pytest.raises(RolloutError, match="the vLLM server does not answer"):
+        with pytest.raises(RolloutError, match=r"the vLLM server does not answer.*ended by signal 9"):
             await call
 
     host.run(killed())

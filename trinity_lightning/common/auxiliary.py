@@ -27,10 +27,14 @@ def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConf
 def _typed(name: str, value: Any) -> AuxiliaryConfig:
     key = f"auxiliary_models.{name}"
     plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    if not isinstance(plain, dict) or plain.get("model") is None:
-        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
+    needs = f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows."
+    if not isinstance(plain, dict):
+        raise ConfigError(needs)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain))  # type: ignore[return-value]
+        typed = OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain)
+        if OmegaConf.is_missing(typed, "model") or typed.model is None:
+            raise ConfigError(needs)
+        return OmegaConf.to_object(typed)  # type: ignore[return-value]
     except ConfigKeyError as error:
         inner = str(error.full_key).rpartition(".")[0]  # "engine", or nothing
         fields = dataclasses.fields(EngineConfig if inner else AuxiliaryConfig)

@@ -117,13 +117,21 @@ def told_plainly(folder: str | Path) -> Iterator[None]:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def run_command(command: Callable[[], None]) -> None:
-    """Run a console command: errors of the configuration are one message and exit code 2."""
+def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
+    """Run a console command: errors of the configuration are one message and exit code 2.
+
+    Args:
+        command: Hydra's main function.
+        new_folders: whether `trinity.run_dir` makes a run's folder. Hydra resolves it while it composes, also where
+            another folder is taken then.
+    """
     # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
     register()
+    if not new_folders:
+        OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
     try:
         command()
     except CONFIG_ERRORS as error:

@@ -114,7 +114,8 @@ def validate(config: DictConfig) -> None:
 def check_checkpoint(config: DictConfig) -> None:
     """Refuse a checkpoint to resume from that does not exist; a ConfigError."""
     if config.ckpt_path not in (None, "last") and not Path(config.ckpt_path).is_file():
-        raise ConfigError(f"ckpt_path: there is no file '{config.ckpt_path}'.")
+        what = "is a folder, and one of its files is needed" if Path(config.ckpt_path).is_dir() else "is no file"
+        raise ConfigError(f"ckpt_path: '{config.ckpt_path}' {what}: give FOLDER/checkpoints/NAME.ckpt, or last.")
 
 
 def strategies(config: DictConfig | None) -> list[tuple[str, object]]:

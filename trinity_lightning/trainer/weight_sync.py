@@ -115,7 +115,8 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
             f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}), more where tokens are "
             f"unlikely; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
             f"{sum(engine) / len(engine):.4f}. "
-            "The engine does not have the trainer's weights, or computes another model."
+            "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
+            "server of engine.urls), or another model."
         )
     return mean, maximum
 

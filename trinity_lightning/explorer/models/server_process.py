@@ -15,6 +15,7 @@ from trinity_lightning.common.errors import ModelLoadError
 
 MAIN = Path(__file__).with_name("server_main.py")
 END_SECONDS = 10.0
+ENDING_SECONDS = 0.5  # a process that was killed is still there for a moment after its connections
 LOG_LINES = 15
 
 
@@ -55,8 +56,9 @@ class ServerProcess:
 
     def ended(self) -> str:
         """How it ended, " It was ended by signal 9." say; nothing while it runs."""
-        code = self._process.poll()
-        if code is None:
+        try:
+            code = self._process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
             return ""
         killed = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f" It was ended by signal {-code}{killed}." if code < 0 else f" It ended with exit code {code}."

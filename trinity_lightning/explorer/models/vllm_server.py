@@ -26,6 +26,7 @@ from trinity_lightning.explorer.models.vllm_args import command_line, engine_arg
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
 HEALTH_SECONDS = 0.2
+PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
 SAMPLING = (
@@ -69,7 +70,7 @@ class VLLMServerEngine(Engine):
 
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
-        ConfigError: (at the first use) it serves a shorter context.
+        ConfigError: (at the first use) it serves a shorter context, or was not started as it has to be.
         ModelLoadError: (at the first use) the server does not start or answer, or is not vLLM's. Whether it serves the
             policy's model is proven by the drill of the first weight sync.
     """
@@ -136,6 +137,8 @@ class VLLMServerEngine(Engine):
             await self._end_process()
             raise
         self._client = client
+        if self._url is not None:
+            await self._check_settings(self._url)
 
     def _told(self) -> str:
         process = self._process
@@ -189,6 +192,29 @@ class VLLMServerEngine(Engine):
             raise ConfigError(
                 f"{self._url} serves a context of {served} tokens, less than engine.max_model_len "
                 f"({self._max_model_len}): start it with --max-model-len {self._max_model_len}, or lower that."
+            )
+
+    async def _check_settings(self, url: str) -> None:
+        """What a server that was started elsewhere needs, and would miss silently, or late.
+
+        Raises:
+            ConfigError: it takes no weights, or tells log-probabilities of another distribution than it samples from.
+        """
+        try:
+            await self.workers()
+        except ValueError as error:
+            raise ConfigError(f"{url} takes no weights ({error}): start it with VLLM_SERVER_DEV_MODE=1.") from error
+        [sampled] = await self._completions(
+            self._tokenizer.encode(PROBE), 1, {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
+        )
+        plain = await self._logprobs([*sampled.prompt_token_ids, *sampled.token_ids])
+        plain = plain[len(sampled.prompt_token_ids) - 1 :]
+        far = [abs(one - other) for one, other in zip(sampled.logprobs, plain, strict=True)]
+        # Equal to those of temperature 1, although some of these tokens are unsure: the temperature was left out.
+        if max(far) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
+            raise ConfigError(
+                f"{url} tells log-probabilities without the temperature: start it with --logprobs-mode "
+                "processed_logprobs."
             )
 
     async def shutdown(self) -> None:
