@@ -87,7 +87,7 @@ def assert_equal_runs(a: Path, b: Path) -> None:
     # The reference has runners of its own process, and sends its weights as a folder: neither may matter.
     [
         (signal.SIGKILL, ("synchronizer=tcp",)),
-        (signal.SIGINT, ("explorer.runner=ray", "explorer.runner_per_model=2")),
+        (signal.SIGINT, ("explorer.runner=ray", "explorer.runner_per_model=1")),
     ],
     ids=["kill-tcp", "ctrl-c-ray"],
 )
