@@ -13,6 +13,7 @@ from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
+from trinity_lightning.evaluate import _send_as_folder
 
 CORES = len(os.sched_getaffinity(0))
 SERVER = ("engine=vllm_server",)
@@ -207,6 +208,16 @@ def test_nccl_wants_gpus(there: int, arguments: tuple[str, ...], message: str, m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     with pytest.raises(ConfigError, match=message):
         validate(configured(*NCCL, *arguments))
+
+
+@pytest.mark.parametrize("method", ["tcp", "nccl"])
+def test_an_evaluation_sends_weights_as_a_folder(method: str) -> None:
+    config = configured(*SERVER, f"synchronizer={method}")
+    _send_as_folder(config)
+    assert config.synchronizer.method == "auto"
+    validate(config)
+    with pytest.raises(ConfigError, match=r"engine.urls their weights as a folder: set synchronizer=checkpoint"):
+        _send_as_folder(configured(*SERVER, URLS, f"synchronizer={method}"))
 
 
 def test_nccl_wants_vllm_for_its_sending_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,24 +223,24 @@ def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
     end(explorer, receivers)
 
 
+async def joined_by(kind: type[ServerClient], there: VLLMServerEngine) -> None:
+    """A group with that server, asked by another kind of client."""
+    assert there._socket is not None
+    other = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS)
+    other._client, other._weight_shapes = kind(there._socket), there.weight_shapes
+    try:
+        await joined(connected([other], lambda: weight_stream(tiny_model())))
+    finally:
+        await other.shutdown()
+
+
 def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEngine], host: Host) -> None:
     class Refusing(ServerClient):
         async def post(self, path: str, body: Any) -> Any:
             raise ValueError(f"{path}: Weight transfer not configured")
 
-    other = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS)
-    there = servers[0]
-    assert there._socket is not None
-
-    async def form() -> None:
-        other._client, other._weight_shapes = Refusing(str(there._socket)), there.weight_shapes
-        try:
-            await joined(connected([other], lambda: weight_stream(tiny_model())))
-        finally:
-            await other.shutdown()
-
     with pytest.raises(WeightSyncError, match=r"formed no group at 127\.0\.0\.1:.*not configured.*checkpoint"):
-        host.run(form())
+        host.run(joined_by(Refusing, servers[0]))
 
 
 @pytest.mark.parametrize("transfers", [[None], ["tcp", None], ["tcp", "nccl"]])
@@ -312,18 +312,8 @@ def test_a_server_without_the_requests_for_development(servers: list[VLLMServerE
         async def get(self, path: str) -> Any:
             raise ValueError(f"{path}: status 404: Not Found")
 
-    other, there = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS), servers[0]
-    assert there._socket is not None
-
-    async def form() -> None:
-        other._client, other._weight_shapes = Closed(str(there._socket)), there.weight_shapes
-        try:
-            await joined(connected([other], lambda: weight_stream(tiny_model())))
-        finally:
-            await other.shutdown()
-
     with pytest.raises(WeightSyncError, match=r"get_world_size: status 404.*VLLM_SERVER_DEV_MODE=1"):
-        host.run(form())
+        host.run(joined_by(Closed, servers[0]))
 
 
 def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine], host: Host) -> None:  # the last one
