@@ -12,6 +12,7 @@ from typing import Any
 
 from trinity_lightning.common import config as schema
 from trinity_lightning.common.config import config_dir
+from trinity_lightning.explorer.rewards import REWARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "config"
@@ -23,7 +24,7 @@ def pages() -> dict[str, str]:
     typed = {field.name: field for field in dataclasses.fields(schema.TrainConfig) if _schema_of(field)}
     names = sorted(groups | set(typed))
     written = {f"{name}.md": _page(name, typed.get(name)) for name in names}
-    return written | {"README.md": _index(names)}
+    return written | {"reward.md": _rewards(), "README.md": _index(names)}
 
 
 def _index(names: list[str]) -> str:
@@ -38,6 +39,7 @@ def _index(names: list[str]) -> str:
     for name in names:
         cls = _schema_of(typed[name]) if name in typed else None
         lines.append(f"| [{name}]({name}.md) | {_summary(cls) if cls else FREE.get(name, '')} |")
+    lines.append("| [reward](reward.md) | What a response is worth: the registered names. |")
     return "\n".join([*lines, "", "## The run itself", "", *_knobs(schema.TrainConfig, "", skip=set(names)), ""])
 
 
@@ -48,6 +50,26 @@ FREE = {
     "operators": "What tidies experiences before they are weighed, in order: {name: {args, on_error: stop or skip}}.",
     "trainer": "Arguments of `lightning.Trainer`.",
 }
+
+
+REWARD_PAGE = """# reward
+
+What a response is worth: a plain function of the response and the task, sync or async, that returns a number or a dict
+of parts that are added up. `reward=math` is one of the names below, `reward=my_module.my_function` one of your own, and
+`reward='{accuracy: 1.0, format: 0.2}'` the weighted sum of several, each with a metric of its own. A penalty for length
+is an operator, which knows tokens: [`operators=overlong_penalty`](operators.md).
+
+| name | worth |
+|---|---|
+"""
+
+
+def _rewards() -> str:
+    lines = []
+    for name in sorted(REWARDS):
+        text = re.split(r"\n\s*(?:Raises|Args):", inspect.getdoc(REWARDS.resolve(name)) or "")[0]
+        lines.append(f"| `{name}` | {' '.join(text.split())} |\n")
+    return REWARD_PAGE + "".join(lines)
 
 
 def _page(name: str, field: Any) -> str:

@@ -1,26 +1,35 @@
 import asyncio
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import (
     REWARDS,
+    accuracy,
     contains_digits,
+    countdown,
     exact_match,
     last_number,
     math_boxed_or_last,
     reasoning_gym,
     resolve_rewards,
     score,
+    think_answer_format,
 )
 from trinity_lightning.explorer.rewards.math import find_last_boxed, same_answer
-from trinity_lightning.explorer.rewards.text import find_last_number
+from trinity_lightning.explorer.rewards.text import find_last_answer, find_last_number
+from trinity_lightning.explorer.rewards.verifier import MEMORY, MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
 
@@ -131,6 +140,14 @@ def test_find_last_boxed(text: str, boxed: str | None) -> None:
         ("1/0", "1/0", True),
         ("1/0", "2/0", False),
         ("", "0", False),
+        ("1+x", "x+1", True),
+        (r"2\sqrt{2}", r"\sqrt{8}", True),
+        (r"\{2, 1\}", r"\{1, 2\}", True),
+        (r"(5, \infty)", r"[5, \infty)", False),
+        ("x = 5", "5", True),
+        ("(B)", "B", True),
+        ("12 cm", "12", True),
+        ("lube", "blue", False),
         ("9" * 5000, "9" * 5000, True),
         ("9" * 5000, "1", False),
     ],
@@ -153,6 +170,139 @@ def test_same_answer(given: str, expected: str, same: bool) -> None:
 )
 def test_math_boxed_or_last(response: str, answer: Any, reward: float) -> None:
     assert math_boxed_or_last(response, a_task(answer)) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("<think>no, not 7</think> <answer> 2x + 1 </answer>", "1 + 2x", 1.0),
+        (r"<answer>so it is \boxed{4}</answer>", 4, 1.0),
+        ("<answer>4</answer>, or <answer>5</answer>", "4", 0.0),
+        ("<answer>Paris</answer>", "Paris", 1.0),
+        (r"It is $\frac{3}{6}$.", "#### 0.5", 1.0),
+        ("The final answer is 12.", 12, 1.0),
+        (r"4, no: \boxed{5}", "4", 0.0),
+        ("no idea", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_accuracy(response: str, answer: Any, reward: float) -> None:
+    assert accuracy(response, a_task(answer)) == reward
+
+
+MONSTER = "10^{10^{10}}"
+
+
+def test_a_comparison_that_does_not_end_counts_as_wrong_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    verifier = MathVerifier(max_processes=2, cpu_seconds=1.0)
+    with ThreadPoolExecutor(6) as threads:
+        pairs = [(r"\boxed{x+1}", r"\boxed{1+x}"), (r"\boxed{3}", rf"\boxed{{{MONSTER}}}")] * 3
+        same = list(threads.map(lambda pair: verifier.same(*pair), pairs))
+    assert same == [True, False] * 3
+    assert caplog.text.count("takes too long to compare") == 3
+    verifier.close()
+    assert verifier.same("$x$", "it is $x$")  # and starts again
+    verifier.close()
+
+
+def test_a_process_has_bounded_memory_and_one_that_somebody_ended_is_told_and_replaced() -> None:
+    verifier = MathVerifier(max_processes=1)
+    assert verifier.same("$4$", "$4$")
+    (process,) = verifier._idle
+    assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_AS) == (MEMORY, MEMORY)
+    process.kill()
+    process.wait()
+    with pytest.raises(RuntimeError, match="ended with exit code -9"):
+        verifier.same("$4$", "$4$")
+    assert verifier.same("$4$", "$4$")
+    verifier.close()
+
+
+def test_processes_end_with_the_one_that_asks() -> None:
+    code = """
+import time
+from trinity_lightning.explorer.rewards.verifier import MathVerifier
+verifier = MathVerifier(1)
+assert verifier.same("$4$", "$4$")
+print(verifier._idle[0].pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        assert run.stdout is not None
+        family = [psutil.Process(int(run.stdout.readline()))]
+        run.kill()
+    assert not psutil.wait_procs(family, timeout=20)[1], "it outlived the run"
+
+
+# -- tags -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> 4 </answer>", "4"),
+        ("<answer>4</answer><answer>5\n6</answer>", "5\n6"),
+        ("<answer><answer>4</answer>", "4"),
+        ("<answer>4", None),
+        ("4</answer>", None),
+    ],
+)
+def test_find_last_answer(text: str, answer: str | None) -> None:
+    assert find_last_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>so\nso</think>\n<answer>4</answer>\n", 1.0),
+        ("so</think><answer>4</answer>", 1.0),
+        ("<think>so</think> hm <answer>4</answer>", 0.0),
+        ("<think>so</think><answer>4</answer> or 5", 0.0),
+        ("<think>so</think><answer> </answer>", 0.0),
+        ("<think></think><answer>4</answer>", 0.0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
+        ("<think>so</think><answer>4</answer><answer>4</answer>", 0.0),
+        ("<answer>4</answer><think>so</think>", 0.0),
+        ("4", 0.0),
+        (" " * 100_000, 0.0),
+        ("<think>" * 20_000, 0.0),
+        ("<answer>" * 20_000, 0.0),
+    ],
+)
+def test_think_answer_format(response: str, reward: float) -> None:
+    assert think_answer_format(response, a_task()) == reward
+
+
+# -- countdown --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<answer>(6 - 3) * 8 + 1</answer>", 1.0),
+        ("so <answer>1 + 8 × (6 - 3) = 25</answer>", 1.0),
+        ("<answer>25</answer>", 0.1),
+        ("<answer>6 * 3 + 8 - 1</answer>", 1.0),
+        ("<answer>6 * 3 + 8 - 1 = 24</answer>", 1.0),
+        ("<answer>6 * 3 + 8 + 1</answer>", 0.1),
+        ("<answer>6 * 3 + 8 - 1 + 0</answer>", 0.1),
+        ("<answer>8 * 3 + 1</answer>", 0.1),
+        ("<answer>8 / (1 - 1)</answer>", 0.1),
+        ("<answer>__import__('os')</answer>", 0.1),
+        ("<answer></answer>", 0.1),
+        ("6 * 3 + 8 - 1", 0.0),
+    ],
+)
+def test_countdown(response: str, reward: float) -> None:
+    assert countdown(response, a_task(nums=[6, 3, 8, 1], target=25)) == reward
+    assert countdown(response, a_task(numbers=[1, 8, 3, 6], target="25")) == reward
+
+
+def test_countdown_is_exact_and_knows_its_fields() -> None:
+    assert countdown("<answer>(1 / 3 + 7) * 3</answer>", a_task(nums=[1, 3, 7, 3], target=22)) == 1.0
+    for entry in ({}, {"nums": [1, 2]}, {"nums": "12", "target": 3}, {"target": 3}):
+        with pytest.raises(ValueError, match="a list of numbers 'nums' and a 'target'"):
+            countdown("<answer>3</answer>", a_task(**entry))
 
 
 # -- reasoning-gym ----------------------------------------------------------------------------------------------------
@@ -182,7 +332,8 @@ def parts(response: str, task: Task) -> dict[str, float]:
 
 
 def test_registered_names() -> None:
-    assert set(REWARDS) == {"last_number", "exact_match", "contains_digits", "math", "reasoning_gym"}
+    names = "accuracy contains_digits countdown exact_match format last_number math reasoning_gym"
+    assert sorted(REWARDS) == names.split()
 
 
 def test_no_reward_function_gives_no_reward() -> None:

@@ -10,6 +10,11 @@ from trinity_lightning.explorer.tasks.task import Task
 # A minus that follows a digit, a letter or a closing bracket is a subtraction ("7-3"), any other is a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+# Thoughts and answer of DeepSeek-R1 (arXiv 2501.12948, table 1). Reasoning models' chat templates write the first tag.
+_UNTAGGED = r"(?:(?!</?(?:think|answer)>).)*"
+_THINK_ANSWER = re.compile(rf"\s*+(?:<think>)?({_UNTAGGED})</think>\s*+<answer>({_UNTAGGED})</answer>\s*+", re.DOTALL)
+
 
 def answer_of(task: Task) -> Any:
     """The entry's answer; ValueError where it has none."""
@@ -23,6 +28,12 @@ def find_last_number(text: str) -> Decimal | None:
     """The last number in a text: signed, decimal, with thousands separators; None where there is none."""
     numbers: list[str] = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
+
+
+def find_last_answer(text: str) -> str | None:
+    """What stands in the last `<answer>...</answer>` of a text, without the space around; None where there is none."""
+    answers: list[str] = _ANSWER.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 @REWARDS.register("last_number")
@@ -42,6 +53,16 @@ def last_number(response: str, task: Task) -> float:
 def exact_match(response: str, task: Task) -> float:
     """1 when the response is the task's answer, space around either aside, else 0."""
     return float(response.strip() == str(answer_of(task)).strip())
+
+
+@REWARDS.register("format")
+def think_answer_format(response: str, task: Task) -> float:
+    """1 when the response is `<think>thoughts</think> <answer>answer</answer>` and nothing else, else 0.
+
+    Each tag once and neither part empty; the opening `<think>` may be missing, where the chat template writes it.
+    """
+    parts = _THINK_ANSWER.fullmatch(response)
+    return float(parts is not None and all(part.strip() for part in parts.groups()))
 
 
 @REWARDS.register("contains_digits")
