@@ -1,6 +1,7 @@
 """Every recipe trains: one step with the tiny model, trained tokens, changed weights."""
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ SMALL = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_token
 QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
 
 
-# The offline recipe: tests/test_offline_runs.py
-@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
-def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tmp_path: Path) -> None:
-    done = run_train(tmp_path, f"+recipe={recipe}", "model=tiny", "steps=1", *SMALL, *QUIET)
+def assert_trains(run_train: Callable[..., Any], folder: Path, recipe: str, *arguments: str) -> Path:
+    """One step trains tokens, changes weights and samples from the policy that it trains; returns the run's folder."""
+    done = run_train(folder, f"+recipe={recipe}", "model=tiny", "steps=1", *SMALL, *QUIET, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
-    [run] = tmp_path.glob(f"outputs/{recipe}/*")
+    [run] = folder.glob(f"outputs/{recipe}/*")
     with (run / "metrics.csv").open() as file:
         [row] = [row for row in csv.DictReader(file) if row["actor/trained_rows"]]
     assert float(row["actor/trained_rows"]) > 0
@@ -29,3 +29,19 @@ def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tm
     before = load_file(Path(resolve_model("tiny")) / "model.safetensors")
     after = load_file(run / "model" / "model.safetensors")
     assert any(not torch.equal(before[name], after[name]) for name in after)
+    return run
+
+
+# The offline recipe: tests/test_offline_runs.py
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
+def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tmp_path: Path) -> None:
+    assert_trains(run_train, tmp_path, recipe)
+
+
+def test_a_reasoning_gym_game_in_several_turns_trains(run_train: Callable[..., Any], tmp_path: Path) -> None:
+    game = ("taskset=reasoning_gym", "taskset.path=chain_sum", "reward={reasoning_gym: 1.0, contains_digits: 1.0}")
+    run = assert_trains(run_train, tmp_path, "multi_turn", *game)
+    rollouts = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 8
+    assert all(rollout["completion"].count("That is wrong. Try again.") == 2 for rollout in rollouts)
+    assert all(0.0 <= rollout["reward/reasoning_gym"] <= 1.0 for rollout in rollouts)
