@@ -11,6 +11,7 @@ def test_values_are_exact_and_numbers_are_told_in_order() -> None:
     assert evaluate("0.1 + 0.2") == (Fraction(3, 10), [Fraction(1, 10), Fraction(1, 5)])
     assert evaluate("-(7 // 2) * 3 % 5") == (1, [7, 2, 3, 5])
     assert evaluate("1 / 3 * 3")[0] == 1
+    assert evaluate("12345678901234567890.5 - 1e-30")[0] == Fraction("12345678901234567890.5") - Fraction(1, 10**30)
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=6), st.data())
@@ -20,7 +21,9 @@ def test_it_agrees_with_python(numbers: list[int], data: st.DataObject) -> None:
     assert evaluate(text) == (eval(text), numbers)  # noqa: S307 - digits and signs of our own
 
 
-@pytest.mark.parametrize("text", ["x", "2 ** 9", "'a'", "True", "(1, 2)", "1e999", "1+" * 200, "f(1)", "1 if 1 else 2"])
+@pytest.mark.parametrize(
+    "text", ["x", "2 ** 9", "'a'", "True", "(1, 2)", "1e9999", "1_0", "1+" * 200, "f(1)", "1 if 1 else 2"]
+)
 def test_all_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot work out|longer than 200|Invalid literal"):
         evaluate(text)

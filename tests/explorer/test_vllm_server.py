@@ -281,6 +281,19 @@ def test_a_server_elsewhere_that_takes_no_weights_is_refused(monkeypatch: pytest
         asyncio.run(Elsewhere(-1, -2)._check_settings("http://node7:8000"))
 
 
+def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fine(self: Any, client: Any) -> None: ...
+
+    async def load_twice(engine: Elsewhere) -> None:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
+                await asyncio.gather(engine.load(), engine.load())
+
+    monkeypatch.setattr(Elsewhere, "_until_healthy", fine)
+    monkeypatch.setattr(Elsewhere, "_check_model", fine)
+    asyncio.run(load_twice(Elsewhere(-4.61, -4.6)))
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 

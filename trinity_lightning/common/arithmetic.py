@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -15,6 +16,8 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_ALLOWED = re.compile(r"[\d\s.+\-*/%()eE]*")  # all else is refused before Python's parser can warn of it
+_HUGE = re.compile(r"[eE][-+]?\d{4}")
 _LONGEST = 200  # characters: nesting and numbers stay small enough to be worked out at once
 
 
@@ -28,19 +31,22 @@ def evaluate(expression: str) -> tuple[Fraction, list[Fraction]]:
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    expression = expression.strip()
+    if not _ALLOWED.fullmatch(expression) or _HUGE.search(expression):
+        raise ValueError(f"cannot work out '{expression}'")
     numbers: list[Fraction] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            numbers.append(Fraction(ast.get_source_segment(expression, node) or ""))  # as written: floats are not exact
+            return numbers[-1]
+        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+            return Fraction(_BINARY[type(node.op)](value(node.left), value(node.right)))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+            return _UNARY[type(node.op)](value(node.operand))
+        raise ValueError(f"cannot work out '{ast.unparse(node)}'")
+
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body, numbers), numbers
+        return value(ast.parse(expression, mode="eval").body), numbers
     except ZeroDivisionError:  # whose message would be a Fraction
         raise ZeroDivisionError("division by zero") from None
-
-
-def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        numbers.append(Fraction(repr(node.value)))  # 0.1 as it is written, not as the nearest binary fraction
-        return numbers[-1]
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return Fraction(_BINARY[type(node.op)](_value(node.left, numbers), _value(node.right, numbers)))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand, numbers))
-    raise ValueError(f"cannot work out '{ast.unparse(node)}'")

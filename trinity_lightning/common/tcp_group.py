@@ -37,6 +37,7 @@ class TCPGroup:
         self._token = secrets.token_hex(32)
         self._listening = socket.create_server((address, port), backlog=receivers)
         self._connections: list[socket.socket] = []
+        self._closed = False
         self._senders = ThreadPoolExecutor(receivers, thread_name_prefix="weights")
 
     def invitation(self, workers: int) -> dict[str, str | int]:
@@ -58,6 +59,9 @@ class TCPGroup:
                     connection.close()
                 else:
                     self._connections.append(connection)
+                    if self._closed:  # while this one was welcomed
+                        self.close()
+                        raise OSError("the group was closed")
 
     def _welcome(self, connection: socket.socket) -> None:
         """Let in who knows the token; ConnectionError, or TimeoutError, otherwise."""
@@ -82,6 +86,7 @@ class TCPGroup:
 
     def close(self) -> None:
         """Break off; what is under way in other threads fails at once, here and there. Twice is allowed."""
+        self._closed = True
         for connection in (self._listening, *self._connections):
             _break(connection)
         self._senders.shutdown(wait=False)

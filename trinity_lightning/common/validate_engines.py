@@ -76,7 +76,7 @@ def _check_address(address: str, urls: Sequence[str]) -> None:
             f"synchronizer.address is {address!r}: give the one address of this machine that the servers reach it by."
         )
     free_port(address)
-    elsewhere = [url for url in urls if _is_elsewhere(urlsplit(url).netloc)]
+    elsewhere = [url for url in urls if _is_elsewhere(urlsplit(url).netloc.rpartition("@")[2])]
     if elsewhere and not _is_elsewhere(f"{address}:0"):
         raise ConfigError(
             f"synchronizer.address is {address}, where the server {elsewhere[0]} cannot reach this machine: give the "

@@ -1,12 +1,16 @@
 """Requests to a vLLM server, over a Unix socket or to a URL, and what its answers mean."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 
 from trinity_lightning.common.errors import RolloutError
+
+
+async def _nothing() -> str:
+    return ""
 
 
 class ServerClient:
@@ -17,7 +21,7 @@ class ServerClient:
         told: asked for what else is known where the server does not answer: how its process ended, say.
     """
 
-    def __init__(self, where: str, told: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, where: str, told: Callable[[], Awaitable[str]] = _nothing) -> None:
         is_url = where.startswith(("http://", "https://"))
         # No limit of connections: how many requests are decoded at once is the server's to decide.
         connector = aiohttp.TCPConnector(limit=0) if is_url else aiohttp.UnixConnector(where, limit=0)
@@ -63,9 +67,8 @@ class ServerClient:
             async with self._session.request(method, path, **body) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError) as error:
-            raise RolloutError(
-                f"the vLLM server does not answer: {type(error).__name__}: {error}.{self._told()}"
-            ) from error
+            told = await self._told()
+            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{told}") from error
         if response.status == 200:
             return json.loads(text) if text else None
         message = f"{path.partition('?')[0]}: status {response.status}: {_message(text)}"

@@ -15,7 +15,7 @@ from trinity_lightning.common.errors import ModelLoadError
 
 MAIN = Path(__file__).with_name("server_main.py")
 END_SECONDS = 10.0
-ENDING_SECONDS = 0.5  # a process that was killed is still there for a moment after its connections
+ENDING_LOOKS, LOOK_SECONDS = 10, 0.05  # a process that was killed is still there for a moment after its connections
 LOG_LINES = 15
 
 
@@ -54,11 +54,13 @@ class ServerProcess:
         if (code := self._process.poll()) is not None:
             raise ModelLoadError(f"the vLLM server ended with exit code {code}. The end of its log:\n{self.log_end()}")
 
-    def ended(self) -> str:
+    async def ended(self) -> str:
         """How it ended, " It was ended by signal 9." say; nothing while it runs."""
-        try:
-            code = self._process.wait(ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
+        for _ in range(ENDING_LOOKS):
+            if (code := self._process.poll()) is not None:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        else:
             return ""
         killed = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f" It was ended by signal {-code}{killed}." if code < 0 else f" It ended with exit code {code}."

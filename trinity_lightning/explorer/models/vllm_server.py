@@ -108,7 +108,7 @@ class VLLMServerEngine(Engine):
 
     async def load(self) -> None:
         """Start the server, or find the one of the url, and wait until it answers."""
-        if self._client is not None and not self._client.closed:
+        if self._loading is None and self._client is not None and not self._client.closed:
             return
         if self._loading is None:  # several may ask at the same time
             self._loading = asyncio.create_task(self._load())
@@ -128,21 +128,21 @@ class VLLMServerEngine(Engine):
         if self._url is None and self._socket is None:
             self._process = ServerProcess(self._flags(path), self._environment(), self._log)
             self._socket = str(self._process.socket)
-        client = ServerClient(self._socket or self._url or "", self._told)
+        self._client = client = ServerClient(self._socket or self._url or "", self._told)
         try:
             await self._until_healthy(client)
             await self._check_model(client)
+            if self._url is not None:
+                await self._check_settings(self._url)
         except BaseException:
+            self._client = None  # a server that was refused is refused the next time, too
             await client.close()
             await self._end_process()
             raise
-        self._client = client
-        if self._url is not None:
-            await self._check_settings(self._url)
 
-    def _told(self) -> str:
+    async def _told(self) -> str:
         process = self._process
-        return f"{process.ended()} The end of its log:\n{process.log_end()}" if process is not None else ""
+        return f"{await process.ended()} The end of its log:\n{process.log_end()}" if process is not None else ""
 
     def _running(self) -> ServerClient:
         if self._client is None:
@@ -199,15 +199,18 @@ class VLLMServerEngine(Engine):
 
         Raises:
             ConfigError: it takes no weights, or tells log-probabilities of another distribution than it samples from.
+            ModelLoadError: it does not generate.
         """
         try:
             await self.workers()
         except ValueError as error:
             raise ConfigError(f"{url} takes no weights ({error}): start it with VLLM_SERVER_DEV_MODE=1.") from error
-        [sampled] = await self._completions(
-            self._tokenizer.encode(PROBE), 1, {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
-        )
-        plain = await self._logprobs([*sampled.prompt_token_ids, *sampled.token_ids])
+        try:
+            sampling = {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
+            [sampled] = await self._completions(self._tokenizer.encode(PROBE), 1, sampling)
+            plain = await self._logprobs([*sampled.prompt_token_ids, *sampled.token_ids])
+        except (ValueError, RolloutError) as error:
+            raise ModelLoadError(f"{url} does not generate: {error}") from error
         plain = plain[len(sampled.prompt_token_ids) - 1 :]
         far = [abs(one - other) for one, other in zip(sampled.logprobs, plain, strict=True)]
         # Equal to those of temperature 1, although some of these tokens are unsure: the temperature was left out.

@@ -4,23 +4,27 @@ import re
 from fractions import Fraction
 
 from trinity_lightning.explorer.rewards.scoring import REWARDS
-from trinity_lightning.explorer.rewards.text import answer_of, find_last_answer, find_last_number
+from trinity_lightning.explorer.rewards.text import answer_text, find_last_answer, find_last_number
 from trinity_lightning.explorer.rewards.verifier import MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
-_DECIMAL = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
-_RATIO = re.compile(rf"({_DECIMAL})(?:/({_DECIMAL}))?")
-_BRACE = re.compile(r"(?<!\\)(?:\\boxed\{|\{|\})")
-# Characters: longer than any answer, and where Python starts to refuse to read digits as an integer.
-_LONGEST_ANSWER = 1000
-# Not after a digit: 1\frac{1}{2} is a mixed number.
-_LATEX_RATIO = re.compile(r"(?<![0-9])\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_BRACE = re.compile(r"\\\\|\\[{}]|\\boxed\s*\{|[{}]")
+# A decimal, an exponent of three digits at most, and signs and thousands as people write them.
+_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
+_NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")
+_FRACTION = re.compile(r"([-+]?\s*(?:\d+\s*)?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
+_SEPARATOR = re.compile(r"[,{}!\\]")
 # What changes the look of an answer and not its value.
-_DECORATION = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,;!: ]|\\?[$%]|\^\\circ|\^\{\\circ\}|\s")
+_DECORATION = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[()]|\\?\$")
+_SPACING = re.compile(r"\\[,;!: ]|~")
+_UNIT = re.compile(r"\s*(?:\\?%|\^\\circ|\^\{\\circ\}|°)$")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
-# Algebra would take it for a product of letters, and "lube" for the same as "blue".
-_WORD = re.compile(r"[^\W\d_]{3,}")
+_IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
+# Algebra would take a word for a product of letters, and "on" for the same as "no".
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
+_LONGEST_ANSWER = 1000  # characters
+_END = 2000  # characters of a response in which an answer without tags and box is looked for
 
 _VERIFIER = MathVerifier()
 
@@ -30,30 +34,32 @@ def find_last_boxed(text: str) -> str | None:
     last, last_start = None, -1
     open_braces: list[tuple[int, bool]] = []
     for token in _BRACE.finditer(text):
-        if token.group() != "}":
-            open_braces.append((token.end(), token.group() != "{"))
-        elif open_braces:
+        if token.group() == "}" and open_braces:
             start, boxed = open_braces.pop()
             if boxed and start > last_start:
                 last, last_start = text[start : token.start()], start
+        elif token.group() == "{" or token.group().startswith(r"\boxed"):  # and neither a line break nor \{
+            open_braces.append((token.end(), token.group() != "{"))
     return last
 
 
 def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are equal.
 
-    As exact numbers where both are numbers or ratios; else as undecorated text, or as expressions, sets, intervals and
-    the like by math-verify.
+    As exact numbers where both are decimals, ratios or mixed numbers, percent and degree signs aside; else as text that
+    looks the same; else, words apart, as mathematics by math-verify, which compares inexact numbers to six digits and
+    leaves out units and, in an equation, the name of what is equal.
     """
-    plain = _undecorated(given), _undecorated(expected)
-    numbers = _as_number(plain[0]), _as_number(plain[1])
+    given, expected = _undecorated(given), _undecorated(expected)
+    numbers = _as_number(given), _as_number(expected)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    if plain[0] == plain[1]:
+    texts = _IDLE_SPACE.sub("", given), _IDLE_SPACE.sub("", expected)
+    if texts[0] == texts[1]:
         return True
-    if not all(plain) or _WORD.fullmatch(plain[1]) or max(len(given), len(expected)) > _LONGEST_ANSWER:
+    if not all(texts) or _WORDS.fullmatch(expected) or max(len(text) for text in texts) > _LONGEST_ANSWER:
         return False
-    return _VERIFIER.same(rf"\boxed{{{expected}}}", rf"\boxed{{{given}}}")
+    return _VERIFIER.same(expected, given)
 
 
 @REWARDS.register("math")
@@ -61,44 +67,69 @@ def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or where it has none its last number, is the task's answer, else 0.
 
     The task's answer may be the bare answer, a solution that ends in a box, or one that ends in "#### answer".
+
+    Raises:
+        ValueError: the task has no answer.
     """
+    expected = _expected(task)
     given = find_last_boxed(response)
     if given is None:
         number = find_last_number(response)
         given = "" if number is None else format(number, "f")
-    return float(same_answer(given, _expected(task)))
+    return float(same_answer(given, expected))
 
 
 @REWARDS.register("accuracy")
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 
-    The answer is what stands in the last `<answer>...</answer>`, or else in the whole response: its last box, or else
-    what math-verify finds there. The task's answer as for `math`.
+    The answer is what stands in the last `<answer>...</answer>`, or else the last box, or else what math-verify finds
+    in the last 2,000 characters. The task's answer as for `math`.
+
+    Raises:
+        ValueError: the task has no answer.
     """
-    tagged = find_last_answer(response)
-    text = response if tagged is None else tagged
     expected = _expected(task)
-    boxed = find_last_boxed(text)
-    if tagged is not None or boxed is not None:
-        return float(same_answer(text if boxed is None else boxed, expected))
-    return float(_VERIFIER.same(rf"\boxed{{{expected}}}", text[-_LONGEST_ANSWER:]))
+    tagged = find_last_answer(response)
+    given = find_last_boxed(response if tagged is None else tagged)
+    if given is None:
+        given = tagged if tagged is not None else _VERIFIER.find(_end_of(response))
+    return float(given is not None and same_answer(given, expected))
 
 
 def _expected(task: Task) -> str:
     """The task's answer, out of the solution around it."""
-    reference = str(answer_of(task))
-    return find_last_boxed(reference) or reference.rpartition("####")[2]
+    reference = answer_text(task)
+    expected = find_last_boxed(reference) or reference.rpartition("####")[2]
+    if not expected.strip():
+        raise ValueError(f"the task's answer {reference!r} is empty")
+    return expected
+
+
+def _end_of(text: str) -> str:
+    """Its last characters, from the beginning of a word, with the minus that math-verify knows."""
+    text = text.replace("−", "-")
+    return text if len(text) <= _END else re.split(r"\s", text[-_END:], maxsplit=1)[-1]
 
 
 def _undecorated(answer: str) -> str:
-    plain = _DECORATION.sub("", _TEXT.sub(r"\1", answer.replace("−", "-")))
-    return _LATEX_RATIO.sub(r"\1/\2", _THOUSANDS.sub("", plain)).rstrip(".")
+    plain = _DECORATION.sub("", _TEXT.sub(r"\1", answer.replace("−", "-"))).replace(r"\dfrac", r"\frac")
+    plain = _SPACING.sub(" ", plain.replace(r"\tfrac", r"\frac")).strip("* \t\n").removesuffix(".")
+    return _UNIT.sub("", plain)
 
 
 def _as_number(answer: str) -> Fraction | None:
-    match = _RATIO.fullmatch(answer) if len(answer) <= _LONGEST_ANSWER else None
+    """The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2} and 1 1/2; None of anything else."""
+    if len(answer) > _LONGEST_ANSWER:
+        return None
+    fraction = _FRACTION.fullmatch(answer)
+    match = _NUMBER.fullmatch(answer if fraction is None else f"{fraction[1]} {fraction[2]}/{fraction[3]}".strip())
     if match is None:
         return None
-    numerator, denominator = Fraction(match[1]), Fraction(match[2] or 1)
-    return numerator / denominator if denominator else None
+    whole, numerator, denominator = (
+        Fraction(_SEPARATOR.sub("", part)) if part else None for part in match.groups()[1:]
+    )
+    if numerator is None or denominator == 0:
+        return None
+    value = (whole or 0) + numerator / (denominator or 1)
+    return -value if match[1] == "-" else value

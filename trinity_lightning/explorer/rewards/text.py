@@ -8,8 +8,10 @@ from trinity_lightning.explorer.rewards.scoring import REWARDS
 from trinity_lightning.explorer.tasks.task import Task
 
 # A minus that follows a digit, a letter or a closing bracket is a subtraction ("7-3"), any other is a sign.
-_NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
-
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
+)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # Thoughts and answer of DeepSeek-R1 (arXiv 2501.12948, table 1). Reasoning models' chat templates write the first tag.
 _UNTAGGED = r"(?:(?!</?(?:think|answer)>).)*"
@@ -22,6 +24,12 @@ def answer_of(task: Task) -> Any:
     if answer is None:
         raise ValueError("the task has no 'answer': set the taskset's answer_field")
     return answer
+
+
+def answer_text(task: Task) -> str:
+    """The entry's answer as text; a small or large float without an exponent, as people write it."""
+    answer = answer_of(task)
+    return format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
 
 
 def find_last_number(text: str) -> Decimal | None:
@@ -43,7 +51,7 @@ def last_number(response: str, task: Task) -> float:
     Raises:
         ValueError: the task's answer holds no number.
     """
-    expected = find_last_number(str(answer_of(task)))
+    expected = find_last_number(answer_text(task))
     if expected is None:
         raise ValueError(f"the task's answer {answer_of(task)!r} holds no number")
     return float(find_last_number(response) == expected)
