@@ -33,7 +33,7 @@ def same(expected: str, given: str) -> bool:
     from math_verify import verify
 
     found = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]
-    return bool(all(found)) and verify(*found, float_rounding=_decimals(found[0]), timeout_seconds=None)
+    return bool(all(found)) and verify(*found, float_rounding=_decimals(found[0]), timeout_seconds=0)
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def _parse(text: str, *extraction: Any) -> list[Any]:
     from math_verify import parse
 
     # Without math-verify's own time-outs, which Python's signal handlers cannot keep within C code.
-    return parse(text, extraction, parsing_timeout=None)
+    return parse(text, extraction, parsing_timeout=0)
 
 
 def _decimals(expected: list[Any]) -> int:
