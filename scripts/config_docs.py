@@ -59,6 +59,12 @@ of parts that are added up. `reward=math` is one of the names below, `reward=my_
 `reward='{accuracy: 1.0, format: 0.2}'` the weighted sum of several, each with a metric of its own. A penalty for length
 is an operator, which knows tokens: [`operators=overlong_penalty`](operators.md).
 
+Evaluations are judged by the same reward. Where it does not fit a recipe's own evaluation (`countdown` does not fit
+sums), leave that out and give yours:
+
+    python -m trinity_lightning.train +recipe=grpo taskset=dataset taskset.path=games.jsonl reward=countdown \\
+        '~eval_tasksets.addition_heldout' '+eval_tasksets={games: {name: games, source: dataset, path: heldout.jsonl}}'
+
 | name | worth |
 |---|---|
 """

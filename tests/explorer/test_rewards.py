@@ -1,6 +1,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
@@ -180,6 +181,18 @@ def test_find_last_boxed(text: str, boxed: str | None) -> None:
         ("−12", "-12", True),
         ("**4**", "4", True),
         (r"\$5.00", "5", True),
+        (r"\begin{pmatrix} 2 \\ 3 \end{pmatrix}", r"\begin{pmatrix} 3 \\ 2 \end{pmatrix}", False),
+        (r"\begin{pmatrix} 3 \\ -1 \end{pmatrix}", r"\begin{pmatrix} 2 \end{pmatrix}", False),
+        (r"\begin{pmatrix} 3 \\ -1 \end{pmatrix}", r"\begin{pmatrix}3\\-1\end{pmatrix}", True),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", True),
+        (r"2,\!500", "2500", True),
+        (r"11{,}111\,100", "11111100", True),
+        (r"18\text{ dollars}", "18", True),
+        (r"18\text{ cm}^2", "18", True),
+        ("**1/2**.", "0.5", True),
+        ("`x+1`", "1+x", True),
+        ("Yes", "yes", True),
+        ("true", "True", True),
         ("9" * 5000, "9" * 5000, True),
         ("9" * 5000, "1", False),
     ],
@@ -220,6 +233,9 @@ def test_math_boxed_or_last(response: str, answer: Any, reward: float) -> None:
         ("The answer is 0.3333333", "1/3", 0.0),
         ("The answer is 50%", "50", 1.0),
         ("It is $lube$.", "blue", 0.0),
+        ("The answer is **42**.", "42", 1.0),
+        (r"<think>\boxed{3}</think> The answer is 4.", "4", 1.0),
+        (r"<think>maybe \boxed{3}</think>", "3", 0.0),
         ("It is 1234." + " x" * 998, "4", 0.0),
         ("So " * 50_000 + "the answer is 4", "4", 1.0),
         ("It is 0.00001", 1e-05, 1.0),
@@ -230,7 +246,7 @@ def test_accuracy(response: str, answer: Any, reward: float) -> None:
     assert accuracy(response, a_task(answer)) == reward
 
 
-@pytest.mark.parametrize("answer", ["", " ", "so it is #### "])
+@pytest.mark.parametrize("answer", ["", " ", "so it is #### ", "$$", ".", "**", r"\boxed{}", r"\text{}"])
 def test_an_empty_answer_is_no_answer(answer: str) -> None:
     for reward in (math_boxed_or_last, accuracy):
         with pytest.raises(ValueError, match=r"the task's answer .* is empty"):
@@ -263,6 +279,17 @@ def test_a_process_has_bounded_memory_and_one_that_somebody_ended_is_told_and_re
         verifier.same("4", "4")
     assert verifier.same("4", "4")
     verifier.close()
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    verifier = MathVerifier(max_processes=1, cpu_seconds=300.0)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(verifier.same, "3", MONSTER)
+        while not verifier._started:
+            time.sleep(0.01)
+        verifier.close()
+        with pytest.raises(RuntimeError, match="ended with exit code -9"):
+            asked.result()
 
 
 CHATTY_AND_GREEDY = """
@@ -367,7 +394,9 @@ def test_think_answer_format(response: str, reward: float) -> None:
         ("<answer>8 * 3 + 1</answer>", 0.1),
         ("<answer>8 / (1 - 1)</answer>", 0.1),
         ("<answer>__import__('os')</answer>", 0.1),
-        ("<answer></answer>", 0.1),
+        ("<answer></answer>", 0.0),
+        ("<answer>**6 · 3 + 8 − 1**</answer>", 1.0),
+        (r"<answer>$6 \times 3 + 8" + "\n- 1$</answer>", 1.0),
         ("6 * 3 + 8 - 1", 0.0),
     ],
 )
@@ -380,7 +409,14 @@ def test_countdown_is_exact_and_knows_its_fields() -> None:
     assert countdown("<answer>7 // 2</answer>", a_task(nums=[7, 2], target=3)) == 0.1
     assert countdown("<answer>7 % 4</answer>", a_task(nums=None, numbers=[7, 4], target=3)) == 0.1
     assert countdown("<answer>(1 / 3 + 7) * 3</answer>", a_task(nums=[1, 3, 7, 3], target=22)) == 1.0
-    for entry in ({}, {"nums": [1, 2]}, {"nums": "12", "target": 3}, {"target": 3}):
+    for entry in (
+        {"nums": [1, "x"], "target": 3},
+        {"nums": [1, 2], "target": "x"},
+        {"nums": np.ones(2)},
+        {"nums": [1, 2]},
+        {"nums": "12", "target": 3},
+        {"target": 3},
+    ):
         with pytest.raises(ValueError, match="a list of numbers 'nums' and a 'target'"):
             countdown("<answer>3</answer>", a_task(**entry))
 

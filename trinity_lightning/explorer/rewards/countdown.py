@@ -13,6 +13,7 @@ from trinity_lightning.explorer.tasks.task import Task
 
 # What TinyZero (github.com/Jiayi-Pan/TinyZero) gives for an answer that is there and is not right.
 _ATTEMPT = 0.1
+_WRITTEN = {"×": "*", "·": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-", "–": "-"}
 _OTHER_OPERATORS = re.compile(r"//|%")  # the game has four
 
 
@@ -28,9 +29,9 @@ def countdown(response: str, task: Task) -> float:
     """
     numbers, target = _game(task.raw_task)
     answer = find_last_answer(response)
-    if answer is None:
+    if not answer:
         return 0.0
-    expression, equals, result = answer.replace("×", "*").replace("÷", "/").partition("=")
+    expression, equals, result = _plain(answer).partition("=")
     try:
         value, used = evaluate(expression)
         told = evaluate(result)[0] if equals else value
@@ -40,8 +41,21 @@ def countdown(response: str, task: Task) -> float:
     return 1.0 if right else _ATTEMPT
 
 
+def _plain(answer: str) -> str:
+    """On one line, out of bold type and dollar signs, with the operators of a keyboard."""
+    for written, meant in _WRITTEN.items():
+        answer = answer.replace(written, meant)
+    return " ".join(answer.split()).strip("*`$ ")
+
+
 def _game(entry: Any) -> tuple[list[Fraction], Fraction]:
-    numbers, target = entry.get("nums") or entry.get("numbers"), entry.get("target")
-    if not isinstance(numbers, Sequence) or isinstance(numbers, str) or target is None:
-        raise ValueError("the task is no game of Countdown: its entry needs a list of numbers 'nums' and a 'target'")
-    return [Fraction(str(number)) for number in numbers], Fraction(str(target))
+    numbers = entry.get("numbers") if entry.get("nums") is None else entry["nums"]
+    try:
+        if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+            raise ValueError
+        return [Fraction(str(number)) for number in numbers], Fraction(str(entry.get("target")))
+    except ValueError:
+        raise ValueError(
+            "the task is no game of Countdown: its entry needs a list of numbers 'nums' and a 'target', and has "
+            f"{numbers!r} and {entry.get('target')!r}"
+        ) from None

@@ -9,21 +9,22 @@ from trinity_lightning.explorer.rewards.verifier import MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
 _BRACE = re.compile(r"\\\\|\\[{}]|\\boxed\s*\{|[{}]")
-# A decimal, an exponent of three digits at most, and signs and thousands as people write them.
-_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)"
+# An exponent of three digits at most: larger numbers are nobody's answer, and take long.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")
 _FRACTION = re.compile(r"([-+]?\s*(?:\d+\s*)?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
-_SEPARATOR = re.compile(r"[,{}!\\]")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,])(?=\d{3}(?!\d))")
 # What changes the look of an answer and not its value.
 _DECORATION = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[()]|\\?\$")
-_SPACING = re.compile(r"\\[,;!: ]|~")
+_SPACING = re.compile(r"(?<!\\)\\[,;!: ]|~")  # and no row's end \\ before a space
 _UNIT = re.compile(r"\s*(?:\\?%|\^\\circ|\^\{\\circ\}|°)$")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 _IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
 # Algebra would take a word for a product of letters, and "on" for the same as "no".
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
 _LONGEST_ANSWER = 1000  # characters
+_AROUND = "*` \t\n"
 _END = 2000  # characters of a response in which an answer without tags and box is looked for
 
 _VERIFIER = MathVerifier()
@@ -46,18 +47,21 @@ def find_last_boxed(text: str) -> str | None:
 def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are equal.
 
-    As exact numbers where both are decimals, ratios or mixed numbers, percent and degree signs aside; else as text that
-    looks the same; else, words apart, as mathematics by math-verify, which compares inexact numbers to six digits and
-    leaves out units and, in an equation, the name of what is equal.
+    As exact numbers where both are decimals, ratios or mixed numbers, percent and degree signs aside; words as words,
+    in small or capital letters; else as text that looks the same, or as mathematics by math-verify, which compares
+    inexact numbers to six digits, leaves out the units that it knows and, in an equation, the name of what is equal.
     """
-    given, expected = _undecorated(given), _undecorated(expected)
-    numbers = _as_number(given), _as_number(expected)
+    given, expected = _bare(given), _bare(expected)
+    plain = _undecorated(given), _undecorated(expected)
+    numbers = _as_number(plain[0]), _as_number(plain[1])
     if None not in numbers:
         return numbers[0] == numbers[1]
-    texts = _IDLE_SPACE.sub("", given), _IDLE_SPACE.sub("", expected)
+    texts = _IDLE_SPACE.sub("", plain[0]), _IDLE_SPACE.sub("", plain[1])
     if texts[0] == texts[1]:
         return True
-    if not all(texts) or _WORDS.fullmatch(expected) or max(len(text) for text in texts) > _LONGEST_ANSWER:
+    if _WORDS.fullmatch(plain[1]):
+        return texts[0].casefold() == texts[1].casefold()
+    if not all(texts) or max(len(given), len(expected)) > _LONGEST_ANSWER:
         return False
     return _VERIFIER.same(expected, given)
 
@@ -66,12 +70,14 @@ def same_answer(given: str, expected: str) -> bool:
 def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or where it has none its last number, is the task's answer, else 0.
 
-    The task's answer may be the bare answer, a solution that ends in a box, or one that ends in "#### answer".
+    Thoughts, up to the last `</think>`, do not count. The task's answer may be the bare answer, a solution that ends in
+    a box, or one that ends in "#### answer".
 
     Raises:
         ValueError: the task has no answer.
     """
     expected = _expected(task)
+    response = _without_thoughts(response)
     given = find_last_boxed(response)
     if given is None:
         number = find_last_number(response)
@@ -83,13 +89,13 @@ def math_boxed_or_last(response: str, task: Task) -> float:
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 
-    The answer is what stands in the last `<answer>...</answer>`, or else the last box, or else what math-verify finds
-    in the last 2,000 characters. The task's answer as for `math`.
+    The answer is what stands in the last `<answer>...</answer>`, or else the last box, or else the mathematics (no
+    words) that math-verify finds in the last 2,000 characters. Thoughts and the task's answer as for `math`.
 
     Raises:
         ValueError: the task has no answer.
     """
-    expected = _expected(task)
+    expected, response = _expected(task), _without_thoughts(response)
     tagged = find_last_answer(response)
     given = find_last_boxed(response if tagged is None else tagged)
     if given is None:
@@ -100,10 +106,15 @@ def accuracy(response: str, task: Task) -> float:
 def _expected(task: Task) -> str:
     """The task's answer, out of the solution around it."""
     reference = answer_text(task)
-    expected = find_last_boxed(reference) or reference.rpartition("####")[2]
-    if not expected.strip():
+    boxed = find_last_boxed(reference)
+    expected = reference.rpartition("####")[2] if boxed is None else boxed
+    if not _undecorated(_bare(expected)):
         raise ValueError(f"the task's answer {reference!r} is empty")
     return expected
+
+
+def _without_thoughts(response: str) -> str:
+    return response.rpartition("</think>")[2]
 
 
 def _end_of(text: str) -> str:
@@ -112,10 +123,15 @@ def _end_of(text: str) -> str:
     return text if len(text) <= _END else re.split(r"\s", text[-_END:], maxsplit=1)[-1]
 
 
+def _bare(answer: str) -> str:
+    """Without what is around it in a sentence: bold type, a full stop."""
+    return answer.replace("−", "-").strip(_AROUND).removesuffix(".").strip(_AROUND)
+
+
 def _undecorated(answer: str) -> str:
-    plain = _DECORATION.sub("", _TEXT.sub(r"\1", answer.replace("−", "-"))).replace(r"\dfrac", r"\frac")
-    plain = _SPACING.sub(" ", plain.replace(r"\tfrac", r"\frac")).strip("* \t\n").removesuffix(".")
-    return _UNIT.sub("", plain)
+    plain = _DECORATION.sub("", _TEXT.sub(r"\1", _THOUSANDS.sub(",", answer)))
+    plain = plain.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    return _UNIT.sub("", _SPACING.sub(" ", plain).strip())
 
 
 def _as_number(answer: str) -> Fraction | None:
@@ -126,9 +142,7 @@ def _as_number(answer: str) -> Fraction | None:
     match = _NUMBER.fullmatch(answer if fraction is None else f"{fraction[1]} {fraction[2]}/{fraction[3]}".strip())
     if match is None:
         return None
-    whole, numerator, denominator = (
-        Fraction(_SEPARATOR.sub("", part)) if part else None for part in match.groups()[1:]
-    )
+    whole, numerator, denominator = (Fraction(part.replace(",", "")) if part else None for part in match.groups()[1:])
     if numerator is None or denominator == 0:
         return None
     value = (whole or 0) + numerator / (denominator or 1)

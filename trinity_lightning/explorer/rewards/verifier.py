@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,7 +18,7 @@ WORKER = Path(__file__).with_name("math_worker.py")
 # Of CPU time, not of the clock: what a busy machine still compares, a free one does too.
 CPU_SECONDS = 5.0
 MEMORY = 2 << 30  # bytes: an expression that unfolds into more is no answer
-MAX_PROCESSES = 8
+MAX_PROCESSES = min(os.cpu_count() or 1, 8)
 # How a process ends that went past its time, or whose arithmetic in C met the end of its memory.
 _BY_ITS_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 
@@ -57,9 +58,11 @@ class MathVerifier:
         return bool(self._ask({"expected": expected, "given": given}))
 
     def close(self) -> None:
-        """End the processes; the next call starts new ones."""
+        """End the processes, and what they are at; the next call starts new ones."""
+        for process in list(self._started):
+            process.kill()
         while self._idle:
-            _end(self._idle.pop())
+            self._idle.pop().communicate()  # closes its pipes and waits for its end
 
     def _ask(self, request: dict[str, str]) -> Any:
         with self._places:
@@ -76,7 +79,7 @@ class MathVerifier:
                 result, full = reply
                 _end(process) if full else self._idle.append(process)
                 return result
-            process.communicate()  # closes its pipes and waits for its end
+            process.communicate()
         if process.returncode not in _BY_ITS_LIMITS:
             raise RuntimeError(
                 f"the process that compares answers ended with exit code {process.returncode}; what it wrote is above"
@@ -87,9 +90,10 @@ class MathVerifier:
     def _forget(self) -> None:
         self._places = threading.Semaphore(self._max_processes)
         self._idle: list[subprocess.Popen[str]] = []
+        self._started: weakref.WeakSet[subprocess.Popen[str]] = weakref.WeakSet()
 
     def _start(self) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER), str(self._cpu_seconds), str(MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,6 +101,8 @@ class MathVerifier:
             env=os.environ | {"PYTHONHASHSEED": "0"},  # SymPy's ways through sets are the same each time
             start_new_session=True,  # Ctrl-C is for the run, which closes what it started
         )
+        self._started.add(process)
+        return process
 
 
 def _reply(process: "subprocess.Popen[str]", request: str) -> Any:
@@ -112,5 +118,5 @@ def _reply(process: "subprocess.Popen[str]", request: str) -> Any:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    process.kill()  # it is idle, and somebody who forked may hold its pipes open
+    process.kill()  # its input alone may not end: somebody who forked may hold it open
     process.communicate()
