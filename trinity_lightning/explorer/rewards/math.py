@@ -135,7 +135,7 @@ def _undecorated(answer: str) -> str:
 
 
 def _as_number(answer: str) -> Fraction | None:
-    """The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2} and 1 1/2; None of anything else."""
+    r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2} and 1 1/2; None of anything else."""
     if len(answer) > _LONGEST_ANSWER:
         return None
     fraction = _FRACTION.fullmatch(answer)
