@@ -20,7 +20,7 @@ class ModelConfig:
 
     Attributes:
         name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
-        dtype: how the weights are held while training.
+        dtype: how the weights are held while training: bf16, or fp32, which is the faster on a CPU without AMX.
         gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
         attn_implementation: passed to transformers; `sdpa` works everywhere.
     """
