@@ -86,10 +86,11 @@ def assert_equal_runs(a: Path, b: Path) -> None:
     ("how", "others"),
     # The reference has runners of its own process, and sends its weights as a folder: neither may matter.
     [
+        (signal.SIGINT, ()),
         (signal.SIGKILL, ("synchronizer=tcp",)),
         (signal.SIGINT, ("explorer.runner=ray", "explorer.runner_per_model=1")),
     ],
-    ids=["kill-tcp", "ctrl-c-ray"],
+    ids=["ctrl-c", "kill-tcp", "ctrl-c-ray"],
 )
 def test_an_interrupted_run_with_rollouts_in_flight_equals_an_uninterrupted_one(
     how: signal.Signals, others: tuple[str, ...], ahead: Path, run_train: RunTrain, tmp_path: Path

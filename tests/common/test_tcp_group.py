@@ -148,6 +148,22 @@ def test_closing_wakes_a_sender_whose_receiver_hangs_and_the_other_receivers(poo
     waiting.close()
 
 
+def test_closing_lets_go_whom_it_meets_in_the_door(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TCPGroup(HERE, free_port(HERE), 1)
+    welcome = group._welcome
+
+    def closed_behind(connection: socket.socket) -> None:
+        welcome(connection)
+        group.close()
+
+    monkeypatch.setattr(group, "_welcome", closed_behind)
+    opening = pool.submit(group.open)
+    receiver = TCPReceiver(**group.invitation(1))  # type: ignore[arg-type]
+    fails_soon(opening)
+    fails_soon(pool.submit(lambda: receiver.receive(torch.empty(1))))
+    receiver.close()
+
+
 def test_a_receiver_that_ends_fails_the_sender(pool: ThreadPoolExecutor) -> None:
     group, [receiver] = joined(pool, 1)
     sending = blocked(pool, lambda: group.broadcast(torch.zeros(50_000_000)))

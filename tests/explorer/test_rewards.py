@@ -336,6 +336,24 @@ time.sleep(60)
     assert not psutil.wait_procs(family, timeout=20)[1], "it outlived the run"
 
 
+def test_a_fork_has_processes_of_its_own() -> None:
+    code = """
+import os
+from trinity_lightning.explorer.rewards.verifier import MathVerifier
+verifier = MathVerifier(1)
+assert verifier.same("4", "4")
+theirs = verifier._idle[0].pid
+if (child := os.fork()) == 0:
+    assert verifier.same("x", "x") and verifier._idle[0].pid != theirs
+    verifier.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert verifier.same("4", "4") and verifier._idle[0].pid == theirs
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
 # -- tags -------------------------------------------------------------------------------------------------------------
 
 

@@ -281,6 +281,15 @@ def test_a_server_elsewhere_that_takes_no_weights_is_refused(monkeypatch: pytest
         asyncio.run(Elsewhere(-1, -2)._check_settings("http://node7:8000"))
 
 
+def test_a_server_elsewhere_that_does_not_generate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(self: Any, *arguments: Any) -> list[Completion]:
+        raise ValueError("/v1/completions: status 400: no such model")
+
+    monkeypatch.setattr(Elsewhere, "_completions", refused)
+    with pytest.raises(ModelLoadError, match=r"http://node7:8000 does not generate: .*no such model"):
+        asyncio.run(Elsewhere(-1, -2)._check_settings("http://node7:8000"))
+
+
 def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fine(self: Any, client: Any) -> None: ...
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trinity_lightning.explorer.rewards.scoring import REWARDS
+from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
 
@@ -18,12 +19,10 @@ def reasoning_gym(response: str, task: Task) -> float:
     Raises:
         ValueError: the task does not come from a reasoning-gym taskset.
     """
-    from reasoning_gym.utils import extract_answer  # imports for a second: only where it is needed
-
     source = task.raw_task.get("reasoning_gym")
     if not source:
         raise ValueError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
-    answer = extract_answer(response) or response.strip()
+    answer = find_last_answer(response) or response.strip()
     config = json.dumps(source.get("config", {}), sort_keys=True)
     return float(_verifier(source["name"], config)(answer, source["entry"]))
 
@@ -31,7 +30,7 @@ def reasoning_gym(response: str, task: Task) -> float:
 @functools.cache
 def _verifier(name: str, config: str) -> Callable[[str, dict[str, Any]], float]:
     """The verifier of a dataset as it was configured: some judge by the configuration (a number of decimal places)."""
-    import reasoning_gym
+    import reasoning_gym  # for a second: only where it is needed
 
     verifier: Callable[..., float] = reasoning_gym.create_dataset(name, **json.loads(config)).score_answer
     return verifier

@@ -77,14 +77,17 @@ class MathVerifier:
                 raise
             if reply is not None:
                 result, full = reply
-                _end(process) if full else self._idle.append(process)
+                if full:
+                    _end(process)
+                else:
+                    self._idle.append(process)
                 return result
             process.communicate()
         if process.returncode not in _BY_ITS_LIMITS:
             raise RuntimeError(
                 f"the process that compares answers ended with exit code {process.returncode}; what it wrote is above"
             )
-        logger.warning("An answer that takes too much time or memory counts as wrong: %.200s", request.popitem()[1])
+        logger.warning("An answer that takes too much time or memory counts as wrong: %.300s", request)
         return None
 
     def _forget(self) -> None:
