@@ -10,6 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
+from trinity_lightning.algorithm.policy_loss.registry import loss_arguments
 from trinity_lightning.common import config as schema
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.explorer.rewards import REWARDS
@@ -65,6 +67,30 @@ sums), leave that out and give yours:
     python -m trinity_lightning.train +recipe=grpo taskset=dataset taskset.path=games.jsonl reward=countdown \\
         '~eval_tasksets.addition_heldout' '+eval_tasksets={games: {name: games, source: dataset, path: heldout.jsonl}}'
 
+## Slow rewards
+
+A plain function runs in a thread of the run's process, an async one on its event loop. That is right for what is quick,
+and for what waits (a request, a subprocess). One that computes in Python for more than some milliseconds a response
+shares the interpreter with rollouts and training, which then wait for it at every operation, and one that hangs cannot
+be ended: give those processes of their own,
+
+    python -m trinity_lightning.train +recipe=grpo reward=my_module.my_function explorer.reward_workers=4
+
+Each of them imports `my_module` and gets the response and the task (without its `workflow` and `reward_fn`); results,
+metrics and errors are the same. A call that takes longer than `explorer.reward_timeout` (60 s, the import of its first
+call included) fails its rollout, which is tried again as after any error, and its process is ended and replaced; so is
+one that dies. Functions that no other process can import (a lambda, one within a function or a notebook) are refused,
+and a script of your own needs `if __name__ == "__main__":` around what starts the run. Processes are for local runners:
+Ray's are processes of their own already. They take CPU time all the same: on a machine without a GPU leave the trainer
+a core (`benchmarks/reward_workers.py` measures both).
+
+Async functions stay on the event loop with these settings too: they wait for answers, many at a time, and a process
+would wait for one after the other. What computes belongs in a plain function.
+
+`math` and `accuracy` compare by math-verify in processes of their own, with these settings or without.
+
+## Rewards by name
+
 | name | worth |
 |---|---|
 """
@@ -78,6 +104,39 @@ def _rewards() -> str:
     return REWARD_PAGE + "".join(lines)
 
 
+LOSSES = """## Policy losses
+
+A token's loss, with lp, old and ref the log-probabilities of the policy, of `algorithm.old_logprobs` and of the
+reference, A the advantage and r = exp(lp - old) the ratio; and how the tokens' losses are averaged unless
+`algorithm.loss_agg_mode` says otherwise. An argument is set by `algorithm.policy_loss_args.NAME=VALUE`.
+
+With one optimizer step an explore step (`algorithm.optimizer_steps` and `algorithm.inner_epochs` both 1) and
+`algorithm.old_logprobs=trainer`, old is lp: the ratio is 1, the gradient that of `reinforce` (`sapo` and `gspo` alike,
+but for how they average), and clip ranges do nothing. Several optimizer steps, or `algorithm.old_logprobs=engine`, are
+what clip ranges are for.
+
+| `algorithm.policy_loss` | loss | arguments | average |
+|---|---|---|---|
+"""
+
+
+def _losses() -> str:
+    names: dict[PolicyLossFn, list[str]] = {}
+    for name in sorted(POLICY_LOSS_FN):
+        names.setdefault(POLICY_LOSS_FN.get(name), []).append(name)
+    return LOSSES + "".join(_loss(loss, known) for loss, known in names.items())
+
+
+def _loss(loss: PolicyLossFn, names: list[str]) -> str:
+    """A row of the table: the docstring's first sentence, and the arguments with their defaults."""
+    defaults = {name: _default(each.default) for name, each in loss_arguments(loss).items()}
+    average = defaults.pop("loss_agg_mode")
+    summary = re.split(r"\.(?:\s|$)", inspect.getdoc(loss) or "")[0]
+    arguments = ", ".join(f"{name} {default}" for name, default in defaults.items()) or "none"
+    average = "each term's own" if average == "`null`" else average
+    return f"| {', '.join(f'`{name}`' for name in names)} | {summary} | {arguments} | {average} |\n"
+
+
 def _page(name: str, field: Any) -> str:
     cls = _schema_of(field) if field is not None else None
     lines = [f"# {name}", "", _summary(cls) if cls else FREE.get(name, ""), ""]
@@ -86,6 +145,7 @@ def _page(name: str, field: Any) -> str:
         extra = re.split(r"\n\s*Attributes:", body.partition("\n")[2])[0].strip()
         lines += [extra, ""] if extra else []
         lines += [*_knobs(cls, f"{name}."), ""]
+    lines += [_losses()] if name == "algorithm" else []
     folder = config_dir("conf") / name
     if folder.is_dir():
         lines += ["## Choices", ""]

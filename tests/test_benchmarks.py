@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 from conftest import ROOT, environment
 
 
-def run_benchmark(name: str, *arguments: str) -> dict[str, object]:
+def run_benchmark(name: str, *arguments: str) -> dict[str, Any]:
     """The JSON line that a benchmark prints last."""
     command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
@@ -31,5 +32,25 @@ def test_experience_measures_every_size() -> None:
     found = run_benchmark("experience.py", "--sizes", "4x64", "2x128", "--seconds", "0")
     for size in ("4x64", "2x128"):
         measured = found[size]
-        assert isinstance(measured, dict)
         assert all(measured[name]["ratio"] > 0 for name in ("serialize", "deserialize", "gather"))
+
+
+def test_contended_training_measures_both_settings() -> None:
+    found = run_benchmark("contended_training.py", "--model", "tiny", "--rounds", "1", "--busy", "0", "1")
+    assert set(found) == {"benchmark", "model", "rows", "cores", "seconds", "quiet_cost", "gain"}
+    assert {count: set(by_setting) for count, by_setting in found["seconds"].items()} == {
+        "0": {"package", "libgomp"},
+        "1": {"package", "libgomp"},
+    }
+    assert (set(found["quiet_cost"]), set(found["gain"])) == ({"0"}, {"1"})
+    (cost,), (gain,) = found["quiet_cost"].values(), found["gain"].values()
+    assert cost > 0
+    assert gain > 0
+
+
+def test_reward_workers_measures_training_beside_a_reward_in_each_place() -> None:
+    found = run_benchmark("reward_workers.py", "--model", "tiny", "--rounds", "1")
+    assert set(found) == {"benchmark", "model", "rows", "rounds", "cores", "seconds", "rewards_per_second", "gain"}
+    assert set(found["seconds"]) == {"none", "thread", "process"}
+    assert set(found["rewards_per_second"]) == {"thread", "process"}
+    assert found["gain"] > 0

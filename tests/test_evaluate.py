@@ -65,8 +65,11 @@ def test_the_model_itself_several_times(trained: Path) -> None:
     out = f"hydra.run.dir={trained / 'model'}"
     done = run_evaluate(trained, *QUICK, "eval_repeat_times=3", "eval_sampling.temperature=1.0", out)
     assert done.returncode == 0, done.stdout[-4000:]
-    for name in ("mean@3", "best@3", "worst@3", "pass@3"):
-        assert f"addition_heldout/{name}" in done.stdout
+    (row,) = re.findall(r"^ *addition_heldout .*$", done.stdout, re.MULTILINE)
+    assert re.findall(r"\w+@\d", row) == [
+        "mean@3", "std@3", "best@2", "best@3", "worst@2", "worst@3", "pass@2", "pass@3"
+    ]  # fmt: skip
+    assert re.search(r"^ *addition_heldout/reward/contains_digits +mean@3 ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def kept(run_train: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 def rows(folder: Path) -> list[dict[str, str]]:
     (file,) = folder.glob("outputs/offline/*/metrics.csv")
     with file.open() as lines:
-        return [row for row in csv.DictReader(lines) if row["actor/trained_rows"]]
+        return [row for row in csv.DictReader(lines) if float(row["actor/trained_rows"] or 0) > 0]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

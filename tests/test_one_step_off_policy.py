@@ -44,6 +44,11 @@ def test_each_step_is_sampled_from_the_weights_before_the_last(ahead: Path) -> N
     assert first < 1e-4 < max(later)
 
 
+def test_the_ratio_is_against_the_policy_that_sampled(ahead: Path) -> None:
+    first, *later = map(abs, by_step(ahead, "actor/ppo_kl"))
+    assert first < 1e-5 < max(later)
+
+
 def test_rollouts_and_training_go_on_at_once(ahead: Path) -> None:
     overlaps = by_step(ahead, "rollout/overlap")
     assert len(overlaps) == STEPS - 1  # the first step is rolled out before there is anything to train on

@@ -4,9 +4,14 @@ import logging
 from pathlib import Path
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from trinity_lightning.parts import record_config
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import TrainConfig, config_dir
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.parts import online_data, record_config, typed_part
 
 
 def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -24,3 +29,27 @@ def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogC
         "resuming with steps = 9; it was 5",
     ]
     assert OmegaConf.load(file) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("+recipe=grpo",), 32),
+        (("+recipe=multi_turn",), 384),
+        (("+recipe=grpo", "workflow.name=my_module.MyWorkflow"), 256),
+    ],
+)
+def test_normalised_sums_are_divided_by_what_the_run_allows(
+    overrides: tuple[str, ...], expected: int, tmp_path: Path
+) -> None:
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", ["model=tiny", f"output_dir={tmp_path}", "trainer=cpu", *overrides])
+    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
+    data = online_data(typed, tmp_path, {})
+    data.storage.begin()
+    data.storage.write([Experience(eid=EID(batch=1), tokens=[1, 2, 3], prompt_length=1, advantages=[1.0, 1.0])])
+    data.storage.commit(1)
+    data.storage.advance(1)
+    [item] = data.train_dataloader()
+    assert item.max_response_length == expected

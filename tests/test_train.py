@@ -1,6 +1,7 @@
 """Whole runs on the tiny model: what they write, that they learn something, and that they survive being killed."""
 
 import json
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -60,6 +61,11 @@ def test_a_sweep_writes_completions_and_evaluations(sweep: Path) -> None:
     assert len(completions) == 64
     assert {"prompt", "completion", "reward", "advantage", "length", "truncated"} <= completions[0].keys()
     assert len({c["reward"] for c in completions}) > 1
+    trained = [c for c in completions if c["trained"]]
+    assert len(trained) == float(rows(sweep / "0")[1]["actor/trained_rows"])
+    assert all(c["advantage"] == 0 and c["reason"] == "equal rewards" for c in completions if not c["trained"])
+    log = (sweep / "0" / "train.log").read_text()
+    assert [log.count(f": step {step}/3  reward") for step in (1, 2, 3)] == [1, 1, 1]
     evaluated = (sweep / "0" / "completions" / "eval_addition_heldout_step_3.jsonl").read_text().splitlines()
     assert len(evaluated) == 128
     assert sum(row["eval/addition_heldout/mean@1"] != "" for row in rows(sweep / "0")) == 2  # before and after
@@ -102,6 +108,7 @@ def test_a_saved_model_is_trained_on(sweep: Path, run_train: RunTrain, tmp_path:
         folder = only(tmp_path, f"outputs/{engine}/*")
         trained = [row for row in rows(folder) if row["actor/pg_loss"]]
         assert len(trained) == 2
+        assert done.stdout.count("step 1/2") == 1  # the log has it too, and the terminal not twice
         assert all(float(row["actor/logprob_diff/mean"]) < 1e-4 for row in trained)
         assert not (folder / "wandb").exists()
 
@@ -130,9 +137,13 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     process.wait(timeout=120)
     assert process.returncode != 0
     assert steps_done(tmp_path, "grpo") < 5
-    if how == signal.SIGINT:
-        assert "ckpt_path=last" in (tmp_path / "stdout").read_text()
-    done = run_train(tmp_path, *arguments, "ckpt_path=last")
+    resume = [*arguments, "ckpt_path=last"]
+    if how == signal.SIGINT:  # what is printed can be pasted
+        command = (tmp_path / "stdout").read_text().partition("Resume with: python -m trinity_lightning.train ")[2]
+        resume = shlex.split(command.partition("\n")[0])
+        folder = only(tmp_path, "outputs/grpo/*")
+        assert resume == [*arguments, f"hydra.run.dir={folder}", "ckpt_path=last"]
+    done = run_train(tmp_path, *resume)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "resuming with" not in done.stdout
     folder = only(tmp_path, "outputs/grpo/*")  # it went on in the same folder

@@ -1,7 +1,8 @@
-"""What engines, runners and auxiliary models cannot do is refused at the door, with the key and the fix."""
+"""What engines, runners and auxiliary models cannot do is refused before anything starts, with the key and the fix."""
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,14 +56,14 @@ REFUSED = {
     ),
     "a sync without time": (
         ("synchronizer.sync_timeout=0",),
-        r"synchronizer.sync_timeout is 0.0; give seconds above 0",
+        r"synchronizer.sync_timeout is 0.0; give a number above 0",
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
     # weights without a file
     "an address of what needs none": ((*SERVER, "synchronizer.address=10.0.0.1"), "synchronizer.address is of .*tcp"),
     "a folder of what needs none": (
         (*SERVER, "synchronizer=tcp", "synchronizer.folder=w"),
-        "synchronizer.folder is of synchronizer=checkpoint, not of tcp",
+        "synchronizer.folder is of synchronizer=checkpoint, not of synchronizer=tcp",
     ),
     "an address of every network": (
         (*SERVER, "synchronizer=tcp", "synchronizer.address=0.0.0.0"),
@@ -93,13 +94,25 @@ REFUSED = {
         (*SERVER, "synchronizer=tcp", "+engine.args.worker_extension_cls=a.B"),
         "leave it out of engine.args",
     ),
+    "rollouts ahead, uncorrected": (
+        (*AHEAD, "algorithm.rollout_correction.level=none"),
+        "older weights.*algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine",
+    ),
+    "old weights, uncorrected": (
+        ("explorer.sync_interval=2", "algorithm.rollout_correction.level=none", "algorithm=reinforce"),
+        "older weights.*algorithm.rollout_correction.level=token",
+    ),
+    "stored experiences, uncorrected": (
+        ("+recipe=offline", "buffer.path=.", "algorithm.rollout_correction.level=none"),
+        "older weights",
+    ),
+    "corrected twice": (
+        ("algorithm.old_logprobs=engine",),
+        "once more: set algorithm.rollout_correction.level=none",
+    ),
     "an unknown way": (
         (*SERVER, "synchronizer.method=ncll"),
         "unknown synchronizer.method 'ncll'. Did you mean 'nccl'",
-    ),
-    "a weight above all": (
-        (*MIX, "algorithm.policy_loss_args.mu=1.5"),
-        "algorithm.policy_loss_args.mu is 1.5; give a number from 0 to 1",
     ),
     # servers
     "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0; give 1 or more"),
@@ -117,12 +130,35 @@ REFUSED = {
     "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "'node7:8000' is no URL.*http://node7:8000"),
     "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), r"engine.gpus is \[1, 1\]; give different numbers"),
     "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), r"engine.gpus is \[-1\]"),
-    "GPUs that cannot be shared out": ((*SERVER, "engine.servers=2", "engine.gpus=[0,1,2]"), r"engine.gpus \(3 of"),
     "URLs of an engine of this process": ((URLS,), "engine.urls is of engine=vllm_server, and engine=vllm computes"),
     "servers of an engine of this process": (("engine.servers=2",), "engine.servers is of engine=vllm_server"),
     "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus is of engine=vllm_server"),
     "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores is of engine=vllm_server"),
+    "a cache of another engine": (
+        ("engine=transformers", "engine.kv_cache_gb=3"),
+        "engine.kv_cache_gb is of vLLM, and engine=transformers generates with the training model itself",
+    ),
+    "vLLM's arguments for another engine": (
+        ("engine=transformers", "+engine.args.enforce_eager=true"),
+        "engine.args is of vLLM, and engine=transformers",
+    ),
+    "a dtype of the training model's own": (("engine=transformers", "engine.dtype=fp32"), "engine.dtype is of vLLM"),
+    "a cache of servers elsewhere": ((*SERVER, URLS, "engine.kv_cache_gb=3"), "engine.urls .*engine.kv_cache_gb is"),
+    "arguments of servers elsewhere": ((*SERVER, URLS, "+engine.args.seed=1"), "engine.urls .*engine.args is"),
+    "several devices within a process": (
+        ("+engine.args.tensor_parallel_size=2",),
+        "engine.args.tensor_parallel_size is 2, .*one device: choose engine=vllm_server",
+    ),
+    "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder is of .*not of engine=vllm"),
     # auxiliary models
+    "a key without an endpoint": (
+        (JUDGE, "+auxiliary_models.judge.api_key_env=HOME"),
+        "auxiliary_models.judge.api_key_env is of an endpoint",
+    ),
+    "an engine of an endpoint": (
+        (*ENDPOINT, "+auxiliary_models.judge.engine.max_model_len=64"),
+        "auxiliary_models.judge.engine is of a server that is started here, and https://api.example.com/v1 is there",
+    ),
     "a judge without a context": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),
         "auxiliary_models.judge.engine.max_model_len is 0; give 1 or more",
@@ -177,21 +213,62 @@ REFUSED = {
 
 def test_a_gpu_that_this_process_may_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     validate(configured(*SERVER, "engine.gpus=[1]"))
     with pytest.raises(ConfigError, match=r"engine.gpus is \[2\].*CUDA_VISIBLE_DEVICES.*2 GPUs"):
         validate(configured(*SERVER, "engine.gpus=[2]"))
 
 
+def test_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"engine.gpus is \[0\], numbers from 0 of the GPUs .*sees, which are 0"):
+        validate(configured(*SERVER, "engine.gpus=[0]"))
+
+
+FOUR = (*SERVER, "engine.servers=2", "engine.gpus=[0,1,2,3]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*SERVER, "engine.servers=2", "engine.gpus=[0,1,2]"), r"engine.gpus \(3 of"),
+        (
+            (*FOUR, "+engine.args.tensor_parallel_size=4"),
+            r"\(tensor_parallel_size=4\) spread a server over 4 GPUs, and engine.gpus gives each 2",
+        ),
+        ((*FOUR, "+engine.args.data_parallel_size=2", "+engine.args.tensor_parallel_size=2"), "over 4 GPUs"),
+    ],
+)
+def test_gpus_are_shared_out_and_all_of_them_used(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    validate(configured(*FOUR))
+    validate(configured(*FOUR, "+engine.args.data_parallel_size=2"))
+    validate(configured(*SERVER, "engine.servers=2", "engine.gpus=[3,1]"))
+    with pytest.raises(ConfigError, match=message):
+        validate(configured(*arguments))
+
+
+def test_a_quantised_checkpoint_is_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(ConfigError, match=r"is quantised, .* cannot be trained: give the model that it was made from"):
+        validate(configured("model=custom", f"model.name={tmp_path}"))
+
+
 NCCL = (*SERVER, "synchronizer=nccl")
 
 
-@pytest.mark.parametrize("gpus", ["null", "[0,1]", "[2]"])
+@pytest.mark.parametrize("gpus", ["null", "[0,1]"])
 def test_nccl_wants_gpus_apart_from_the_trainers(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    validate(configured(*NCCL, "engine.gpus=[1]"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    validate(configured(*NCCL, "engine.gpus=[2]"))
+    validate(configured(*NCCL, "engine.servers=2", "engine.gpus=[3,1]"))
     validate(configured(*NCCL, URLS))
-    with pytest.raises(ConfigError, match=r"not the trainer's \(0\): give some of \[1\]"):
+    with pytest.raises(ConfigError, match=r"not the trainer's \(0\): give some of \[1, 2, 3\]"):
         validate(configured(*NCCL, f"engine.gpus={gpus}"))
 
 
@@ -242,8 +319,13 @@ def test_refused(case: str) -> None:
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=127.0.0.1:6379"),
         (*SERVER, "explorer.runner=ray", "explorer.runner_per_model=8", JUDGE),
         (*SERVER, f"engine.cpu_cores={CORES}"),
-        (*SERVER, "engine.servers=2", "engine.gpus=[3,1]"),
+        ("engine=transformers",),
         ("workflow=judge", *ENDPOINT),
+        AHEAD,
+        (*AHEAD, "algorithm.old_logprobs=engine", "algorithm.rollout_correction.level=none"),
+        ("explorer.sync_interval=2", "algorithm=opmd", "algorithm.rollout_correction.level=none"),
+        ("explorer.sync_interval=2", "algorithm.policy_loss=my.topr", "algorithm.rollout_correction.level=none"),
+        ("algorithm.rollout_correction.level=none",),
     ],
 )
 def test_what_can_work_is_not_refused(arguments: tuple[str, ...]) -> None:

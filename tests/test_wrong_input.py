@@ -17,6 +17,7 @@ from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
+from trinity_lightning.train import check_objective
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -26,11 +27,9 @@ REFUSED = {
     "misspelt nested key": (["+recipe=grpo", "explorer.batch_sise=4"], ["Did you mean 'explorer.batch_size'"]),
     "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
     "free key without a plus": (
-        ["+recipe=grpo", "algorithm.policy_loss_args.dual_clip=4"],
-        ["'algorithm.policy_loss_args.dual_clip' is not set yet", "+algorithm.policy_loss_args.dual_clip=VALUE"],
+        ["+recipe=grpo", "workflow.args.max_turns=4"],
+        ["'workflow.args.max_turns' is not set yet", "+workflow.args.max_turns=VALUE"],
     ),
-    "infinite rate": (["+recipe=grpo", "optimizer.lr=inf"], ["optimizer.lr is inf", "finite"]),
-    "impossible betas": (["+recipe=grpo", "optimizer.betas=[1.5,2]"], ["optimizer.betas", "[0, 1)"]),
     "more optimizer steps than groups": (
         ["+recipe=grpo", "algorithm.optimizer_steps=9"],
         ["algorithm.optimizer_steps (9)", "explorer.batch_size (8)"],
@@ -40,6 +39,18 @@ REFUSED = {
     "greedy training": (["+recipe=grpo", "sampling.temperature=0"], ["sampling.temperature is 0.0", "above 0"]),
     "cut distribution": (["+recipe=grpo", "sampling.top_p=0.9"], ["sampling.top_p is for evaluation only"]),
     "negative temperature": (["+recipe=grpo", "eval_sampling.temperature=-1"], ["eval_sampling.temperature is -1.0"]),
+    "rewards of single steps for a strategy of runs": (
+        ["+recipe=multi_turn", "workflow.args.mode=step_wise", "workflow.args.step_reward=own"],
+        ["step_reward=own gives the steps of a run different rewards", "add_strategy=grpo", "step_wise_grpo or gigpo"],
+    ),
+    "shaped steps for a strategy of runs": (
+        [
+            "+recipe=multi_turn",
+            "workflow.args.mode=step_wise",
+            "+operators.overlong_penalty.args={max_length: 8, cache_length: 2}",
+        ],
+        ["operator 'overlong_penalty' gives the steps", "step_wise_grpo or gigpo"],
+    ),
     "filter alone": (["+recipe=grpo", "add_strategy=reward_variance"], ["add_strategy=reward_variance only filters"]),
     "no reward in the list": (["+recipe=grpo", "reward=[]"], ["list of reward functions is empty"]),
     "missing data file": (
@@ -95,8 +106,6 @@ REFUSED = {
     "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], ["Did you mean 'reasoning_gym'"]),
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
     "unknown loss": (["+recipe=grpo", "algorithm.policy_loss=grop"], ["algorithm.policy_loss", "Did you mean 'grpo'"]),
-    "unknown schedule": (["+recipe=grpo", "optimizer.lr_scheduler=cosin"], ["Did you mean 'cosine'"]),
-    "unknown correction": (["+recipe=grpo", "algorithm.rollout_correction.level=tokn"], ["Did you mean 'token'"]),
     "unknown strategy": (
         ["+recipe=grpo", "+add_strategy.rlo={}"],
         ["unknown add_strategy 'rlo'", "Did you mean 'rloo'"],
@@ -120,8 +129,18 @@ REFUSED = {
     ),
     "no strategy": (["+recipe=grpo", "~add_strategy"], ["add_strategy is empty"]),
     "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
+    "clipping by Lightning": (
+        ["+recipe=grpo", "+trainer.gradient_clip_val=1.0"],
+        ["trainer.gradient_clip_val", "set algorithm.max_grad_norm"],
+    ),
+    "accumulation by Lightning": (
+        ["+recipe=grpo", "+trainer.accumulate_grad_batches=4"],
+        ["trainer.accumulate_grad_batches is 4", "set algorithm.max_tokens_per_micro_batch"],
+    ),
+    "two nodes": (["+recipe=grpo", "+trainer.num_nodes=2"], ["trainer.num_nodes is 2", "give 1"]),
+    "16-bit float": (["+recipe=grpo", "+trainer.precision=16-mixed"], ["trainer.precision is 16-mixed", "bf16-mixed"]),
     "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "one device"]),
-    "negative rate": (["+recipe=grpo", "optimizer.lr=-1"], ["optimizer.lr", "0 or more"]),
+    "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
 }
@@ -152,6 +171,58 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert "Error executing job" not in done.stderr
     assert "while resolving" not in done.stderr
     assert not [path for path in tmp_path.glob("outputs/*/*") if path.is_dir()]  # nothing is left of it
+
+
+def refused_objective(*overrides: str) -> str:
+    """The sentence that refuses the objective of a run with these overrides."""
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", ["+recipe=grpo", "model=tiny", *overrides])
+    with pytest.raises(ConfigError) as refused:
+        check_objective(config)
+    return str(refused.value)
+
+
+ARGUMENTS = "algorithm.policy_loss_args"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((f"{ARGUMENTS}.clip_range_low=abc",), "'clip_range_low' of policy loss 'grpo' is 'abc'; give a number."),
+        ((f"{ARGUMENTS}.clip_range_low=true",), "is True; give a number."),
+        ((f"{ARGUMENTS}.dual_clip=[1]",), "is [1]; give a number or null."),
+        ((f"{ARGUMENTS}.clip_range_low=-1",), "clip_range_low must be at least 0, not -1"),
+        ((f"{ARGUMENTS}.clip_range_lo=0.1",), "'clip_range_lo'. Did you mean 'clip_range_low'"),
+        (("algorithm=gspo", f"{ARGUMENTS}.dual_clip=3"), "Known: clip_range_high, clip_range_low."),
+        ((f"{ARGUMENTS}.loss_agg_mode=token-men",), "set algorithm.loss_agg_mode"),
+        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), "mu must be from 0 to 1, not 1.5"),
+        (
+            ("algorithm=mix", f"{ARGUMENTS}.usual_args.clip_range_high=x"),
+            "'clip_range_high' of policy loss 'ppo' is 'x'",
+        ),
+        (("algorithm.policy_loss=nowhere.loss",), "no module 'nowhere'"),
+    ],
+)
+def test_arguments_of_the_loss_are_checked_before_a_model_is_loaded(overrides: tuple[str, ...], expected: str) -> None:
+    assert expected in refused_objective(*overrides)
+
+
+def test_stored_experiences_come_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "trainer"))
+    refused = refused_objective("buffer.storage=file", "algorithm.policy_loss=test_objective.needs_reference")
+    assert "there is no reference, which algorithm.policy_loss=test_objective.needs_reference needs" in refused
+
+
+def test_an_argument_of_the_loss_is_refused_by_the_command(tmp_path: Path) -> None:
+    """Signatures need torch, and nothing else."""
+    arguments = ["+recipe=grpo", "model=tiny", f"{ARGUMENTS}.clip_range_low=abc"]
+    done = subprocess.run(
+        [sys.executable, "-c", DOOR, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.stdout == "exit 2 ['torch']\n", done.stdout + done.stderr
+    assert "is 'abc'; give a number." in done.stderr
+    assert not list(tmp_path.glob("outputs/*/*"))
 
 
 def test_vllm_not_installed_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import hydra.utils
 import lightning as L
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
-from trinity_lightning.common.compose import last_checkpoint
-from trinity_lightning.common.config import EngineDtype, TrainConfig
+from trinity_lightning.common.compose import last_checkpoint, resume_command
+from trinity_lightning.common.config import EngineKind, TrainConfig
 from trinity_lightning.common.errors import ConfigError, TrinityError
-from trinity_lightning.engines import ThreadShare, auxiliary_models_of
+from trinity_lightning.dtypes import settle_dtypes
+from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (
@@ -23,6 +24,7 @@ from trinity_lightning.parts import (
     online_data,
     quiet_lightning,
     record_config,
+    response_budget,
     stored_experiences,
     strategies_of,
     typed_part,
@@ -30,6 +32,7 @@ from trinity_lightning.parts import (
 from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 logger = logging.getLogger(__name__)
@@ -80,17 +83,19 @@ def build(config: DictConfig) -> Run:
     Raises:
         ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
     """
-    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_lightning()
-    checkpoint = checkpoint_of(typed, folder)
+    checkpoint = checkpoint_of(config, folder)
+    settle_dtypes(config, checkpoint)
+    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     L.seed_everything(typed.seed, verbose=False)
     policy = PolicyModule(
         typed.model.name,
         typed.algorithm,
         replace(typed.optimizer, total_steps=typed.optimizer.total_steps or typed.steps * _items(typed)),
         dtype=typed.model.dtype,
+        dropout=typed.model.dropout,
         gradient_checkpointing=typed.model.gradient_checkpointing,
         attn_implementation=typed.model.attn_implementation,
     )
@@ -98,16 +103,20 @@ def build(config: DictConfig) -> Run:
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
     recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / "config.yaml"))
     callbacks: list[L.Callback] = [recorder, monitor]
+    stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
     data: L.LightningDataModule
     if typed.buffer.storage == "memory":
+        check_experts(typed)
         auxiliary_models = auxiliary_models_of(typed, folder)
         data = online_data(typed, folder, auxiliary_models)
-        callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor)]
+        callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop)]
     else:
-        # With an explorer its callback does it, between two steps.
-        callbacks.append(OnExceptionCheckpoint(folder / "checkpoints", "interrupted"))
+        callbacks.append(stop)
         data = OfflineExperienceDataModule(
-            stored_experiences(typed), batch_size=typed.buffer.batch_size, steps_per_epoch=1
+            stored_experiences(typed),
+            batch_size=typed.buffer.batch_size,
+            steps_per_epoch=1,
+            max_response_length=response_budget(typed),
         )
     return Run(
         config=typed,
@@ -120,7 +129,7 @@ def build(config: DictConfig) -> Run:
     )
 
 
-def checkpoint_of(config: TrainConfig, folder: Path) -> str | None:
+def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
     """The checkpoint to resume from, looked into before anything is loaded.
 
     Raises:
@@ -173,7 +182,7 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     rollouts = explorer.batch_size * explorer.repeat_times
     expert = config.buffer.expert.per_step
     items = _items(config)
-    dtype = (config.model if engine.dtype is EngineDtype.auto else engine).dtype.value
+    dtype = (config.model if engine.kind is EngineKind.transformers else engine).dtype.value
     return [
         ("engine", f"{engine.kind.value} ({dtype}), context {engine.max_model_len}"),
         (

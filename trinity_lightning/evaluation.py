@@ -8,14 +8,17 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.config import TrainConfig
-from trinity_lightning.engines import auxiliary_models_of, engines_of
+from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.weights import WeightStream, as_checkpoint, skeleton
+from trinity_lightning.dtypes import settle_dtypes
+from trinity_lightning.engines import auxiliary_models_of, check_experts, engines_of
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.monitor.step_line import summary_table
+from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
 from trinity_lightning.parts import (
     eval_sources,
     finish,
@@ -32,6 +35,7 @@ from trinity_lightning.trainer.weight_sync import checkpoint_weights
 class Evaluation:
     """Everything an evaluation is made of."""
 
+    model: str
     explorer: Explorer
     engines: list[Engine]
     checkpoints: list[Path]
@@ -41,27 +45,34 @@ class Evaluation:
 
     def run(self) -> dict[int, dict[str, float]]:
         """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
-        host = Host([engine for engine in self.engines if isinstance(engine, InProcessEngine)])
+        engines = [engine for engine in self.engines if isinstance(engine, InProcessEngine)]
+        host = Host(engines, max_block=self.explorer.config.max_timeout)
         try:
             host.run(self.explorer.prepare())
             results: dict[int, dict[str, float]] = {}
-            for weights in [checkpoint_weights(path) for path in self.checkpoints] or [None]:
+            for weights in [self._weights(path) for path in self.checkpoints] or [None]:
                 found = host.run(self.explorer.benchmark(weights and [weights]))
                 results |= found
                 self._show(found)
         finally:
-            host.run(self.explorer.shutdown(), interruptible=False)
+            host.end(self.explorer.shutdown())
             host.close()
             finish(self.loggers)
         print(f"everything is in {self.folder}", flush=True)
         return results
 
+    def _weights(self, path: Path) -> tuple[int, WeightStream]:
+        """Step and weights of a checkpoint; under their names in a folder, where an engine has a model of its own."""
+        step, weights = checkpoint_weights(path)
+        if all(engine.shares_weights for engine in self.engines):
+            return step, weights
+        return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))
+
     def _show(self, results: dict[int, dict[str, float]]) -> None:
         for step, metrics in results.items():
             for each in self.loggers:
                 each.log_metrics(metrics | {"explore_step": float(step)}, step=step)
-            rows = [(name.removeprefix("eval/"), f"{value:.4g}") for name, value in metrics.items()]
-            print(summary_table([("explore step", str(step)), *rows]), flush=True)
+            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics)]), flush=True)
 
 
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
@@ -70,12 +81,15 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     Raises:
         ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
     """
+    settle_dtypes(config, checkpoints[0] if checkpoints else None)
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_lightning()
     record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
+    if checkpoints:
+        check_experts(typed)
     engines = engines_of(typed, folder)
     if isinstance(engine := engines[0], TransformersEngine):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
@@ -86,4 +100,4 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
     explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
     explorer.connect(observer=monitor.keep_completions, progress=monitor.show_tasks)
-    return Evaluation(explorer, engines, checkpoints, folder, monitor, loggers)
+    return Evaluation(typed.model.name, explorer, engines, checkpoints, folder, monitor, loggers)

@@ -18,6 +18,7 @@ from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.common.config import TasksetConfig, TrainConfig
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.known_names import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.validate import strategies
 from trinity_lightning.engines import engines_of
@@ -28,6 +29,7 @@ from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +83,24 @@ def online_data(
         folder=folder,
         keep_folder=folder / FOLDER if config.buffer.keep else None,
         experts=expert_data(config),
+        max_response_length=response_budget(config),
     )
 
 
+def response_budget(config: TrainConfig) -> int:
+    """Longest response in tokens; with several turns, as your own workflow may have, all that the context holds."""
+    single = config.workflow.name in SINGLE_RESPONSE_WORKFLOWS
+    return config.sampling.max_tokens if single else config.engine.max_model_len
+
+
 def explorer_callback(
-    config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, InferenceModel], monitor: RunMonitor
+    config: TrainConfig,
+    folder: Path,
+    auxiliary_models: Mapping[str, InferenceModel],
+    monitor: RunMonitor,
+    stop: StopCheckpoint,
 ) -> ExplorerCallback:
-    """What rolls out, watched by the monitor."""
+    """What rolls out, watched by the monitor; stopped early, it saves by `stop`."""
     explorer = Explorer(
         config.explorer,
         engines_of(config, folder),
@@ -96,7 +109,7 @@ def explorer_callback(
         auxiliary_models=[[model] for model in auxiliary_models.values()],
     )
     callback = ExplorerCallback(
-        explorer, config.synchronizer, observer=monitor.keep_completions, progress=monitor.show_tasks
+        explorer, config.synchronizer, stop=stop, observer=monitor.keep_completions, progress=monitor.show_tasks
     )
     monitor.explored = lambda: callback.metrics
     return callback

@@ -1,6 +1,6 @@
 """`python -m trinity_lightning.train +recipe=grpo`: compose, build, fit.
 
-The configuration is composed and validated before torch is imported, so that a misspelt key is told at once.
+The configuration is composed and validated before torch is imported, so that a misspelt key is refused at once.
 """
 
 from typing import TYPE_CHECKING
@@ -39,12 +39,28 @@ def check_reward(config: DictConfig) -> None:
     resolve_rewards(OmegaConf.to_container(reward) if OmegaConf.is_config(reward) else reward)
 
 
+def check_objective(config: DictConfig) -> None:
+    """Refuse a policy loss or an argument of it that cannot work while no model is loaded yet; a ConfigError."""
+    from trinity_lightning.trainer.objective import Objective
+
+    try:
+        objective = Objective(OmegaConf.to_object(config.algorithm))  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+    if objective.needs_reference and config.buffer.storage != "memory":
+        raise ConfigError(
+            f"without rollouts (buffer.storage) there is no reference, which algorithm.policy_loss="
+            f"{config.algorithm.policy_loss} needs: choose another loss."
+        )
+
+
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
     with compose.told_plainly(config.output_dir):
         validate(config)
         check_checkpoint(config)
         check_reward(config)
+        check_objective(config)
         trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises

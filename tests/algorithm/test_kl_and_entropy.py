@@ -61,6 +61,23 @@ def test_low_var_kl_is_bounded():
     assert KL_FN.get("low_var_kl")(lp, ref, lp).tolist() == [10.0, 10.0]
 
 
+@pytest.mark.parametrize("difference", [99.0, -99.0, 200.0, -200.0, 1e4, -1e4])
+@pytest.mark.parametrize("moved", ["ref", "old", "both"])
+@pytest.mark.parametrize("name", list(KL_FN))
+def test_estimates_and_their_gradients_are_finite_at_any_ratio(name, moved, difference):
+    """In float32, where exp overflows above 88."""
+    policy = torch.full((1, 2), -1.0, requires_grad=True)
+    base = policy.detach()
+    ref, old = base + difference * (moved != "old"), base - difference * (moved != "ref")
+    kl, metrics = kl_loss(name, policy, ref, old, torch.ones(1, 2, dtype=torch.bool), coefficient=0.5)
+    assert torch.isfinite(kl)
+    assert torch.isfinite(metrics["kl_loss"])
+    if kl.requires_grad:
+        kl.backward()
+        assert policy.grad is not None
+        assert torch.isfinite(policy.grad).all()
+
+
 @pytest.mark.parametrize("name", list(KL_FN))
 def test_kl_loss_adds_over_micro_batches_and_ignores_what_is_masked(name):
     lp, ref, old, mask = tensors()

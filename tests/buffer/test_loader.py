@@ -45,6 +45,11 @@ def test_batches_are_evened_out_by_size():
     assert sizes == [8, 8, 8]
 
 
+def test_the_longest_response_is_the_runs_or_if_unknown_the_batchs():
+    assert [item.max_response_length for item in ExperienceLoader(filled([4]), max_response_length=50)] == [50]
+    assert [item.max_response_length for item in ExperienceLoader(filled([4]))] == [2]
+
+
 def test_the_length_is_constant_and_items_without_experiences_are_items_too():
     storage = MemoryStorage()
     loader = ExperienceLoader(storage, optimizer_steps=3, inner_epochs=2)

@@ -6,10 +6,12 @@ from typing import Any
 
 import lightning
 import pytest
+from run_cases import rows
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.config import (
+    AlgorithmConfig,
     EngineDtype,
     ExplorerConfig,
     OptimizerConfig,
@@ -25,6 +27,7 @@ from trinity_lightning.explorer.models.transformers_engine import TransformersEn
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.trainer.policy import PolicyModule
 
 pytestmark = [
@@ -33,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
 ]
 
-STEPS = 3
+STEPS, ROLLOUTS = 3, 16
 SYNCS_BEFORE_TRAINING = 2  # the drill's, and the true weights
 
 
@@ -48,10 +51,15 @@ class Recorder(lightning.Callback):
         self.metrics.append(dict(self.explorer_callback.metrics))
 
 
-def fit(engine: InProcessEngine, folder: Path) -> tuple[lightning.Trainer, list[dict[str, float]]]:
+def fit(
+    engine: InProcessEngine,
+    folder: Path,
+    reward: Any = "contains_digits",
+    algorithm: AlgorithmConfig | None = None,
+) -> tuple[lightning.Trainer, list[dict[str, float]]]:
     """A short run: 4 prompts x 4 rollouts, rewarded for digits, `STEPS` steps, every sync probed."""
     lightning.seed_everything(1, verbose=False)
-    source = TaskSource(Taskset.addition(), "simple", "contains_digits", SamplingConfig(max_tokens=8))
+    source = TaskSource(Taskset.addition(), "simple", reward, SamplingConfig(max_tokens=8))
     config = ExplorerConfig(batch_size=4, repeat_times=4, eval_on_startup=False)
     callback = ExplorerCallback(Explorer(config, [engine], source), SynchronizerConfig(check_interval=1))
     recorder = Recorder(callback)
@@ -59,14 +67,15 @@ def fit(engine: InProcessEngine, folder: Path) -> tuple[lightning.Trainer, list[
         accelerator="cpu",
         max_epochs=STEPS,
         callbacks=[callback, recorder],
-        logger=False,
+        logger=MetricsCSVLogger(folder),
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=folder,
     )
-    policy = PolicyModule("tiny", optimizer=OptimizerConfig(lr=1e-2), dtype="fp32")
+    policy = PolicyModule("tiny", algorithm, optimizer=OptimizerConfig(lr=1e-2), dtype="fp32")
     try:
         trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
     finally:
@@ -97,7 +106,42 @@ def test_a_run_syncs_before_every_step_and_the_engine_follows_the_trainer(tmp_pa
     assert engine.syncs == SYNCS_BEFORE_TRAINING + STEPS - 1
     assert engine.model_version == STEPS - 1
     assert [m["sample/model_version/mean"] for m in metrics] == [0.0, 1.0, 2.0]
+    assert [m["sample/lag/mean"] for m in metrics] == [0.0, 0.0, 0.0]
     assert all(m["sync/probe_diff/max"] < 1e-4 for m in metrics)
+    logged = rows(tmp_path)  # one row a step, with its sync
+    assert [(row["step"], row["explore_step"]) for row in logged] == [("0", "1"), ("1", "2"), ("2", "3")]
+    assert all(row["time/sync_weight"] and row["time/train"] for row in logged)
+
+
+class DigitsButInStep2:
+    """Rewards digits, but all answers of the second step alike: it trains nothing."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, response: str, task: Any) -> float:
+        self.asked += 1
+        return 1.0 if ROLLOUTS < self.asked <= 2 * ROLLOUTS else float(any(c.isdigit() for c in response))
+
+
+def test_a_step_that_trains_nothing_leaves_the_version_of_the_weights(tmp_path: Path) -> None:
+    engine = TransformersEngine("tiny", max_model_len=320, max_num_seqs=16)
+    trainer, metrics = fit(engine, tmp_path, DigitsButInStep2())
+    assert trainer.global_step == STEPS - 1
+    assert [m["sample/model_version/mean"] for m in metrics] == [0.0, 1.0, 1.0]
+    assert [m["sample/lag/mean"] for m in metrics] == [0.0, 0.0, 0.0]
+
+
+def test_a_loss_that_needs_no_advantage_trains_on_equal_rewards(tmp_path: Path) -> None:
+    engine = TransformersEngine("tiny", max_model_len=320, max_num_seqs=16)
+    trainer, metrics = fit(engine, tmp_path, lambda response, task: 1.0, AlgorithmConfig(entropy_coef=0.1))
+    assert trainer.global_step == STEPS
+    assert [m["experience_pipeline/trained"] for m in metrics] == [ROLLOUTS] * STEPS
+
+
+def test_the_time_of_the_first_step_has_its_rollouts(tmp_path: Path) -> None:
+    _, metrics = fit(TransformersEngine("tiny", max_model_len=320, max_num_seqs=16), tmp_path)
+    assert all(m["time/step"] > m["time/rollout"] + m["time/sync_weight"] > 0 for m in metrics)
 
 
 def test_a_corrupted_sync_stops_the_run_with_the_probes_error(tmp_path: Path) -> None:

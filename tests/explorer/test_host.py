@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_lightning.common.errors import PromptTooLongError, RolloutError, WeightSyncError
+from trinity_lightning.common.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.weights import Shape, WeightStream
 from trinity_lightning.explorer import host as host_module
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflows.workflow import Workflow
 
 
 class CountingEngine(InProcessEngine):
@@ -131,6 +134,7 @@ def test_many_coroutines_share_the_steps(host: Host, engine: CountingEngine) -> 
         answers = await asyncio.gather(*[engine.generate([i], steps=1 + i % 5) for i in range(200)])
         return [tokens(answer) for answer in answers]
 
+    engine.before_step = lambda: time.sleep(0.01)  # a step takes its time, in which others' requests are posted
     assert host.run(ask()) == [[i] for i in range(200)]
     assert engine.steps < 20
     assert engine.loads == 1
@@ -177,6 +181,7 @@ def test_a_step_that_raises_fails_all_waiters_and_the_engine_goes_on(engine: Cou
     all_posted = threading.Event()
 
     async def ask() -> tuple[list[Any], list[int]]:
+        await engine.load()  # the first request of each would wait for it, and post itself when it likes
         if driven:  # the driver must not take its first step before all five wait
             engine._post(lambda: all_posted.wait(60))
         calls = [asyncio.create_task(engine.generate([i], steps=3)) for i in range(5)]
@@ -327,6 +332,34 @@ def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left(
     released.set()
 
 
+def test_a_wait_that_is_left_says_how_long_it_was(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_module, "CANCEL_SECONDS", 30.0)
+    now = iter([0.0, *[31.0] * 99])
+    monkeypatch.setattr(host_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    host.cancel(host.start(asyncio.sleep(0.01)))
+    assert "did not end within 31 s" in caplog.text
+
+
+def test_what_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(host_module, "END_SECONDS", 0.2)
+    cleaned: list[str] = []
+
+    async def hanging() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append("yes")
+
+    host, begun = Host(), time.monotonic()
+    host.end(hanging())
+    host.close()
+    assert time.monotonic() - begun < 10
+    assert cleaned == ["yes"]
+    assert "was not done within 0.2 s" in caplog.text
+
+
 # -- inline, life -----------------------------------------------------------------------------------------------------
 
 
@@ -414,3 +447,107 @@ def test_weights_that_do_not_fit_are_refused_before_the_engine_sees_them(host: H
     with pytest.raises(WeightSyncError, match="1 missing: 'w'"):
         host.run(engine.sync_weights([], 1))
     assert (engine.taken, engine.model_version) == ({}, 0)
+
+
+def test_a_thread_that_computes_does_not_keep_the_interpreter_from_the_main_thread() -> None:
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(100):
+            time.sleep(0)  # lets go of the interpreter and asks for it again, as an operation of torch does
+        return time.perf_counter() - start
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        alone = seconds()
+        host = Host()
+        with_host = seconds()
+        host.close()
+    finally:
+        stop.set()
+        thread.join()
+    assert 2 * with_host < alone
+    assert sys.getswitchinterval() == before
+
+
+# -- a loop that is blocked -------------------------------------------------------------------------------------------
+
+
+class Sleepy(Workflow):
+    """Waits without `await`."""
+
+    async def run(self) -> list[Any]:
+        time.sleep(self.task.workflow_args["seconds"])  # noqa: ASYNC251 - what is to be noticed
+        return []
+
+
+async def asleep(seconds: float) -> None:
+    nobody: Any = None
+    await Sleepy(task=Task(Sleepy, workflow_args={"seconds": seconds}), model=nobody).run()
+
+
+def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(max_block=0.6, warn_block=0.2)
+    begun = time.monotonic()
+    with pytest.raises(WorkflowBlockedError, match=r"workflow 'Sleepy' has blocked .*asyncio\.to_thread.*`def run`"):
+        host.run(asleep(3.0))
+    assert time.monotonic() - begun < 10
+    assert caplog.text.count("workflow 'Sleepy' blocks all rollouts") == 1
+    assert 'time.sleep(self.task.workflow_args["seconds"])' in caplog.text
+    host.close()
+
+
+async def helper(seconds: float) -> None:
+    time.sleep(seconds)  # noqa: ASYNC251 - what is to be noticed
+
+
+def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line() -> None:
+    async def gathering() -> None:
+        await asyncio.gather(helper(3.0))
+
+    host = Host(max_block=0.3, warn_block=0.2)
+    with pytest.raises(WorkflowBlockedError, match=r"test_host\.py:\d+ helper' has blocked .*asyncio\.to_thread"):
+        host.run(gathering())
+    host.close()
+
+
+def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
+    host = Host(max_block=0.0)
+    host.run(asyncio.sleep(0.05))
+    assert host._watch.blocker() is None
+    host.close()
+
+
+def test_what_blocks_shortly_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(max_block=5.0, warn_block=1.0)
+    host.run(asleep(0.1))
+    host.close()
+    assert "blocks" not in caplog.text
+
+
+@pytest.mark.parametrize("blocking", [asleep, helper])
+def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
+    blocking: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
+    begun = time.monotonic()
+    pressed = threading.Timer(0.1, lambda: None)
+    pressed.start()
+    host = Host((), lambda: None if pressed.is_alive() else KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        host.run(blocking(4.0))
+    host.end(asyncio.sleep(0))
+    host.close()
+    host.close()
+    assert time.monotonic() - begun < 3.5
+    assert "ends with the process" in caplog.text
+    thread = next(each for each in threading.enumerate() if each.name == "rollouts")
+    thread.join(timeout=20)
+    assert not thread.is_alive()  # it ends by itself once it is free, and closes its loop

@@ -78,7 +78,7 @@ def test_what_is_given_up_leaves_no_part_of_a_step(host: Host) -> None:
     host.run(made.explorer.shutdown())
     assert made.taken == []
     assert made.explorer.step == 0
-    assert made.ahead.state_dict() == {"metrics": {}}
+    assert made.ahead.state_dict() == {"target": 1, "metrics": {}}
 
 
 def test_waiting_may_have_a_limit(host: Host) -> None:
@@ -103,6 +103,50 @@ def test_a_failure_waits_until_the_step_is_needed(host: Host) -> None:
     with pytest.raises(RolloutError, match="no reward today"):
         made.ahead.wait()
     host.run(made.explorer.shutdown())
+
+
+def test_a_failure_that_nobody_waits_for_is_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(response: str, task: Any) -> float:
+        raise OSError("no reward today")
+
+    made = Ahead(host, FakeModel(), broken)
+    made.ahead.begin(host, 1)
+    made.ahead.settle()
+    made.ahead.cancel()
+    assert "begun ahead failed: RolloutError: explore step 1" in caplog.text
+    assert "no reward today" in caplog.text
+    made.ahead.wait()  # nothing is left of it
+    host.run(made.explorer.shutdown())
+
+
+def test_a_failure_that_came_before_it_was_given_up_is_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(response: str, task: Any) -> float:
+        raise OSError("no reward today")
+
+    made = Ahead(host, FakeModel(), broken)
+    made.ahead.begin(host, 1)
+    host.run(until(lambda: made.ahead._job is not None and made.ahead._job.done))
+    made.ahead.cancel()
+    assert "no reward today" in caplog.text
+    host.run(made.explorer.shutdown())
+
+
+def test_ctrl_c_ends_the_wait_for_rollouts_at_once() -> None:
+    reasons: list[BaseException] = []
+    host = Host((), lambda: reasons[0] if reasons else None)
+    model = Gated()
+    made = Ahead(host, model)
+    for wait in (made.ahead.wait, made.ahead.settle):
+        model.asked = 0
+        made.ahead.begin(host, 1)
+        host.run(until(lambda: model.asked == 4))
+        reasons.append(SystemExit("enough"))
+        with pytest.raises(SystemExit, match="enough"):
+            wait()
+        reasons.clear()
+        assert (made.ahead.complete, made.taken, made.explorer.step) == (False, [], 0)
+    host.run(made.explorer.shutdown())
+    host.close()
 
 
 async def until(condition: Any) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_malformed_call_is_text() -> None:
     assert (message.content, message.tool_calls) == ("<tool_call>{</tool_call>", None)
 
 
-def test_the_engine_that_generates_with_the_training_model_has_a_client() -> None:
+def tiny_engine() -> Any:
     from transformers import AutoModelForCausalLM
 
     from trinity_lightning.common.model_files import resolve_model
@@ -121,6 +122,11 @@ def test_the_engine_that_generates_with_the_training_model_has_a_client() -> Non
 
     engine = TransformersEngine("tiny", max_model_len=128)
     engine.bind(AutoModelForCausalLM.from_pretrained(resolve_model("tiny")))
+    return engine
+
+
+def test_the_engine_that_generates_with_the_training_model_has_a_client() -> None:
+    engine = tiny_engine()
     response = ask(engine, seed=3, max_tokens=5)
     expected = asyncio.run(engine.chat(HI, seed=3, max_tokens=5))[0]
     assert response.choices[0].token_ids == list(expected.token_ids)
@@ -336,3 +342,98 @@ def test_plain_workflows_have_clients_that_block_or_run_on_a_loop_of_their_own()
     assert status.ok, status.message
     assert [(e.eid.step, e.reward) for e in experiences] == [(0, 1.0), (1, 1.0)]
     assert len({call["seed"] for call in model.calls}) == 2
+
+
+# -- workflows as Trinity-RFT has them --------------------------------------------------------------------------------
+
+
+class StepWise(Workflow):
+    """Asks for the history and takes the blocking client at construction; a step a call, whose reward is its own."""
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: Any = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        assert model.enable_history
+        self.client: Any = model.get_openai_client()
+
+    def request(self) -> dict[str, Any]:
+        return {"model": self.client.model_path, "messages": HI, "max_tokens": 4, "logprobs": True}
+
+    def taken(self, step: int) -> list[Experience]:
+        model: Any = self.model
+        experiences = model.extract_experience_from_history()
+        for experience in experiences:
+            experience.reward, experience.eid.step = float(step), step
+        return experiences
+
+    def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = []
+        for step in range(3):
+            self.client.chat.completions.create(**self.request())
+            found += self.taken(step)
+        return found
+
+
+class StepWiseAsync(StepWise):
+    """The same in an async run, with the client of its kind."""
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: Any = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.client = model.get_openai_async_client()
+
+    async def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = []
+        for step in range(3):
+            await self.client.chat.completions.create(**self.request())
+            found += self.taken(step)
+        return found
+
+
+class StepWiseInThreads(StepWise):
+    """The blocking client in an async run, off the event loop."""
+
+    async def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        return await asyncio.to_thread(StepWise.run, self)
+
+
+@pytest.mark.parametrize("workflow", [StepWise, StepWiseAsync, StepWiseInThreads])
+def test_step_wise_workflows_of_trinity_rft_run_on_a_real_engine(workflow: type[Workflow]) -> None:
+    runner = WorkflowRunner(ExplorerConfig(), tiny_engine())
+    status, experiences = asyncio.run(runner.run_task(Task(workflow, batch_id=3, task_id=4), 2))
+    assert status.ok, status.message
+    assert [(e.eid.run, e.eid.step, e.reward) for e in experiences] == [(r, s, s) for r in range(2) for s in range(3)]
+    assert all(0 < len(e.tokens) - e.prompt_length <= 4 for e in experiences)
+
+
+def test_a_blocking_client_is_refused_on_the_event_loop() -> None:
+    async def body(workflow: Any) -> None:
+        workflow.model.get_openai_client().chat.completions.create(model="any", messages=HI)
+
+    assert "await it, or use asyncio.to_thread" in run(body)[0].message
+
+
+def test_what_threads_of_an_async_run_ask_for_is_aborted_with_the_run() -> None:
+    seen: list[BaseException] = []
+    ended = threading.Event()
+
+    async def body(workflow: Any) -> None:
+        client = workflow.model.get_openai_client()
+
+        def calls() -> None:
+            for _ in range(2):
+                try:
+                    client.chat.completions.create(model="any", messages=HI)
+                except Exception as error:
+                    seen.append(error)
+            ended.set()
+
+        await asyncio.to_thread(calls)
+
+    async def main() -> None:
+        model = FakeModel(latency=100)
+        attempt = await WorkflowRunner(ExplorerConfig(), model).attempt(scripted(body), [0], 0.5)
+        assert isinstance(attempt.errors[0], TimeoutError)
+        assert await asyncio.to_thread(ended.wait, 5)
+        assert (model.aborted, len(model.calls)) == (1, 1)
+
+    asyncio.run(main())
+    assert "the run is over" in str(seen[1].__cause__ or seen[1])

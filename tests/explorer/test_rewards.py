@@ -30,7 +30,7 @@ from trinity_lightning.explorer.rewards import (
     think_answer_format,
 )
 from trinity_lightning.explorer.rewards import verifier as verifier_module
-from trinity_lightning.explorer.rewards.math import find_last_boxed, same_answer
+from trinity_lightning.explorer.rewards.math import find_boxed, same_answer
 from trinity_lightning.explorer.rewards.text import find_last_answer, find_last_number
 from trinity_lightning.explorer.rewards.verifier import MEMORY, MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
@@ -119,12 +119,26 @@ def test_exact_match_and_digits() -> None:
         (r"\boxed {4}", "4"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{}", ""),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"x = \boxed{2} and y = \boxed{3}", "2, 3"),
+        (r"$x_1 = \boxed{2}$, $x_2 = \boxed{3}$", "2, 3"),
+        (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1, 2, 3"),
+        (r"\boxed{1} as well as \boxed{2}, and also $\boxed{3}$", "1, 2, 3"),
+        (r"\boxed{1}, as well as this: \boxed{2}", "2"),
+        (r"$\boxed{a+b} \quad \text{and} \quad \boxed{a-b}$", "a+b, a-b"),
+        (r"**\boxed{2}** or **\boxed{3}**", "2, 3"),
+        (r"\boxed{\frac{1}{2}}, or \boxed{0.5}", r"\frac{1}{2}"),
+        (r"\boxed{2}, no, \boxed{3}", "3"),
+        (r"\boxed{2} and so the answer is \boxed{3}", "3"),
+        (r"First \boxed{2}, then \boxed{3} and \boxed{4}.", "3, 4"),
+        (r"\boxed{4}. So it is \boxed{4}.", "4"),
+        (r"\boxed{1}" + " " * 100_000 + r"\boxed{2}", "2"),
         ("boxed 4", None),
         ("}}{", None),
     ],
 )
-def test_find_last_boxed(text: str, boxed: str | None) -> None:
-    assert find_last_boxed(text) == boxed
+def test_find_boxed(text: str, boxed: str | None) -> None:
+    assert find_boxed(text) == boxed
 
 
 @pytest.mark.parametrize(
@@ -208,6 +222,9 @@ def test_same_answer(given: str, expected: str, same: bool) -> None:
         (r"\boxed{5}, not 4", "4", 0.0),
         ("I get 4.", 4, 1.0),
         ("I get 4.0", r"so $\boxed{4}$", 1.0),
+        (r"$x = \boxed{2}$ and $y = \boxed{3}$", "2, 3", 1.0),
+        (r"\boxed{3}, \boxed{2}", r"so it is \boxed{2} or \boxed{3}", 1.0),
+        (r"\boxed{2} or \boxed{3}", "3", 0.0),
         ("1,000", "a lot of text 3 #### 1000", 1.0),
         ("no number", "4", 0.0),
         (r"\boxed{", "4", 0.0),
@@ -244,6 +261,53 @@ def test_math_boxed_or_last(response: str, answer: Any, reward: float) -> None:
 )
 def test_accuracy(response: str, answer: Any, reward: float) -> None:
     assert accuracy(response, a_task(answer)) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [
+        ("The result is 12", "12", 1.0),
+        ("It costs $12", "12", 1.0),
+        ("It is 12 apples.", "12", 1.0),
+        ("50 km/h", "50", 1.0),
+        (r"The result is \frac{1}{2}", "1/2", 1.0),
+        (r"The answer is $\frac{1}{2}$.", "0.5", 1.0),
+        ("The result is 1,000", "1000", 1.0),
+        ("The result is 13", "12", 0.0),
+        (r"It is $x = \boxed{2}$ and $y = \boxed{3}$", "3, 2", 1.0),
+        (r"It is \boxed{2}, or \boxed{3}", "3", 0.0),
+    ],
+)
+def test_an_answer_in_tags_is_read_as_without(answer: str, truth: str, reward: float) -> None:
+    assert accuracy(answer, a_task(truth)) == reward
+    assert accuracy(f"<think>so</think> <answer>{answer}</answer>", a_task(truth)) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [
+        ("one of 10 11 12 13", "13", 0.0),
+        ("12 or 13", "13", 0.0),
+        ("12, or else 13", "12", 0.0),
+        ("The answer is not 12, it is 13", "12", 0.0),
+        ("The answer is not 12, it is 13", "13", 0.0),
+        ("The answer isn't 12", "12", 0.0),
+        ("The answer is 12, not 13", "12", 0.0),
+        ("Either $x$ or $y$", "y", 0.0),
+        ("2 + 2 = 4, so it is 5", "5", 0.0),
+        ("With 3 apples and 9 more, the answer is 12", "12", 1.0),
+        ("It is not 11: the result = 12 apples", "12", 1.0),
+        ("12 cm^2, that is 12", "12", 1.0),
+        ("The answer to question 3 is $x = 12$.", "12", 1.0),
+    ],
+)
+def test_what_hedges_within_tags_is_no_answer(answer: str, truth: str, reward: float) -> None:
+    assert accuracy(f"<answer>{answer}</answer>", a_task(truth)) == reward
+
+
+@pytest.mark.parametrize("answer", ["1, 2, 3", "x + 3", r"\frac{2}{3}", r"\sqrt{3}", "[0, 3]"])
+def test_a_number_within_the_mathematics_between_tags_is_no_answer(answer: str) -> None:
+    assert accuracy(f"<answer>{answer}</answer>", a_task("3")) == 0.0
 
 
 @pytest.mark.parametrize("answer", ["", " ", "so it is #### ", "$$", ".", "**", r"\boxed{}", r"\text{}"])

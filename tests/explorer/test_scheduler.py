@@ -801,22 +801,6 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(caplog: pytest.LogCaptureF
     assert f"task 3/4: {expected}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"runner": "locl"}, "Did you mean 'local'"),
-        ({"runner_per_model": 0}, "runner_per_model must be at least 1"),
-        ({"max_retry_times": -1}, "max_retry_times must be at least 0"),
-        ({"max_repeat_times_per_runner": 0}, "max_repeat_times_per_runner must be at least 1"),
-        ({"max_timeout": 0.0}, "max_timeout must be above 0"),
-        ({"over_rollout": OverRolloutConfig(ratio=1.0)}, r"over_rollout.ratio must be in \[0, 1\)"),
-    ],
-)
-def test_wrong_settings_are_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Scheduler(ExplorerConfig(**config), [FakeModel()])
-
-
 def test_engines_are_needed() -> None:
     with pytest.raises(ConfigError, match="at least one engine"):
         Scheduler(ExplorerConfig(), [])

@@ -62,6 +62,11 @@ def test_a_folder_without_a_model_is_a_load_error(tmp_path: Path) -> None:
         on_a_host(engine, engine.generate(PROMPT))
 
 
+def test_a_model_is_not_spread_over_devices_from_within_a_process() -> None:
+    with pytest.raises(ConfigError, match=r"engine.args.tensor_parallel_size is 2, .*choose engine=vllm_server"):
+        VLLMEngine("tiny", args={"tensor_parallel_size": 2})
+
+
 def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:
     engine = tiny_engine(args={"max_num_batched_token": 4096})
     with pytest.raises(ConfigError, match="Did you mean 'max_num_batched_tokens'"):

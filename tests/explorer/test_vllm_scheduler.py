@@ -793,7 +793,7 @@ def test_a_prompt_that_is_too_long_is_told_not_tried_again_and_the_engine_goes_o
         assert (statuses[2].message or "").startswith("1 of 1 runs failed: PromptTooLongError: prompt_truncated: ")
         assert tasks_of(experiences) == [0]
         assert attempts == {2: 1}
-        assert rollout_metrics(statuses, experiences, 1, 4, 1.0)["rollout/failed_tasks"] == 2.0
+        assert rollout_metrics(statuses, experiences, 4, 1.0)["rollout/failed_tasks"] == 2.0
         assert engine._requests == before + 2
         await works(scheduler)
 

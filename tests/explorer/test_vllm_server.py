@@ -27,6 +27,7 @@ from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.trainer.weight_sync import weight_stream
@@ -245,6 +246,23 @@ def test_gpus_are_counted_as_this_process_sees_them(
     assert VLLMServerEngine("tiny", gpus=[0, 2])._environment()["CUDA_VISIBLE_DEVICES"] == expected
 
 
+@pytest.mark.parametrize(
+    ("gpus", "args", "expected"),
+    [
+        ([0, 2], {}, ["--tensor-parallel-size", "2"]),
+        ([1], {}, ["--tensor-parallel-size", "1"]),
+        ([0, 2], {"data_parallel_size": 2}, ["--data-parallel-size", "2"]),
+        (None, {}, []),
+    ],
+)
+def test_a_server_of_several_gpus_uses_all_of_them(
+    gpus: list[int] | None, args: dict[str, int], expected: list[str]
+) -> None:
+    flags = VLLMServerEngine("tiny", gpus=gpus, args=args)._flags("a/model")
+    at = [i for i, flag in enumerate(flags) if flag.endswith("-parallel-size")]
+    assert [part for i in at for part in flags[i : i + 2]] == expected
+
+
 class Elsewhere(VLLMServerEngine):
     """A server of a url, as its settings make it answer: log-probabilities of 8 tokens, sampled and plain."""
 
@@ -318,7 +336,16 @@ def test_a_server_that_does_not_start_says_why(host: Host) -> None:
         host.run(engine.load())
 
 
-def test_a_server_that_dies_fails_what_waits_for_it(engine: VLLMServerEngine, host: Host) -> None:  # the last one
+def test_a_server_that_dies_is_started_again_with_the_weights_that_it_had(  # the last one
+    engine: VLLMServerEngine, host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    host.run(engine.sync_weights(weight_stream(model), 11))
+    before = host.run(engine.logprobs(PROMPT))
+
     async def killed() -> None:
         call = asyncio.create_task(engine.generate(PROMPT, max_tokens=300, ignore_eos=True))
         await asyncio.sleep(0.1)
@@ -328,7 +355,14 @@ def test_a_server_that_dies_fails_what_waits_for_it(engine: VLLMServerEngine, ho
             await call
 
     host.run(killed())
+    after = [host.run(engine.logprobs(PROMPT)), host.run(engine.logprobs(PROMPT))]
+    assert after == [pytest.approx(before, abs=1e-5)] * 2
+    assert (engine.restarts, engine.model_version) == (1, 11)
+    assert "the vLLM server died and is started again (1). It was ended by signal 9" in caplog.text
+    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 1)
+    host.run(killed())
     start = time.monotonic()
-    with pytest.raises(RolloutError, match="the vLLM server does not answer"):
-        host.run(engine.generate(PROMPT, max_tokens=3))
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"the vLLM server died \d times in 600 s"):
+            host.run(engine.generate(PROMPT, max_tokens=3))
     assert time.monotonic() - start < 30

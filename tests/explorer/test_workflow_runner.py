@@ -1,13 +1,21 @@
 import asyncio
+import copy
+import re
 import threading
 import time
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
+import torch
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
+from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
+from trinity_lightning.buffer.storage.memory import MemoryStorage
 from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.errors import ReadOnlyError
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
@@ -53,6 +61,43 @@ def test_a_workflow_that_repeats_itself_gets_the_n_at_once_and_numbers_its_runs(
     _, experiences = run_task(scripted(body, ScriptedRepeatable, batch_id="3/e"), 4, run_id_base=2)
     assert calls == [(4, 2)]
     assert [(e.eid.batch, e.eid.run) for e in experiences] == [("3/e", 2), ("3/e", 3), ("3/e", 4), ("3/e", 5)]
+
+
+def test_the_calls_of_a_run_are_its_steps_where_the_workflow_does_not_number_them() -> None:
+    """Each call weighed as a run of its own: the mean of rewards 0 and 1 was 1/6."""
+
+    runs = iter([(5, 0.0), (1, 1.0)])
+
+    async def body(workflow: Any) -> list[Experience]:
+        calls, reward = next(runs)
+        eid = EID()  # may be shared, too
+        return [Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=reward) for _ in range(calls)]
+
+    _, experiences = run_task(scripted(body), 2)
+    assert [(e.eid.run, e.eid.step) for e in experiences] == [*((0, step) for step in range(5)), (1, 0)]
+    storage = MemoryStorage()
+    _, metrics = asyncio.run(DrGRPOAddStrategy(storage).add(experiences, 1))
+    assert metrics["group_advantages/reward_mean/mean"] == 0.5
+
+
+def test_several_experiences_of_a_run_of_a_repeatable_workflow_are_its_steps() -> None:
+    async def twice_each(workflow: Any) -> list[Experience]:
+        runs = range(workflow.run_id_base, workflow.run_id_base + workflow.repeat_times)
+        return [an_experience(run) for run in runs for _ in range(2)]
+
+    async def all_in_one(workflow: Any) -> list[Experience]:
+        return [an_experience(workflow.run_id_base) for _ in range(workflow.repeat_times)]
+
+    async def half(workflow: Any) -> list[Experience]:
+        raise PartialFailure([an_experience(0), an_experience(0)], {1: ValueError()})
+
+    def ids(body: Any, runs: int) -> list[tuple[int, int]]:
+        return [(e.eid.run, e.eid.step) for e in run_task(scripted(body, ScriptedRepeatable), runs)[1]]
+
+    assert ids(twice_each, 1) == [(0, 0), (0, 1)]
+    assert ids(twice_each, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert ids(half, 2) == [(0, 0), (0, 1)]
+    assert ids(all_in_one, 2) == [(0, 0), (0, 0)]  # whose they are is not said: a run each, as strategies take them
 
 
 def test_repeatable_may_be_a_property() -> None:
@@ -335,3 +380,52 @@ def test_cancelling_a_task_cancels_its_runs() -> None:
         return model.aborted
 
     assert asyncio.run(main()) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "info",
+            None,
+            r"Scripted.run: info of an Experience was set to None: it must be of type dict, at least info=\{\}",
+        ),
+        ("metrics", None, r"metrics of an Experience was set to None.*metrics=\{\}"),
+        ("metrics", [0.5], r"metrics of an Experience was set to \[0.5\]"),
+        ("eid", "1/2", r"eid of an Experience was set to '1/2': it must be of type EID"),
+        ("reward", "good", "reward: expected a real number or None, got str"),
+    ],
+)
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_a_workflow_assigned_is_refused_by_the_fields_name(
+    field: str, value: Any, message: str, partial: bool
+) -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        experience = an_experience()
+        setattr(experience, field, value)
+        if partial:
+            raise PartialFailure([experience], {1: ValueError("the other run")})
+        return [experience]
+
+    status, experiences = run_task(scripted(body))
+    assert (status.ok, experiences) == (False, [])
+    assert re.search(message, status.message)
+
+
+def test_a_reward_assigned_as_a_tensor_becomes_a_number() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        experience = an_experience()
+        experience.reward = torch.tensor(0.5)  # type: ignore[assignment]
+        return [experience]
+
+    _, (experience,) = run_task(scripted(body))
+    assert type(experience.reward) is float
+
+
+def test_a_completion_says_what_to_do_instead_of_writing_to_it() -> None:
+    completion = Completion([1], [2], [-0.5], "x", "stop")
+    with pytest.raises(ReadOnlyError, match=r"'text' of a Completion.*dataclasses\.replace\(completion, text=\.\.\.\)"):
+        completion.text = "y"  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(FrozenInstanceError, match=r"'reward' of a Completion.*goes into the Experience"):
+        completion.reward = 1.0  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    assert (replace(completion, text="y").text, copy.deepcopy(completion)) == ("y", completion)

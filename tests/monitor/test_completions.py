@@ -42,8 +42,17 @@ def test_every_completion_is_one_object(tmp_path: Path) -> None:
         "advantage": 1.25,
         "length": 3,
         "truncated": False,
+        "trained": True,
+        "reason": None,
     }
     assert second["run"] == 1
+
+
+def test_what_is_not_trained_on_says_why(tmp_path: Path) -> None:
+    (row,) = CompletionsWriter(tmp_path).write(3, [experience(info={"untrained": "equal rewards"})])
+    assert (row["trained"], row["reason"]) == (False, "equal rewards")
+    (row,) = CompletionsWriter(tmp_path).write(3, [experience()], kind="eval/held")
+    assert not {"trained", "reason"} & row.keys()  # nobody trains on it
 
 
 def test_table_rows_share_their_columns_and_are_at_most_so_many(tmp_path: Path) -> None:
@@ -55,7 +64,7 @@ def test_table_rows_share_their_columns_and_are_at_most_so_many(tmp_path: Path) 
     ]
     rows = CompletionsWriter(tmp_path, max_table_rows=2).write(3, experiences)
     columns = ["step", "prompt", "completion", "reward", "reward/a", "reward/b", "advantage", "length", "truncated"]
-    assert [list(row) for row in rows] == [columns, columns]
+    assert [list(row) for row in rows] == [[*columns, "trained", "reason"]] * 2
     assert [row["reward/a"] for row in rows] == [1.0, None]
     assert len(lines_of(tmp_path / "step_3.jsonl")) == 4
 

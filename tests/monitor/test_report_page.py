@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_lightning.monitor.environment import describe_environment, write_environment
+from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.report import KeptStep, read_run, report_page
 from trinity_lightning.monitor.report.redaction import without_secrets
 from trinity_lightning.monitor.report.svg import line_chart, nice_ticks, short, stacked_bars, thinned
@@ -71,7 +72,8 @@ def write_completions(folder: Path, name: str, texts: list[str], reward: float =
 def folder(tmp_path: Path) -> Path:
     """A run's folder with everything in it, much of it hostile."""
     (tmp_path / "config.yaml").write_text(f"name: {EVIL}\nbuffer:\n  url: postgresql://me:hunter2@host/db\n")
-    evaluations = {f"eval/held{EVIL}/mean@1": 0.2, "eval/held/seconds": 3.0}
+    reward = {f"eval/held{EVIL}/mean@1": 0.2, f"eval/held{EVIL}/pass@1": 0.2}
+    evaluations = {**reward, "eval/held/length/mean@1": 0.7, "eval/held/seconds": 3.0}
     rows: list[dict[str, object]] = [{"step": 0, "explore_step": 0, **evaluations}]
     for step in range(1, 6):
         losses = {"actor/grad_norm": "nan" if step == 3 else step / 2, "time/train": 2.0, "time/rollout": 4.0}
@@ -102,6 +104,7 @@ def test_everything_is_on_the_page(folder: Path) -> None:
         assert part in page.text
     assert "between" not in page.text
     assert "before 2" not in page.text  # has no counterpart
+    assert "length/mean@1" not in page.text
     assert "failed_tasks" not in page.text  # a line that never moves
     assert [value for value in page.texts if value in ("25s", "20s", "3s")] == ["20s", "25s", "3s"]
 
@@ -243,3 +246,35 @@ def test_the_environment_names_versions_and_no_machine() -> None:
     told = describe_environment()
     assert {"trinity-lightning", "Python", "torch", "CPU", "memory", "GPU"} <= told.keys()
     assert not any(str(Path.home()) in value for value in told.values())
+
+
+def test_steps_that_trained_nothing_are_listed_with_their_reasons(tmp_path: Path) -> None:
+    both = {f"{UNTRAINED}filtered_by_{EVIL}": 3, f"{UNTRAINED}truncated": 5}
+    rows: list[dict[str, object]] = [
+        {"step": 0, "explore_step": 1, "experience_pipeline/trained": 8},
+        {"step": 1, "explore_step": 2, "experience_pipeline/trained": 0, f"{UNTRAINED}equal_rewards": 64},
+        {"step": 2, "explore_step": 3, "experience_pipeline/trained": 4, f"{UNTRAINED}truncated": 4},
+        {"step": 3, "explore_step": 4, "experience_pipeline/trained": 0, **both},
+    ]
+    write_metrics(tmp_path, rows)
+    text = Page(report_page(read_run(tmp_path))).text
+    assert "2 of 4 steps" in text
+    assert "equal rewards (64)" in text
+    assert "truncated (5), filtered by" in text
+    assert "truncated (4)" not in text
+    write_metrics(tmp_path, rows[:1])
+    assert "trained nothing" not in report_page(read_run(tmp_path))
+
+
+def test_a_completion_that_was_not_trained_on_says_why(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    record = {
+        "task": 0,
+        "prompt": "Q",
+        "completion": "A",
+        "reward": 0.0,
+        "trained": False,
+        "reason": f"filtered by {EVIL}",
+    }
+    (tmp_path / "completions" / "step_1.jsonl").write_text(json.dumps(record))
+    assert "not trained: filtered by </pre>" in Page(report_page(read_run(tmp_path))).text

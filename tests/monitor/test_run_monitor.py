@@ -72,6 +72,15 @@ def test_a_line_is_printed_for_each_explore_step(tmp_path: Path, capsys: pytest.
     assert [line for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
 
 
+def test_the_lines_are_logged_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = RunMonitor(tmp_path, total_steps=2)
+    monitor.explored = lambda: {"experience_pipeline/trained": 0.0}
+    with caplog.at_level("INFO"):
+        fit(tmp_path, monitor=monitor)
+    lines = [record.message for record in caplog.records if record.name == "trinity_lightning.printed"]
+    assert [line.partition("  left")[0] for line in lines] == ["step 1/2  nothing trained", "step 2/2  nothing trained"]
+
+
 class Idle(SkippingModel):
     """Trains in the first explore step only."""
 
@@ -89,11 +98,10 @@ def test_a_step_that_trained_nothing_does_not_show_the_last_ones_values(
     assert lines == ["step 1/2  grad norm 1.50", "step 2/2"]
 
 
-def test_the_time_left_is_that_of_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the first step its parts, as its rollouts come before its epoch; of further ones the time that passed."""
+def test_the_time_left_is_that_of_the_whole_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the explorer measures it: what a step's parts add up to may overlap, or leave gaps."""
     monitor = RunMonitor(tmp_path, total_steps=2000)
-    monitor.explored = lambda: {"time/rollout": 3600.0}
+    monitor.explored = lambda: {"time/rollout": 7200.0, "time/step": 3600.0}
     fit(tmp_path, monitor=monitor)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert lines[0].endswith("left 83d 7h")
-    assert "d " not in lines[1].partition("left")[2]

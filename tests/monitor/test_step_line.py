@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 
 from trinity_lightning.monitor import step_line
-from trinity_lightning.monitor.step_line import format_seconds, format_step_line, summary_table
+from trinity_lightning.monitor.step_line import evaluation_rows, format_seconds, format_step_line, summary_table
 
 
 def test_the_line_has_what_people_look_at() -> None:
@@ -20,7 +20,7 @@ def test_the_line_has_what_people_look_at() -> None:
         "custom": 1.0,
     }
     assert format_step_line(metrics, step=3, total_steps=30) == (
-        "step 3/30  reward 0.42 ± 0.49  no signal 25%  length 11.4  logprob diff 0.021  grad norm 1.30  "
+        "step 3/30  reward 0.42 ± 0.49  equal rewards 25%  length 11.4  logprob diff 0.021  grad norm 1.30  "
         "rollout 2.8s  train 8.0s  sync 0.3s  left 5m 0s"
     )
 
@@ -45,6 +45,16 @@ def test_what_was_not_measured_is_left_out() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_an_evaluation_has_a_row_for_the_reward_and_one_for_each_other_metric() -> None:
+    reward = {"eval/org/set/mean@2": 0.25, "eval/org/set/best@2": 1.0}
+    other = {"eval/org/set/reward/math/mean@2": 1 / 3, "eval/org/set/seconds": 3.0}
+    assert evaluation_rows(reward | other) == [
+        ("org/set", "mean@2 0.25  best@2 1"),
+        ("org/set/reward/math", "mean@2 0.3333"),
+        ("org/set/seconds", "3"),
+    ]
 
 
 def test_the_table_is_plain_text_outside_a_terminal() -> None:

@@ -79,6 +79,7 @@ def test_a_policy_uses_it_without_a_mask_and_saves_nothing_of_it(tmp_path, monke
         return original(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **settings)
 
     original = torch.nn.functional.scaled_dot_product_attention
+    policy.sequence_logprobs([5, 6])  # the first call finds out how they are computed
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     policy.sequence_logprobs([5, 6, 7, 8])
     assert masks == [(None, True, torch.float32)] * 2  # no mask: torch's fast causal path

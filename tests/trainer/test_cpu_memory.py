@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from trinity_lightning.trainer.cpu_memory import BOUNDS
+from trinity_lightning import PRIMITIVE_CACHES
 
 GROWTH = """
 import torch
+from trinity_lightning.common.product_speed import faster_dtype
 from trinity_lightning.monitor.memory import resident_gb
-from trinity_lightning.trainer.policy import PolicyModule
 
-PolicyModule("tiny")
+faster_dtype("cpu")  # the first that a run computes, after which no setting is read
 weight = torch.randn(1536, 576).bfloat16()
 def products(first):
     for rows in range(first, first + 300):
@@ -28,7 +28,7 @@ print(resident_gb() - before)
 
 def grown(**variables: str) -> float:
     """GB that 300 products of different shapes leave behind, in a process of its own."""
-    environment = {key: value for key, value in os.environ.items() if key not in BOUNDS}
+    environment = {key: value for key, value in os.environ.items() if key not in PRIMITIVE_CACHES}
     result = subprocess.run(
         [sys.executable, "-c", GROWTH], env=environment | variables, capture_output=True, text=True, check=True
     )
@@ -37,7 +37,7 @@ def grown(**variables: str) -> float:
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no bfloat16 products")
 def test_products_of_many_shapes_do_not_pile_up() -> None:
-    assert 2 * grown() < grown(**dict.fromkeys(BOUNDS, "1024"))
+    assert 2 * grown() < grown(**dict.fromkeys(PRIMITIVE_CACHES, "1024"))
 
 
 REUSE = """

@@ -106,6 +106,8 @@ def test_bfloat16_states_give_float32_results_and_float32_softmax():
         ({"final_logit_softcapping": 30.0}, 30.0, 1.0),
         ({"logit_scale": 0.0625}, None, 0.0625),
         ({"logits_scaling": 8.0}, None, 0.125),
+        ({"lm_head_multiplier": 0.5}, None, 0.5),
+        ({"logits_soft_cap": 30.0}, 30.0, 1.0),
     ],
 )
 def test_head_reads_what_the_config_says_of_the_logits(config, softcap, scale):
@@ -114,7 +116,7 @@ def test_head_reads_what_the_config_says_of_the_logits(config, softcap, scale):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.config = SimpleNamespace(**config)
+            self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
 
         def get_output_embeddings(self):
             return head

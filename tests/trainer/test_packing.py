@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
-from trinity_lightning.trainer.packing import collate, cut, padding_ratio, trainable_rows
+from trinity_lightning.trainer.packing import collate, cut, padding_ratio, rows_to_train
 
 CPU = torch.device("cpu")
 ragged = settings(deadline=None, max_examples=60)
@@ -55,7 +55,7 @@ def test_cut_fills_the_budget_longest_first():
 @ragged
 @given(batches)
 def test_positions_point_at_the_state_before_each_trained_token(batch):
-    rows = trainable_rows(batch, skip_zero_advantage=False)
+    rows = rows_to_train(batch, skip_zero_advantage=False)
     if not rows:
         return
     micro = collate(batch, rows, CPU)
@@ -73,7 +73,7 @@ def test_positions_point_at_the_state_before_each_trained_token(batch):
 @ragged
 @given(batches)
 def test_collate_holds_what_the_experiences_hold(batch):
-    rows = trainable_rows(batch, skip_zero_advantage=False)
+    rows = rows_to_train(batch, skip_zero_advantage=False)
     if not rows:
         return
     micro = collate(batch, rows, CPU)
@@ -93,7 +93,7 @@ def test_collate_holds_what_the_experiences_hold(batch):
 @ragged
 @given(batches)
 def test_totals_count_what_collate_would_train(batch):
-    rows = trainable_rows(batch, skip_zero_advantage=False)
+    rows = rows_to_train(batch, skip_zero_advantage=False)
     trained = int(collate(batch, rows, CPU).action_mask.sum()) if rows else 0
     assert batch.num_tokens == trained
     assert batch.num_sequences == len(batch.experiences)
@@ -126,8 +126,8 @@ def test_rows_without_a_trained_token_or_without_advantage_are_left_out():
         ],
         explore_step=1,
     )
-    assert trainable_rows(batch, skip_zero_advantage=True) == [4, 5, 6]
-    assert trainable_rows(batch, skip_zero_advantage=False) == [1, 2, 4, 5, 6]
+    assert rows_to_train(batch, skip_zero_advantage=True) == [4, 5, 6]
+    assert rows_to_train(batch, skip_zero_advantage=False) == [1, 2, 4, 5, 6]
 
 
 def test_a_truncated_prompt_has_nothing_to_train():
@@ -135,7 +135,7 @@ def test_a_truncated_prompt_has_nothing_to_train():
         tokens=[1, 2, 3], prompt_length=3, truncate_status="prompt_truncated", logprobs=[0.0], advantages=[1.0]
     )
     batch = OptimizerBatch.of([experience], explore_step=1)
-    assert trainable_rows(batch, skip_zero_advantage=False) == []
+    assert rows_to_train(batch, skip_zero_advantage=False) == []
     assert batch.num_tokens == 0
 
 

@@ -21,8 +21,11 @@ from policy_cases import (
     one_step,
 )
 
+from trinity_lightning.buffer.loader import ExperienceLoader
+from trinity_lightning.buffer.storage.memory import MemoryStorage
 from trinity_lightning.common.config import KLConfig, OptimizerConfig
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import EID, Experience
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +230,28 @@ class Copy(L.Callback):
 
     def on_train_start(self, trainer, pl_module: Any):
         self.batches[1].columns = self.batches[0].columns
+
+
+# -- what a row without advantage leaves alone -------------------------------------------------------------------------
+
+
+def test_the_length_of_a_row_without_advantage_does_not_change_the_gradient():
+    """Normalised sums (Dr. GRPO) are divided by what the run allows, not by the longest response there is."""
+    gradients = []
+    for length in (5, 40):
+        experiences = make_experiences()
+        experiences.append(
+            Experience(
+                eid=EID(batch=1, task=2), tokens=[5] * (length + 1), prompt_length=1, advantages=torch.zeros(length)
+            )
+        )
+        storage = MemoryStorage()
+        storage.begin()
+        storage.write(experiences)
+        storage.commit(1)
+        storage.advance(1)
+        seen = Gradients()
+        loader = ExperienceLoader(storage, max_response_length=64)
+        fit(make_policy(loss_agg_mode="seq-mean-token-sum-norm"), list(loader), seen)
+        gradients.append(seen.steps[0])
+    assert_same_gradients(gradients[1], gradients[0])

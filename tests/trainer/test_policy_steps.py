@@ -1,6 +1,7 @@
 """PolicyModule over several items: steps, counters, precision, saving and resuming."""
 
 import math
+import warnings
 from typing import Any
 
 import lightning as L
@@ -8,6 +9,7 @@ import pytest
 import torch
 from policy_cases import (
     Gradients,
+    Items,
     Prepare,
     assert_same_gradients,
     batch_of,
@@ -19,12 +21,17 @@ from policy_cases import (
     optimizer_of,
     rate_of,
 )
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trinity_lightning.common.config import KLConfig, OptimizerConfig
+from trinity_lightning.common.config import AlgorithmConfig, KLConfig, OptimizerConfig
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.faults import describe_fault
+from trinity_lightning.trainer.optimization import parameter_groups
+from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,19 @@ def test_items_are_steps_plus_skipped_and_skipping_takes_no_step():
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
     assert trainer.logged_metrics["actor/skipped_items"] == 2
+    assert trainer.logged_metrics["actor/trained_rows"] == trainer.logged_metrics["actor/micro_batches"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_gradient_is_kept_between_steps(dtype):
+    kept = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
+            kept.append([name for name, p in pl_module.policy.named_parameters() if p.grad is not None])
+
+    trainer = fit(make_policy(dtype=dtype), [batch_of(make_experiences())] * 2, Watch())
+    assert (trainer.global_step, kept) == (2, [[], []])
 
 
 def test_the_rate_that_is_logged_is_the_one_that_was_used():
@@ -89,13 +109,64 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_logged(share):
     assert_same_gradients(seen.steps[0], {name: factor * g for name, g in gradients.items()})
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(tiny):
+def spoilt():
     experiences = make_experiences()
     experiences[1].advantages = experiences[1].advantages + float("nan")
-    policy = make_policy()
-    with pytest.raises(TrinityError, match="explore step 3 has norm nan"):
-        fit(policy, [batch_of(experiences, step=3)])
+    return experiences
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted_and_named(tiny, caplog):
+    schedule = OptimizerConfig(lr=1e-3, lr_scheduler="linear", total_steps=4)
+    policy, kept = make_policy(optimizer=schedule, max_bad_steps=2), []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
+            kept.append((trainer.global_step, pl_module.bad_steps, pl_module.bad_steps_in_a_row))
+            assert all(p.grad is None for p in pl_module.policy.parameters())
+            if batch_idx == 0:
+                assert all(
+                    torch.equal(a, b) for a, b in zip(policy.policy.parameters(), tiny.parameters(), strict=True)
+                )
+                assert not optimizer_of(policy).state_dict()["state"]
+                assert rate_of(policy) == 1e-3
+
+    batches = [batch_of(each, step=3) for each in (spoilt(), make_experiences(), spoilt())]
+    trainer = fit(policy, batches, Watch())
+    assert kept == [(0, 1, 1), (1, 1, 0), (1, 2, 1)]
+    assert trainer.logged_metrics["actor/bad_steps"] == 2
+    assert trainer.logged_metrics["actor/trained_rows"] == 0
+    assert "explore step 3 has norm nan (not finite: advantages of experiences 1/0/1" in caplog.text
+    assert "the gradient of model.embed_tokens.weight): no optimizer step was taken" in caplog.text
+
+
+def test_gradients_that_are_not_finite_stop_the_run_after_some_in_a_row_also_over_a_resume(tiny, tmp_path):
+    batches = [batch_of(spoilt(), step=step) for step in range(1, 5)]
+    policy = make_policy(max_bad_steps=3)
+    with pytest.raises(TrinityError, match=r"explore step 3 has norm nan .* 3 of this kind in a row"):
+        fit(policy, batches, SaveAfter(2, tmp_path / "it.ckpt"))
     assert all(torch.equal(a, b) for a, b in zip(policy.policy.parameters(), tiny.parameters(), strict=True))
+    resumed = make_policy(max_bad_steps=3)
+    with pytest.raises(TrinityError, match="explore step 3 has norm nan"):
+        fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt")
+    assert (resumed.bad_steps, resumed.bad_steps_in_a_row) == (2, 0)
+
+
+def test_a_run_that_gradients_ended_may_skip_as_many_again_and_counts_each_once(tmp_path):
+    batches = [batch_of(spoilt(), step=step) for step in range(1, 5)]  # the second is handed out again
+    with pytest.raises(TrinityError, match="2 of this kind in a row"):
+        fit(make_policy(max_bad_steps=2), batches, StopCheckpoint(tmp_path))
+    resumed = make_policy(max_bad_steps=2)
+    with pytest.raises(TrinityError, match=r"explore step 3 has norm nan .* 2 of this kind in a row"):
+        fit(resumed, batches, ckpt_path=tmp_path / "interrupted.ckpt")
+    assert resumed.bad_steps == 2
+
+
+def test_a_loss_that_is_not_finite_names_the_experiences_of_its_micro_batch():
+    batch = batch_of(make_experiences(count=4))
+    losses = torch.tensor([1.0, float("inf")])
+    assert describe_fault(batch, [[0, 1], [3, 2]], losses, nn.Linear(1, 1)) == (
+        f"not finite: the loss of experiences {batch.experiences[2].eid}, {batch.experiences[3].eid}"
+    )
 
 
 def test_experiences_without_advantages_are_an_error():
@@ -117,6 +188,29 @@ def test_costs_are_logged():
     assert metrics["perf/tokens_per_second"] == pytest.approx(tokens / float(metrics["time/train"]), rel=1e-5)
     assert metrics["perf/trained_tokens_per_second"] == pytest.approx(trained / float(metrics["time/train"]), rel=1e-5)
     assert metrics["perf/padding_ratio"] >= 1
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "sapo", "mix"])
+def test_shares_of_tokens_are_not_diluted_by_rows_that_are_skipped(policy_loss):
+    """The loss counts rows without advantage, which leave the gradient alone; measurements are of what was computed."""
+    settings: dict[str, Any] = {"policy_loss": policy_loss, "optimizer_steps": 2, "max_tokens_per_micro_batch": 30}
+    settings |= {"policy_loss_args": {"mu": 0.5}} if policy_loss == "mix" else {}
+    experiences = make_experiences(zero_every=2)
+    trained = experiences[1::2]
+    logged = []
+    for rows in (experiences, trained):
+        old = [e.logprobs for e in rows]  # far enough to be clipped
+        trainer = fit(make_policy(**settings), [batch_of(rows, old_logprobs=old)])
+        logged.append(trainer.logged_metrics)
+    shares = [name for name in logged[0] if name.startswith(("actor/ppo_kl", "actor/pg_clipfrac"))]
+    assert shares
+    for name in shares:
+        assert float(logged[0][name]) == pytest.approx(float(logged[1][name]), rel=1e-5), name
+    assert logged[0]["actor/ppo_kl"] != 0
+    share = sum(int(e.action_mask.sum()) for e in trained) / sum(int(e.action_mask.sum()) for e in experiences)
+    if policy_loss == "ppo":
+        expected = share * float(logged[1]["actor/pg_loss"])
+        assert float(logged[0]["actor/pg_loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 # -- precision, set-up, saving -----------------------------------------------------------------------------------------
@@ -154,8 +248,51 @@ def test_bf16_weights_train_with_float32_masters(tiny):
     assert policy.policy.dtype == torch.bfloat16
     assert all(g.dtype == torch.float32 for g in seen.steps[0].values())
     masters = optimizer_of(policy).state_dict()["state"]["masters"]
-    start = [p.detach() for p in tiny.parameters()]
+    start = [p.detach() for group in parameter_groups(tiny) for p in group["params"]]
     assert all((m - p.bfloat16().float()).abs().max() > 1e-5 for m, p in zip(masters, start, strict=True))
+
+
+def test_bf16_true_is_another_name_of_bf16_weights():
+    experiences = make_experiences()
+    states = []
+    for dtype, settings in (("bf16", {}), ("fp32", {"precision": "bf16-true"})):
+        policy, batches = make_policy(dtype=dtype, optimizer_steps=2), [batch_of(experiences)] * 2
+        trainer = fit(policy, batches, Prepare(batches), **settings)
+        assert trainer.global_step == 2
+        assert policy.policy.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert torch.get_default_dtype() == torch.float32
+        states.append(
+            [p.detach() for p in policy.policy.parameters()] + optimizer_of(policy).state_dict()["state"]["masters"]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_bf16_true_over_weights_that_are_loaded_in_float32_is_refused():
+    policy = make_policy()
+    policy.configure_model()
+    with pytest.raises(ConfigError, match="give dtype=bf16"):
+        fit(policy, [batch_of(make_experiences())], precision="bf16-true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"gradient_clip_val": 0.5}, "set algorithm.max_grad_norm"),
+        ({"accumulate_grad_batches": 2}, "set algorithm.max_tokens_per_micro_batch"),
+        ({"precision": "64-true"}, "bf16-mixed or bf16-true"),
+        ({"precision": "16-true"}, "gradient scaler"),
+        ({"devices": 2}, "trains on one device"),
+        ({"devices": 1, "num_nodes": 2}, "one machine"),
+    ],
+)
+def test_settings_of_the_trainer_that_would_not_act_are_refused_before_the_model_is_loaded(settings, match):
+    policy = make_policy()
+    plain: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    trainer: Any = L.Trainer(**plain, **settings)
+    trainer.strategy._launcher = None  # here, not in processes of their own
+    with pytest.raises(ConfigError, match=match):
+        trainer.fit(policy, Items([batch_of(make_experiences())]))
+    assert policy.model is None
 
 
 def test_configure_model_is_idempotent_and_trains():
@@ -220,15 +357,15 @@ class SaveAfter(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path):
-    optimizer = OptimizerConfig(lr=1e-3, lr_scheduler="cosine", total_steps=10, warmup_steps=1)
+@pytest.mark.parametrize(("dtype", "precision"), [("fp32", None), ("bf16", None), ("fp32", "bf16-true")])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, precision, tmp_path):
+    optimizer = OptimizerConfig(lr=1e-3, lr_scheduler="cosine", total_steps=10, warmup_steps=1, weight_decay=0.1)
     batches = [batch_of(nothing_to_train())] + [batch_of(make_experiences(seed=seed)) for seed in range(4)]
 
     def run(*callbacks, **settings):
         L.seed_everything(3, verbose=False)
         policy, draws = make_policy(optimizer, dtype=dtype), Draws()
-        trainer = fit(policy, batches, draws, *callbacks, **settings)
+        trainer = fit(policy, batches, draws, *callbacks, precision=precision, **settings)
         return trainer, policy, draws.drawn
 
     trainer, policy, drawn = run(SaveAfter(3, tmp_path / "it.ckpt"), plugins=[AtomicCheckpointIO()])
@@ -244,3 +381,44 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path)
     pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if isinstance(a, torch.Tensor)]
     assert len(pairs) > 10
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_algorithm_is_the_policys_own_and_its_sections_are_checked():
+    algorithm = AlgorithmConfig(policy_loss_args={"clip_range_low": 0.1})
+    policy = PolicyModule("tiny", algorithm)
+    algorithm.rollout_correction.level, algorithm.policy_loss_args["clip_range_low"] = "none", 0.3
+    assert policy.algorithm.rollout_correction.level == "token"
+    assert policy.algorithm.policy_loss_args == {"clip_range_low": 0.1}
+    algorithm.kl.coef = -1.0
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef is -1"):
+        PolicyModule("tiny", algorithm)
+
+
+def test_bf16_true_holds_for_every_fit_of_a_trainer():
+    trainer = fit(make_policy(), [batch_of(make_experiences())], precision="bf16-true")
+    assert trainer.precision == "bf16-true"
+    another: Any = make_policy()
+    trainer.fit_loop.max_epochs = 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        trainer.fit(another, Items([batch_of(make_experiences())]))
+    assert another.policy.dtype == torch.bfloat16
+
+
+def test_weights_alone_are_loaded_from_a_checkpoint(tmp_path):
+    policy = make_policy()
+    fit(policy, [batch_of(make_experiences())]).save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loaded = PolicyModule.load_from_checkpoint(tmp_path / "weights.ckpt", model="tiny", dtype="fp32", weights_only=True)
+    for mine, theirs in zip(policy.policy.parameters(), loaded.policy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path):
+    fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(tmp_path / "it.ckpt")
+    checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
+    del checkpoint["policy"]["bad_steps"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    policy = make_policy()
+    policy._optimizer_factory = torch.optim.AdamW
+    with pytest.raises(ConfigError, match=r"of an earlier version.* lacks 'bad_steps'"):
+        fit(policy, [batch_of(make_experiences())], ckpt_path=tmp_path / "old.ckpt", max_epochs=2)

@@ -2,6 +2,7 @@
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
+Log-ratios are clamped to +-20 before any exp: values and gradients stay finite whatever the models say.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
+from trinity_lightning.algorithm.policy_loss.registry import MAX_LOG_RATIO
 from trinity_lightning.common.registry import Registry
 
 # (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 KL_FN: Registry[KLFn] = Registry("KL estimate")
 
-# low_var_kl: bounds of the log-ratio and of the estimate
-MAX_LOG_RATIO, MAX_LOW_VAR_KL = 20.0, 10.0
+# low_var_kl: bound of the estimate
+MAX_LOW_VAR_KL = 10.0
 # corrected_k3: bound of the importance ratio
 MAX_CORRECTION = 2.0
 
@@ -43,16 +45,15 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 @KL_FN.register("k3")
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """exp(d) - d - 1."""
-    d = ref_logprobs - logprobs
+    """exp(d) - d - 1, with d clamped to +-20."""
+    d = _clamped(ref_logprobs - logprobs)
     return torch.expm1(d) - d
 
 
 @KL_FN.register("low_var_kl")
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """k3 with d clamped to +-20 and the result to +-10: finite whatever the models say."""
-    d = torch.clamp(ref_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.clamp(torch.expm1(d) - d, -MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
+    """k3 clamped to +-10."""
+    return k3(logprobs, ref_logprobs, old_logprobs).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
 
 
 @KL_FN.register("abs")
@@ -68,8 +69,12 @@ def corrected_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -
     The tokens were sampled from pi_old: the ratio, through which the gradient flows too, makes the estimate and its
     gradient those of the current policy (DeepSeek-V3.2, arXiv 2512.02556).
     """
-    ratio = (logprobs - old_logprobs).exp().clamp(0.0, MAX_CORRECTION)
+    ratio = _clamped(logprobs - old_logprobs).exp().clamp(0.0, MAX_CORRECTION)
     return ratio * k3(logprobs, ref_logprobs, old_logprobs)
+
+
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_loss(

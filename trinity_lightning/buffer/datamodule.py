@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from torch import Tensor
 
 from trinity_lightning.buffer.experts import ExpertData
 from trinity_lightning.buffer.kept import keep_step
@@ -23,6 +24,8 @@ from trinity_lightning.common.more_rollouts import MoreRollouts
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 5.0  # for operators to close where a run ended by an error, which may be that nothing else can run
+
 
 class ExperienceDataModule(L.LightningDataModule):
     """Experiences between explorer and trainer.
@@ -37,6 +40,7 @@ class ExperienceDataModule(L.LightningDataModule):
         folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
         keep_folder: where the experiences of every step are kept, as the trainer is given them; None: nowhere.
         experts: expert data that join every step behind the strategies; None: none.
+        max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 
     Raises:
         ValueError, TypeError: an unknown strategy or operator, or arguments it does not have.
@@ -54,6 +58,7 @@ class ExperienceDataModule(L.LightningDataModule):
         folder: str | Path | None = None,
         keep_folder: Path | None = None,
         experts: ExpertData | None = None,
+        max_response_length: int | None = None,
     ) -> None:
         super().__init__()
         self.storage = MemoryStorage()
@@ -65,6 +70,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self._seed = seed
         self._keep_folder = keep_folder
         self._experts = experts
+        self._max_response_length = max_response_length
         self._loop: asyncio.AbstractEventLoop | None = None  # where the operators live
 
     @property
@@ -72,9 +78,9 @@ class ExperienceDataModule(L.LightningDataModule):
         """The explore step that is trained on; 0 before the first."""
         return self.storage.batch
 
-    def advance(self, step: int) -> None:
-        """Hand the trainer explore step `step`, which has been filled in."""
-        self.storage.advance(step)
+    def advance(self, step: int, columns: dict[str, list[Tensor]] | None = None) -> None:
+        """Hand the trainer explore step `step`, which has been filled in, with the columns computed for it."""
+        self.storage.advance(step, columns)
 
     @property
     def experiences(self) -> list[Experience]:
@@ -82,13 +88,13 @@ class ExperienceDataModule(L.LightningDataModule):
         return self.storage.experiences
 
     async def fill(
-        self, experiences: list[Experience], step: int, more: MoreRollouts | None = None
+        self, experiences: list[Experience], step: int, more: MoreRollouts | None = None, *, all_rows: bool = False
     ) -> dict[str, float]:
         """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
 
         They wait there for `advance`, while another step may be trained on. A step of which the strategies leave
         nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks where a
-        strategy wants the step full.
+        strategy wants the step full; `all_rows` as `ExperiencePipeline.process`.
 
         Raises:
             OperatorError: an operator failed; the buffer holds what it held before.
@@ -96,7 +102,7 @@ class ExperienceDataModule(L.LightningDataModule):
         """
         await self.prepare()
         self.storage.begin()
-        metrics = await self.pipeline.process(experiences, step, more)
+        metrics = await self.pipeline.process(experiences, step, more, all_rows=all_rows)
         if self._experts is not None:
             joining = self._experts.read(step)
             self.storage.write(joining)
@@ -133,13 +139,16 @@ class ExperienceDataModule(L.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
         try:
-            self.teardown("fit")
+            if self.pipeline.prepared:
+                run_on_loop(self.close, self._loop, CLOSE_SECONDS)
         except (OperatorError, TimeoutError) as error:
             logger.warning("%s", error)
 
     def train_dataloader(self) -> ExperienceLoader:
         """One sized, lazy, stateful loader for the whole run."""
-        return ExperienceLoader(self.storage, self.optimizer_steps, self.inner_epochs, self._seed)
+        return ExperienceLoader(
+            self.storage, self.optimizer_steps, self.inner_epochs, self._seed, self._max_response_length
+        )
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Nothing is moved here: micro-batches are padded on the device when they are cut."""
@@ -165,11 +174,16 @@ class OfflineExperienceDataModule(L.LightningDataModule):
 
     Args:
         reader: where experiences come from.
-        batch_size, steps_per_epoch, whole_groups, wait: as `OfflineLoader`.
+        batch_size, steps_per_epoch, whole_groups, wait, max_response_length: as `OfflineLoader`.
+
+    Attributes:
+        older_weights: they were sampled by other weights than the present ones, which PolicyModule looks at.
 
     Raises:
         ConfigError: a number below 1.
     """
+
+    older_weights = True
 
     def __init__(
         self,
@@ -179,10 +193,18 @@ class OfflineExperienceDataModule(L.LightningDataModule):
         steps_per_epoch: int,
         whole_groups: bool = True,
         wait: float = 0.0,
+        max_response_length: int | None = None,
     ) -> None:
         super().__init__()
         self.reader = reader
-        self._loader = OfflineLoader(reader, batch_size, steps_per_epoch, whole_groups=whole_groups, wait=wait)
+        self._loader = OfflineLoader(
+            reader,
+            batch_size,
+            steps_per_epoch,
+            whole_groups=whole_groups,
+            wait=wait,
+            max_response_length=max_response_length,
+        )
 
     def train_dataloader(self) -> OfflineLoader:
         """One sized, lazy, stateful loader for the whole run."""

@@ -22,12 +22,20 @@ class ExperienceLoader:
         optimizer_steps: batches that the step's experiences are dealt into, by whole groups.
         inner_epochs: passes over them, each dealt anew.
         seed: seed of the dealing; with the explore step and the pass it decides the order.
+        max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 
     Raises:
         ConfigError: a number of steps or passes below 1.
     """
 
-    def __init__(self, storage: MemoryStorage, optimizer_steps: int = 1, inner_epochs: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        storage: MemoryStorage,
+        optimizer_steps: int = 1,
+        inner_epochs: int = 1,
+        seed: int = 0,
+        max_response_length: int | None = None,
+    ) -> None:
         for name, value in (("optimizer_steps", optimizer_steps), ("inner_epochs", inner_epochs)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}.")
@@ -35,6 +43,7 @@ class ExperienceLoader:
         self._optimizer_steps = optimizer_steps
         self._inner_epochs = inner_epochs
         self._seed = seed
+        self._max_response_length = max_response_length
         self._explore_step = 0
         self._position = 0
 
@@ -53,7 +62,8 @@ class ExperienceLoader:
     def _batch(self, index: int) -> OptimizerBatch:
         inner_epoch, part = divmod(index, self._optimizer_steps)
         rows = self._deal(inner_epoch)[part]
-        batch = OptimizerBatch.of([self._storage.experiences[row] for row in rows], self._storage.batch)
+        experiences = [self._storage.experiences[row] for row in rows]
+        batch = OptimizerBatch.of(experiences, self._storage.batch, self._max_response_length)
         batch.columns = {name: [column[row] for row in rows] for name, column in self._storage.columns.items()}
         return batch
 
@@ -69,6 +79,10 @@ class ExperienceLoader:
         for index in order:
             min(parts, key=len).extend(members[index])
         return parts
+
+    def rewind(self, position: int) -> None:
+        """What was handed out behind the first `position` items of the step was not trained on: it comes again."""
+        self._position = min(self._position, position)
 
     def state_dict(self) -> dict[str, Any]:
         """Which item of which explore step comes next."""

@@ -1,6 +1,7 @@
 """Optimizer batches straight out of a reader, where no explorer makes experiences: sized, lazy, stateful."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trinity_lightning.buffer.reader import BufferReader
@@ -20,6 +21,10 @@ class OfflineLoader:
         steps_per_epoch: batches an epoch.
         whole_groups: never part the experiences of a task.
         wait: seconds to wait for a batch that another process is still to write.
+        max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
+
+    Attributes:
+        pause: as the reader's `read` has it, for a run that may end while it waits.
 
     Raises:
         ConfigError: a number below 1, or a wait below 0.
@@ -33,6 +38,7 @@ class OfflineLoader:
         *,
         whole_groups: bool = True,
         wait: float = 0.0,
+        max_response_length: int | None = None,
     ) -> None:
         for name, value, lowest in (
             ("batch_size", batch_size, 1),
@@ -44,7 +50,10 @@ class OfflineLoader:
         self._reader = reader
         self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
         self._whole_groups, self._wait = whole_groups, wait
+        self._max_response_length = max_response_length
+        self.pause: Callable[[float], None] = time.sleep
         self._epoch, self._position = 1, 0
+        self._before: dict[str, Any] = {}  # where the reader stood before the last batch
 
     def __len__(self) -> int:
         """Optimizer batches an epoch: constant."""
@@ -54,7 +63,10 @@ class OfflineLoader:
         if self._position >= len(self):
             self._epoch, self._position = self._epoch + 1, 0
         for index in range(self._position, len(self)):
-            experiences = self._reader.read(self._batch_size, whole_groups=self._whole_groups, wait=self._wait)
+            self._before = self._reader.state_dict()
+            experiences = self._reader.read(
+                self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self.pause
+            )
             if not experiences:
                 raise StorageError(
                     f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
@@ -62,7 +74,13 @@ class OfflineLoader:
                 )
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
-            yield OptimizerBatch.of(experiences, self._epoch)
+            yield OptimizerBatch.of(experiences, self._epoch, self._max_response_length)
+
+    def rewind(self, position: int) -> None:
+        """What was handed out last, behind the first `position` batches, was not trained on: it is read again."""
+        if self._position > position:
+            self._reader.load_state_dict(self._before)
+            self._position = position
 
     def state_dict(self) -> dict[str, Any]:
         """Which batch of which epoch comes next."""

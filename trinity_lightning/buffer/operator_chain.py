@@ -24,6 +24,9 @@ from trinity_lightning.buffer.operators.experience_operator import class_name
 from trinity_lightning.buffer.storage.atomic import write_atomically
 from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.experience.experience import check_assigned
+from trinity_lightning.common.runs import keep_raw_reward
+from trinity_lightning.common.untrained import Untrained
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,7 @@ class OperatorChain:
             raise OperatorError(told) from failures[0][1]
 
     async def process(
-        self, experiences: list[Experience], step: int, came: list[Experience] | None = None
+        self, experiences: list[Experience], step: int, came: list[Experience], untrained: Untrained
     ) -> tuple[list[Experience], dict[str, float]]:
         """What the operators make of explore step `step`, and their metrics.
 
@@ -136,6 +139,7 @@ class OperatorChain:
             experiences: of the step, or of a refill of it.
             step: its number.
             came: copies of what the step's earlier parts came with; those of these experiences are added.
+            untrained: takes note of what each operator leaves out.
 
         Raises:
             OperatorError: an operator failed whose on_error is `stop`. The step's experiences so far, as they came, are
@@ -143,10 +147,12 @@ class OperatorChain:
         """
         self.selector_metric = {}
         metrics: dict[str, float] = {}
-        came = [] if came is None else came
         if self._folder is not None and self._stages:
             came += snapshot(experiences)
         for stage in self._stages:
+            for experience in experiences:
+                keep_raw_reward(experience)
+            given = experiences
             before = snapshot(experiences) if stage.on_error is OnError.skip else None
             start = time.perf_counter()
             try:
@@ -159,6 +165,7 @@ class OperatorChain:
                 experiences, told = before, {}
             finally:
                 metrics[stage.time_key] = time.perf_counter() - start
+            untrained.leave_out(given, experiences, f"filtered by {stage.label}")
             metrics |= self._numbers(stage, told)
             if before is not None:
                 metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is before)
@@ -249,11 +256,14 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
 
     Raises:
         TypeError: it is not.
+        ExperienceError: the operator set a field of an experience to what it cannot hold.
     """
     if isinstance(result, tuple) and len(result) == 2:
         experiences, metrics = result
         of_experiences = isinstance(experiences, Sequence) and all(isinstance(e, Experience) for e in experiences)
         if of_experiences and isinstance(metrics, Mapping | None):
+            for experience in experiences:
+                check_assigned(experience)
             return list(experiences), metrics or {}
     raise TypeError(f"process must return (list of experiences, dict of metrics), not {result!r:.80}")
 

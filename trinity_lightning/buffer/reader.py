@@ -7,7 +7,7 @@ saves that state together with what came of the experiences reads each of them e
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from trinity_lightning.buffer.storage.errors import StorageError
@@ -26,7 +26,14 @@ class BufferReader(ABC):
     rest, and then returns what there is, which may be nothing.
     """
 
-    def read(self, count: int | None = None, *, whole_groups: bool = False, wait: float = 0.0) -> list[Experience]:
+    def read(
+        self,
+        count: int | None = None,
+        *,
+        whole_groups: bool = False,
+        wait: float = 0.0,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> list[Experience]:
         """The next experiences, in the reader's order.
 
         Args:
@@ -34,6 +41,7 @@ class BufferReader(ABC):
             whole_groups: never part experiences of one task that follow each other: fewer than `count` where the next
                 group does not fit, more where the first one alone is larger. At the end of the data a group ends.
             wait: seconds to wait for `count` experiences (a write).
+            pause: sleeps for so many seconds while it waits; if it raises, nothing has been read.
 
         Raises:
             StorageError: the buffer is damaged or gone.
@@ -44,7 +52,7 @@ class BufferReader(ABC):
             left = deadline - time.monotonic()
             if (got := self._try_read(count, whole_groups, last=left <= 0)) is not None:
                 return got
-            time.sleep(min(POLL, max(left, 0.0)))
+            pause(min(POLL, max(left, 0.0)))
 
     async def read_async(
         self, count: int | None = None, *, whole_groups: bool = False, wait: float = 0.0

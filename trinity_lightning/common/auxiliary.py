@@ -32,9 +32,6 @@ def _typed(name: str, value: Any) -> AuxiliaryConfig:
         raise ConfigError(needs)
     try:
         typed = OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain)
-        if OmegaConf.is_missing(typed, "model") or typed.model is None:
-            raise ConfigError(needs)
-        return OmegaConf.to_object(typed)  # type: ignore[return-value]
     except ConfigKeyError as error:
         inner = str(error.full_key).rpartition(".")[0]  # "engine", or nothing
         fields = dataclasses.fields(EngineConfig if inner else AuxiliaryConfig)
@@ -42,3 +39,9 @@ def _typed(name: str, value: Any) -> AuxiliaryConfig:
         raise ConfigError(unknown_name("key", f"{key}.{error.full_key}", known)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    if OmegaConf.is_missing(typed, "model") or typed.model is None:
+        raise ConfigError(needs)
+    try:
+        return OmegaConf.to_object(typed)  # type: ignore[return-value]
+    except ConfigError as error:  # a section does not know under what name it stands
+        raise ConfigError(f"{key}.{error}") from error

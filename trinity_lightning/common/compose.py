@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_lightning.common.config import TrainConfig, config_dir
+from trinity_lightning.common.config import PACKAGE_DIR, TrainConfig, config_dir
 from trinity_lightning.common.errors import ConfigError, TrinityError
 from trinity_lightning.common.suggest import nearest, unknown_name
 
@@ -26,7 +27,9 @@ from trinity_lightning.common.suggest import nearest, unknown_name
 def register() -> None:
     """Make the schema, the recipes and our resolvers known to Hydra; calling it twice is allowed."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=TrainConfig)
+    schema = OmegaConf.structured(TrainConfig)
+    OmegaConf.set_struct(schema.algorithm.policy_loss_args, False)  # no plus sign: the loss knows its arguments
+    store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
     OmegaConf.register_new_resolver("trinity.run_dir", run_dir, replace=True, use_cache=True)
@@ -93,6 +96,36 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
 
 
+def resume_command(folder: str | Path) -> str | None:
+    """The command that goes on with the run that was composed here, to be pasted; None where Hydra did not start it."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    words = _program()
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            words += ["--config-dir", source.path]
+    words += [each for each in hydra.overrides.task if not each.startswith("ckpt_path=")]
+    words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
+    words.append(f"hydra.run.dir={_quoted(str(Path(folder).absolute()))}")  # another run may be newer
+    return shlex.join([*words, "ckpt_path=last"])
+
+
+def _program() -> list[str]:
+    """The words that started this process: a module of this package, a script, or a console command."""
+    program = Path(sys.argv[0])
+    if program.suffix != ".py":
+        return [program.name]
+    if program.resolve().is_relative_to(PACKAGE_DIR):
+        return ["python", "-m", "trinity_lightning.train"]
+    return ["python", sys.argv[0]]
+
+
+def _quoted(value: str) -> str:
+    """A value as Hydra reads it: in quotes where it has characters that mean something to Hydra."""
+    return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'
+
+
 @contextmanager
 def told_plainly(folder: str | Path) -> Iterator[None]:
     """Errors that we raise on purpose are one message and an exit code: 2 for the configuration, 1 for the rest.
@@ -125,8 +158,6 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
         new_folders: whether `trinity.run_dir` makes a run's folder. Hydra resolves it while it composes, also where
             another folder is taken then.
     """
-    # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
     register()

@@ -1,6 +1,6 @@
 """The typed schema of our own knobs, and where the configuration files are found.
 
-Light on purpose: no torch here, so that a misspelt key is told within a second. Lightning's own objects (trainer,
+Light on purpose: no torch here, so that a misspelt key is refused within a second. Lightning's own objects (trainer,
 loggers, callbacks) are free `_target_` nodes and have no schema here.
 """
 
@@ -18,6 +18,7 @@ from trinity_lightning.common.config_engine import EngineDtype as EngineDtype
 from trinity_lightning.common.config_engine import EngineKind as EngineKind
 from trinity_lightning.common.config_engine import SynchronizerConfig as SynchronizerConfig
 from trinity_lightning.common.config_sections import AlgorithmConfig as AlgorithmConfig
+from trinity_lightning.common.config_sections import Dropout as Dropout
 from trinity_lightning.common.config_sections import DynamicTimeoutConfig as DynamicTimeoutConfig
 from trinity_lightning.common.config_sections import ExplorerConfig as ExplorerConfig
 from trinity_lightning.common.config_sections import KLConfig as KLConfig

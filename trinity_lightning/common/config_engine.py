@@ -6,6 +6,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.common import known_names as known
+from trinity_lightning.common.checks import above_zero, at_least, is_url, one_of
+from trinity_lightning.common.errors import ConfigError
+
 
 class EngineKind(Enum):
     """Which engine generates."""
@@ -16,7 +20,7 @@ class EngineKind(Enum):
 
 
 class EngineDtype(Enum):
-    """The engine's compute dtype; `auto` follows the policy's weights."""
+    """The engine's compute dtype; `auto` follows the trainer's."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -30,7 +34,8 @@ class EngineConfig:
     Attributes:
         kind: `vllm` in this process; `vllm_server`, vLLM in processes of its own, which generates while the trainer
             trains; or `transformers`, which generates with the training model itself.
-        dtype: compute dtype of the engine.
+        dtype: compute dtype of the engine; `auto`: the trainer's, which is model.dtype, or bf16 with
+            trainer.precision=bf16-mixed.
         max_model_len: longest prompt and response together, in tokens.
         max_num_seqs: requests decoded at once.
         kv_cache_gb: memory of the key-value cache in GiB (vLLM; on a GPU null leaves it to vLLM).
@@ -39,8 +44,12 @@ class EngineConfig:
         servers: of `vllm_server`: how many are started here.
         cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
             cores for the servers together and half for the trainer, otherwise all.
-        gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; null:
-            all of these.
+        gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; a
+            server of several splits the model over them (tensor_parallel_size, unless `args` says otherwise); null:
+            every server takes the first.
+
+    Raises:
+        ConfigError: a number that no engine can work with, or a URL that is none.
     """
 
     kind: EngineKind = EngineKind.vllm
@@ -54,6 +63,16 @@ class EngineConfig:
     cpu_cores: int | None = None
     gpus: list[int] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "servers", "cpu_cores"):
+            at_least(1, f"engine.{name}", getattr(self, name))
+        above_zero("engine.kv_cache_gb", self.kv_cache_gb)
+        for url in self.urls:
+            is_url("engine.urls", url, "http://node7:8000")
+        gpus = list(self.gpus or ())
+        if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+            raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
+
 
 @dataclass
 class AuxiliaryConfig:
@@ -65,12 +84,23 @@ class AuxiliaryConfig:
         url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
         api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
         engine: knobs of a server started here; its `kind`, `urls` and `servers` have no meaning.
+
+    Raises:
+        ConfigError: a URL that is none, or what belongs to a server together with an endpoint, or the other way round.
     """
 
     model: str = MISSING
     url: str | None = None
     api_key_env: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.url is not None:
+            is_url("url", self.url, "http://node7:8000/v1")
+        if self.url is not None and self.engine != EngineConfig():
+            raise ConfigError(f"engine is of a server that is started here, and {self.url} is there: leave one out.")
+        if self.url is None and self.api_key_env is not None:
+            raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
 
 
 @dataclass
@@ -88,6 +118,9 @@ class SynchronizerConfig:
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.
+
+    Raises:
+        ConfigError: an unknown method, or a number out of its range.
     """
 
     method: str = "auto"
@@ -96,3 +129,8 @@ class SynchronizerConfig:
     check_interval: int = 10
     drill: bool = True
     sync_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        one_of("synchronizer.method", self.method, known.SYNC_METHODS)
+        at_least(1, "synchronizer.check_interval", self.check_interval)
+        above_zero("synchronizer.sync_timeout", self.sync_timeout)

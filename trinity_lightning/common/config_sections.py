@@ -1,17 +1,30 @@
 """The typed sections of a run's configuration, one dataclass each."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.common import known_names as known
+from trinity_lightning.common.checks import above_zero, at_least, one_of, within
+from trinity_lightning.common.errors import ConfigError
+
 
 class WeightDtype(Enum):
-    """How the policy's weights are held: `bf16` with float32 masters in the optimizer, or `fp32` throughout."""
+    """How the policy's weights are held: `bf16` with float32 masters in the optimizer, `fp32` throughout, or `auto`."""
 
+    auto = "auto"
     bf16 = "bf16"
     fp32 = "fp32"
+
+
+class Dropout(Enum):
+    """Dropout while training: `off`, for the first ratio of a step to be 1, or `keep`, as the model's config says."""
+
+    off = "off"
+    keep = "keep"
 
 
 @dataclass
@@ -20,13 +33,18 @@ class ModelConfig:
 
     Attributes:
         name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
-        dtype: how the weights are held while training: bf16, or fp32, which is the faster on a CPU without AMX.
+        dtype: how the weights are held while training: `bf16`, with float32 masters in the optimizer, `fp32`, or
+            `auto`: bf16 on a GPU, else whichever multiplies matrices faster on this CPU, timed at the start and
+            recorded in the run's config.yaml; a resumed run keeps its own.
+        dropout: `off` sets the model's dropout to 0, also in what is saved, since old and new log-probabilities would
+            differ by it; `keep` trains with it. (In a YAML file 'off' needs its quotes.)
         gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
         attn_implementation: passed to transformers; `sdpa` works everywhere.
     """
 
     name: str = MISSING
-    dtype: WeightDtype = WeightDtype.bf16
+    dtype: WeightDtype = WeightDtype.auto
+    dropout: Dropout = Dropout.off
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
 
@@ -48,6 +66,9 @@ class SamplingConfig:
         presence_penalty: subtracted from the logits of tokens that have appeared.
         frequency_penalty: the same for each appearance.
         repetition_penalty: logits of tokens that have appeared are divided by it.
+
+    Raises:
+        ConfigError: a number that engines refuse.
     """
 
     temperature: float = 1.0
@@ -59,6 +80,18 @@ class SamplingConfig:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least(0, "sampling.temperature", self.temperature)
+        at_least(1, "sampling.max_tokens", self.max_tokens)
+        above_zero("sampling.top_p", self.top_p)
+        within(0, 1, "sampling.top_p", self.top_p)
+        if self.top_k != -1:  # vLLM's word for all of them
+            at_least(1, "sampling.top_k", self.top_k)
+        within(0, 1, "sampling.min_p", self.min_p)
+        within(-2, 2, "sampling.presence_penalty", self.presence_penalty)
+        within(-2, 2, "sampling.frequency_penalty", self.frequency_penalty)
+        above_zero("sampling.repetition_penalty", self.repetition_penalty)
 
 
 @dataclass
@@ -104,10 +137,20 @@ class OverRolloutConfig:
     Attributes:
         ratio: share of a step's tasks that may be left out; 0: none.
         wait_after_min: seconds to wait for the rest once `1 - ratio` of them are in.
+
+    Raises:
+        ConfigError: a number out of its range, or a wait that no ratio asks for.
     """
 
     ratio: float = 0.0
     wait_after_min: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number from 0 to below 1.")
+        at_least(0, "explorer.over_rollout.wait_after_min", self.wait_after_min)
+        if self.ratio == 0 and self.wait_after_min != OverRolloutConfig.wait_after_min:
+            raise ConfigError("explorer.over_rollout.wait_after_min has no effect without explorer.over_rollout.ratio.")
 
 
 @dataclass
@@ -118,11 +161,23 @@ class DynamicTimeoutConfig:
         enable: whether the time-out is min(max_timeout, ratio * average).
         ratio: how many times the average a task may take.
         warmup_min_steps: steps before it applies.
+
+    Raises:
+        ConfigError: a number out of its range, or one that is given where the time-out is not enabled.
     """
 
     enable: bool = False
     ratio: float = 3.0
     warmup_min_steps: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, "explorer.dynamic_timeout.ratio", self.ratio)
+        at_least(0, "explorer.dynamic_timeout.warmup_min_steps", self.warmup_min_steps)
+        for name in ("ratio", "warmup_min_steps"):
+            if not self.enable and getattr(self, name) != getattr(DynamicTimeoutConfig, name):
+                raise ConfigError(
+                    f"explorer.dynamic_timeout.{name} has no effect: set explorer.dynamic_timeout.enable."
+                )
 
 
 @dataclass
@@ -140,6 +195,9 @@ class ExplorerConfig:
             an engine that is a server. A worker that dies is replaced, and its task tried again.
         ray_address: of a Ray cluster to join, HOST:PORT of its head, or `auto` for the one on this machine; null: one
             is started here, for this run.
+        reward_workers: processes that call reward functions, local runners only; 0: threads of this process do, and
+            what is slow pure Python there takes its time from rollouts and training ([reward](reward.md)).
+        reward_timeout: seconds that one call of a reward function may take in such a process, which is ended then.
         max_refills: how often a step that add_strategy=dapo leaves short may ask for further tasks.
         sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights.
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
@@ -147,6 +205,10 @@ class ExplorerConfig:
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
+
+    Raises:
+        ConfigError: a number out of its range, an unknown runner, or what a runner does not use: a Ray
+            cluster, reward workers.
     """
 
     batch_size: int = 8
@@ -157,6 +219,8 @@ class ExplorerConfig:
     max_repeat_times_per_runner: int | None = None
     runner: str = "local"
     ray_address: str | None = None
+    reward_workers: int = 0
+    reward_timeout: float = 60.0
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
     max_refills: int = 3
@@ -166,6 +230,25 @@ class ExplorerConfig:
     eval_on_startup: bool = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "repeat_times", "runner_per_model", "max_repeat_times_per_runner", "sync_interval"):
+            at_least(1, f"explorer.{name}", getattr(self, name))
+        for name in ("max_retry_times", "max_refills", "sync_offset", "eval_interval", "seed", "reward_workers"):
+            at_least(0, f"explorer.{name}", getattr(self, name))
+        above_zero("explorer.max_timeout", self.max_timeout)
+        above_zero("explorer.reward_timeout", self.reward_timeout)
+        one_of("explorer.runner", self.runner, ("local", "ray"))
+        if self.runner == "local" and self.ray_address is not None:
+            raise ConfigError(
+                f"explorer.ray_address is {self.ray_address}, and explorer.runner=local does not use Ray: set "
+                "explorer.runner=ray, or leave the address out."
+            )
+        if self.reward_workers and self.runner == "ray":
+            raise ConfigError(
+                f"explorer.reward_workers is {self.reward_workers}, and Ray runners are processes that call reward "
+                "functions themselves: set explorer.reward_workers=0, or explorer.runner=local."
+            )
+
 
 @dataclass
 class KLConfig:
@@ -174,10 +257,16 @@ class KLConfig:
     Attributes:
         name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
         coef: its weight; 0 means none, and no reference model.
+
+    Raises:
+        ConfigError: the weight is negative or not finite.
     """
 
     name: str = "k3"
     coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least(0, "algorithm.kl.coef", self.coef)
 
 
 @dataclass
@@ -188,12 +277,27 @@ class RolloutCorrectionConfig:
         level: `token`, `sequence`, or `none`.
         mode: `truncate` (weights above `high` become `high`) or `mask` (they become 0).
         low, high: the range of weights.
+
+    Raises:
+        ConfigError: an unknown level or mode, or not 0 <= low <= high and 0 < high.
     """
 
     level: str = "token"
     mode: str = "truncate"
     low: float = 0.0
     high: float = 2.0
+
+    def __post_init__(self) -> None:
+        one_of("algorithm.rollout_correction.level", self.level, known.CORRECTION_LEVELS)
+        one_of("algorithm.rollout_correction.mode", self.mode, known.CORRECTION_MODES)
+        at_least(0, "algorithm.rollout_correction.low", self.low)
+        if self.high != math.inf:  # weights may be unbounded
+            above_zero("algorithm.rollout_correction.high", self.high)
+        if self.low > self.high:
+            raise ConfigError(
+                f"algorithm.rollout_correction.low ({self.low}) is above algorithm.rollout_correction.high "
+                f"({self.high}): no weight lies between them."
+            )
 
 
 @dataclass
@@ -202,15 +306,25 @@ class AlgorithmConfig:
 
     Attributes:
         policy_loss: a registered name (`ppo`, alias `grpo`, ...) or a dotted path of your own function.
-        policy_loss_args: its keyword arguments (clip_range_low, clip_range_high, dual_clip, ...).
-        loss_agg_mode: how token terms become one number; null takes the loss's own default.
+        policy_loss_args: its keyword arguments (clip_range_low, dual_clip, ...); see the table of losses.
+        loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
+            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len);
+            null takes the loss's own default.
         kl: KL penalty.
         entropy_coef: weight of the entropy bonus.
-        rollout_correction: importance weights for the engine's mismatch.
+        old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
+            trainer; or `engine`, the policy that sampled, by the engine's log-probabilities: rollouts of older weights
+            are then clipped, and nothing is computed for several optimizer steps.
+        rollout_correction: importance weights for the engine's mismatch; with old_logprobs=engine the ratio is what
+            corrects, and level must be none.
         optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
         inner_epochs: passes over them.
         max_tokens_per_micro_batch: padded tokens of one forward and backward pass: what bounds memory.
-        max_grad_norm: gradients are clipped to this norm; null: never.
+        max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
+        max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
+
+    Raises:
+        ConfigError: a value that would train on something else than it says, or on nothing.
     """
 
     policy_loss: str = "ppo"
@@ -218,11 +332,30 @@ class AlgorithmConfig:
     loss_agg_mode: str | None = None
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
+    old_logprobs: str = "trainer"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     optimizer_steps: int = 1
     inner_epochs: int = 1
     max_tokens_per_micro_batch: int = 4096
     max_grad_norm: float | None = 1.0
+    max_bad_steps: int = 5
+
+    def __post_init__(self) -> None:
+        if "loss_agg_mode" in self.policy_loss_args:
+            raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
+        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, known.LOSS_AGG_MODES)
+        one_of("algorithm.old_logprobs", self.old_logprobs, known.OLD_LOGPROBS)
+        if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
+            raise ConfigError(
+                "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
+                "set algorithm.rollout_correction.level=none."
+            )
+        at_least(0, "algorithm.entropy_coef", self.entropy_coef)
+        at_least(1, "algorithm.optimizer_steps", self.optimizer_steps)
+        at_least(1, "algorithm.inner_epochs", self.inner_epochs)
+        at_least(1, "algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
+        above_zero("algorithm.max_grad_norm", self.max_grad_norm)
+        at_least(1, "algorithm.max_bad_steps", self.max_bad_steps)
 
 
 @dataclass
@@ -231,10 +364,14 @@ class OptimizerConfig:
 
     Attributes:
         lr: peak learning rate.
-        betas, eps, weight_decay: as in AdamW.
+        betas, eps: as in AdamW.
+        weight_decay: as in AdamW, of matrices alone: embeddings, norms and biases do not decay.
         lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial or inverse_sqrt.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: horizon of the schedule in optimizer steps; null: those of the run.
+
+    Raises:
+        ConfigError: a number out of its range, or an unknown schedule.
     """
 
     lr: float = 1e-6
@@ -244,6 +381,16 @@ class OptimizerConfig:
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(0, "optimizer.lr", self.lr)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
+        above_zero("optimizer.eps", self.eps)  # with 0 a weight that had no gradient yet becomes 0 / 0
+        at_least(0, "optimizer.weight_decay", self.weight_decay)
+        one_of("optimizer.lr_scheduler", self.lr_scheduler, known.LR_SCHEDULERS)
+        at_least(0, "optimizer.warmup_steps", self.warmup_steps)
+        at_least(1, "optimizer.total_steps", self.total_steps)
 
 
 @dataclass

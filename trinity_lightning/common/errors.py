@@ -1,5 +1,7 @@
 """Error types that name the thing and the fix."""
 
+from dataclasses import FrozenInstanceError
+
 
 class TrinityError(Exception):
     """Base of the errors this library raises on purpose: the message alone should be enough to act on."""
@@ -17,8 +19,16 @@ class RolloutError(TrinityError):
     """No experience could be made of a whole explore step, or an engine failed for good."""
 
 
+class WorkflowBlockedError(RolloutError):
+    """A workflow blocked the event loop, and with it every other rollout."""
+
+
 class WorkerDiedError(RolloutError):
     """The process that tried a task died."""
+
+
+class ReadOnlyError(TrinityError, FrozenInstanceError):
+    """A field was written that cannot change; the message says what to do instead."""
 
 
 class OperatorError(TrinityError):

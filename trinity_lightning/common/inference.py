@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from trinity_lightning.common.errors import ReadOnlyError
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -26,6 +28,24 @@ class Completion:
     text: str
     finish_reason: str | None
     stop_reason: str | int | None = None
+
+
+def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
+    """In place of the dataclass's own refusal, which does not say what to do.
+
+    Raises:
+        ReadOnlyError: always.
+    """
+    if name in Completion.__dataclass_fields__:
+        fix = f"dataclasses.replace(completion, {name}=...) makes another one"
+    else:
+        fix = (
+            "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
+        )
+    raise ReadOnlyError(f"'{name}' of a Completion cannot be set, it is what the model said: {fix}.")
+
+
+Completion.__setattr__ = Completion.__delattr__ = _refuse_writing  # type: ignore[method-assign,assignment]
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -66,6 +67,20 @@ def check_model_name(name: str) -> None:
         _check_smollm2_packages()
     elif name not in BUILT_IN_MODELS:
         _check_folder_or_hub_name(name)
+
+
+def check_trainable(name: str) -> None:
+    """Refuse a folder whose checkpoint is quantised: it cannot be trained, and takes no weights of a trainer.
+
+    Raises:
+        ConfigError: names what to give instead.
+    """
+    config = Path(name) / "config.json"
+    if config.is_file() and json.loads(config.read_text()).get("quantization_config"):
+        raise ConfigError(
+            f"model '{name}' is quantised, and such weights cannot be trained: give the model that it was made from, "
+            "and engine.args.quantization=fp8 for vLLM to round what it is sent."
+        )
 
 
 def resolve_model(name: str) -> Path | str:

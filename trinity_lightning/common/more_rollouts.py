@@ -15,5 +15,8 @@ class MoreRollouts(Protocol):
     tasks: int
 
     async def __call__(self, tasks: int) -> list[Experience]:
-        """The experiences of that many new tasks; nothing once the limit of such requests is reached."""
+        """The experiences of that many new tasks; nothing once no more are to be had.
+
+        Tasks that all failed are replaced in turn, as long as the limit of such requests allows.
+        """
         ...

@@ -39,7 +39,8 @@ class OptimizerBatch:
         num_expert_tokens, num_expert_sequences: how many of the two below are an expert's; losses may treat them apart.
         num_tokens: trained tokens, the N of token means.
         num_sequences: experiences, the B of sequence means; those without a trained token count.
-        max_response_length: longest response in tokens, the R of normalised sums.
+        max_response_length: the R of normalised sums, in tokens: the longest response that the run allows, or, where
+            that is unknown, the longest of these experiences.
         explore_step: the explore step (EID.batch) that the experiences came from.
     """
 
@@ -53,15 +54,18 @@ class OptimizerBatch:
     num_expert_sequences: int = 0
 
     @classmethod
-    def of(cls, experiences: Sequence[Experience], explore_step: int) -> "OptimizerBatch":
+    def of(
+        cls, experiences: Sequence[Experience], explore_step: int, max_response_length: int | None = None
+    ) -> "OptimizerBatch":
         """A batch of these experiences, its totals counted from their action masks."""
         tokens = [int(trained_mask(e).sum()) for e in experiences]
         expert = [is_expert(e) for e in experiences]
+        longest = max((e.response_length for e in experiences), default=0)
         return cls(
             experiences=experiences,
             num_tokens=sum(tokens),
             num_sequences=len(experiences),
-            max_response_length=max((len(e.tokens) - e.prompt_length for e in experiences), default=0),
+            max_response_length=longest if max_response_length is None else max_response_length,
             explore_step=explore_step,
             num_expert_tokens=sum(count for count, one in zip(tokens, expert, strict=True) if one),
             num_expert_sequences=sum(expert),

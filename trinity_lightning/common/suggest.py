@@ -9,9 +9,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)), None)
 
 
-def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> str:
+def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:
     """A message for an unknown `name` of a `kind`: the nearest match, then everything allowed."""
     names = sorted(allowed)
-    match = nearest(name, names)
+    match = nearest(str(name), names)
     hint = f" Did you mean '{match}'?" if match else ""
     return f"unknown {kind} '{name}'.{hint} Known: {', '.join(names) or 'none'}."

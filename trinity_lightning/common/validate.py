@@ -1,7 +1,6 @@
-"""Values that cannot work are refused at the door: before torch is imported, with the key and the fix."""
+"""Values that cannot work are refused before torch is imported, with the key and the fix."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common import known_names as known
+from trinity_lightning.common.checks import at_least, one_of
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.older_weights import check_corrected, samples_older_weights
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.trainer_settings import check_trainer_settings
 from trinity_lightning.common.validate_models import check_models
 
 # Lightning's own objects have keys that we do not know.
@@ -20,59 +22,26 @@ FREE = ("trainer", "logger", "callbacks")
 
 AT_LEAST_ONE = (
     "steps",
-    "explorer.batch_size",
-    "explorer.repeat_times",
-    "explorer.runner_per_model",
-    "explorer.max_repeat_times_per_runner",
-    "engine.max_model_len",
-    "engine.max_num_seqs",
-    "engine.servers",
-    "engine.cpu_cores",
-    "explorer.sync_interval",
-    "sampling.max_tokens",
-    "eval_sampling.max_tokens",
     "eval_repeat_times",
     "buffer.batch_size",
-    "algorithm.optimizer_steps",
-    "algorithm.inner_epochs",
-    "algorithm.max_tokens_per_micro_batch",
-    "synchronizer.check_interval",
-)
-FINITE = (
-    "optimizer.lr",
-    "optimizer.eps",
-    "optimizer.weight_decay",
-    "algorithm.kl.coef",
-    "algorithm.entropy_coef",
-    "sampling.temperature",
 )
 AT_LEAST_ZERO = (
     "buffer.expert.per_step",
     "seed",
-    "explorer.eval_interval",
-    "explorer.max_retry_times",
-    "explorer.max_refills",
-    "explorer.sync_offset",
-    "optimizer.lr",
-    "optimizer.warmup_steps",
-    "algorithm.kl.coef",
 )
+
+# Sections whose own rules are in their dataclasses.
+SECTIONS = ("algorithm", "optimizer", "engine", "sampling", "explorer", "synchronizer")
 
 # Keys that hold one of a few names; those of a second element take a dotted path too.
 NAMES = {
     "workflow.name": (known.WORKFLOWS, True),
     "eval_workflow": (known.WORKFLOWS, True),
     "algorithm.policy_loss": (known.POLICY_LOSSES, True),
-    "algorithm.loss_agg_mode": (known.LOSS_AGG_MODES, False),
     "algorithm.kl.name": (known.KL_ESTIMATES, False),
-    "algorithm.rollout_correction.level": (known.CORRECTION_LEVELS, False),
-    "algorithm.rollout_correction.mode": (known.CORRECTION_MODES, False),
-    "optimizer.lr_scheduler": (known.LR_SCHEDULERS, False),
     "buffer.storage": (known.BUFFER_STORAGES, False),
     "buffer.order": (known.BUFFER_ORDERS, False),
     "buffer.expert.storage": (known.EXPERT_STORAGES, False),
-    "synchronizer.method": (known.SYNC_METHODS, False),
-    "explorer.runner": (("local", "ray"), False),
 }
 
 
@@ -83,8 +52,14 @@ def validate(config: DictConfig) -> None:
         ConfigError: names the key and the fix.
     """
     _check_keys(config, "")
+    for section in SECTIONS:
+        OmegaConf.to_object(config[section])
+    try:
+        OmegaConf.to_object(config.eval_sampling)
+    except ConfigError as error:
+        raise ConfigError(f"eval_{error}") from error
     for key, (names, with_paths) in NAMES.items():
-        _check_name(key, OmegaConf.select(config, key), names, with_paths)
+        one_of(key, OmegaConf.select(config, key), names, with_paths)
     _check_buffer(config)
     check_models(config)
     last = ""
@@ -92,18 +67,18 @@ def validate(config: DictConfig) -> None:
         if not isinstance(arguments, dict):
             raise ConfigError(f"add_strategy.{label} is {arguments!r}; give its arguments as {{name: value}}.")
         last = str(arguments.get("name", label))
-        _check_name("add_strategy", last, known.ADD_STRATEGIES, with_paths=True)
+        one_of("add_strategy", last, known.ADD_STRATEGIES, with_paths=True)
     if last in known.FILTERING_STRATEGIES and config.algorithm.policy_loss != "sft":
         raise ConfigError(
             f"add_strategy={last} only filters: put a strategy that sets advantages behind it, such as "
             f"'~add_strategy' '+add_strategy={{{last}: {{}}, grpo: {{}}}}'."
         )
     for operator in operator_configs(config.operators):
-        _check_name("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
+        one_of("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
     expert = (config.buffer.expert.dataset,)
     for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values(), *expert):
-        _check_name(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
-        _check_name(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
+        one_of(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
+        one_of(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
         _check_data_file(source)
     _check_together(config)
     _check_expert(config)
@@ -146,7 +121,10 @@ def _check_together(config: DictConfig) -> None:
             "add_strategy=gigpo sums the rewards of an episode's steps: set workflow.args.step_reward=own, as `return` "
             "gives every step the whole episode's."
         )
-    algorithm = config.algorithm
+    _check_step_rewards(config, named)
+    algorithm, explorer = config.algorithm, config.explorer
+    if samples_older_weights(explorer) or config.buffer.storage != "memory":
+        check_corrected(algorithm)
     if config.buffer.storage != "memory" and (
         algorithm.kl.coef > 0 or algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1
     ):
@@ -154,6 +132,27 @@ def _check_together(config: DictConfig) -> None:
             "without rollouts (buffer.storage) there is no reference and one optimizer step a read: set "
             "algorithm.kl.coef=0, algorithm.optimizer_steps=1 and algorithm.inner_epochs=1."
         )
+
+
+def _check_step_rewards(config: DictConfig, strategies: Sequence[str]) -> None:
+    """Refuse a strategy that compares runs by one reward where the steps of a run would have different ones."""
+    args = config.workflow.args
+    one_a_run = [name for name in strategies if name in known.ADD_STRATEGIES and name not in known.STEP_STRATEGIES]
+    if args.get("mode") != "step_wise" or not one_a_run:
+        return
+    if args.get("step_reward") == "own":
+        raise ConfigError(
+            "workflow.args.step_reward=own gives the steps of a run different rewards, and "
+            f"add_strategy={one_a_run[0]} compares runs by one: choose add_strategy=step_wise_grpo or gigpo, or "
+            "step_reward=return."
+        )
+    for operator in operator_configs(config.operators):
+        if operator.name in known.SHAPING_OPERATORS:
+            raise ConfigError(
+                f"operator '{operator.name}' gives the steps of a run (workflow.args.mode=step_wise) different "
+                f"rewards, and add_strategy={one_a_run[0]} compares runs by one: choose add_strategy=step_wise_grpo or "
+                "gigpo."
+            )
 
 
 def _check_buffer(config: DictConfig) -> None:
@@ -185,9 +184,6 @@ def _check_expert(config: DictConfig) -> None:
             "algorithm.policy_loss=mix needs expert data: give buffer.expert.per_step=8 and "
             "buffer.expert.dataset.path=FILE of prompts and answers."
         )
-    mu = config.algorithm.policy_loss_args.get("mu", 0.1)
-    if loss == "mix" and not (isinstance(mu, int | float) and 0 <= mu <= 1):
-        raise ConfigError(f"algorithm.policy_loss_args.mu is {mu!r}; give a number from 0 to 1.")
     if expert.per_step == 0:
         return
     if expert.storage == "dataset":
@@ -215,43 +211,24 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
             _check_keys(node[key], f"{name}.")
 
 
-def _check_name(key: str, value: str | None, names: Sequence[str], with_paths: bool = False) -> None:
-    if value is None or value in names or (with_paths and "." in value):
-        return
-    raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
-
-
 def _check_numbers(config: DictConfig) -> None:
     for least, keys in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         for key in keys:
-            value = OmegaConf.select(config, key)
-            if value is not None and value < least:
-                raise ConfigError(f"{key} is {value}; give {least} or more.")
-    for key in FINITE:
-        if not math.isfinite(OmegaConf.select(config, key)):
-            raise ConfigError(f"{key} is {OmegaConf.select(config, key)}; give a finite number.")
-    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise ConfigError(f"optimizer.betas is {list(config.optimizer.betas)}; give two numbers in [0, 1).")
+            at_least(least, key, OmegaConf.select(config, key))
     if config.seed >= 2**32:
         raise ConfigError(f"seed is {config.seed}; give a number below 2**32.")
     _check_explorer(config)
-    if not 0 < (timeout := config.synchronizer.sync_timeout) < math.inf:
-        raise ConfigError(f"synchronizer.sync_timeout is {timeout}; give seconds above 0, and a finite number of them.")
     for sampling in ("sampling", "eval_sampling"):
         if config[sampling].max_tokens >= config.engine.max_model_len:
             raise ConfigError(
                 f"{sampling}.max_tokens ({config[sampling].max_tokens}) leaves no room for a prompt in "
                 f"engine.max_model_len ({config.engine.max_model_len})."
             )
-    if not config.eval_sampling.temperature >= 0:
-        raise ConfigError(f"eval_sampling.temperature is {config.eval_sampling.temperature}; give 0 (greedy) or more.")
     check_trained_sampling(OmegaConf.to_container(config.sampling))  # type: ignore[arg-type]
 
 
 def _check_explorer(config: DictConfig) -> None:
     explorer = config.explorer
-    if not explorer.max_timeout > 0:
-        raise ConfigError(f"explorer.max_timeout is {explorer.max_timeout}; give seconds above 0.")
     if config.algorithm.optimizer_steps > explorer.batch_size and config.buffer.storage == "memory":
         raise ConfigError(
             f"algorithm.optimizer_steps ({config.algorithm.optimizer_steps}) is more than explorer.batch_size "
@@ -264,9 +241,4 @@ def _check_trainer(config: DictConfig) -> None:
     for key in ("callbacks", "logger", "plugins"):
         if trainer.get(key) is not None:
             raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
-    if (devices := trainer.get("devices", 1)) not in (1, "1"):
-        raise ConfigError(f"trainer.devices is {devices}: an engine in this process serves one device, give 1.")
-    if str(trainer.get("precision", "")).startswith("16"):
-        raise ConfigError(
-            "trainer.precision: 16-bit float needs a gradient scaler; use bf16-mixed, or model.dtype=bf16."
-        )
+    check_trainer_settings(trainer)

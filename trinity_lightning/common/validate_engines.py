@@ -1,7 +1,9 @@
-"""Checks at the door of where engines compute: cores, GPUs, servers that run already, and who can reach them."""
+"""Checks of where engines compute, before torch is imported: cores, GPUs, running servers, and who can reach them."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from omegaconf import DictConfig
@@ -14,6 +16,7 @@ from trinity_lightning.common.ports import free_port
 from trinity_lightning.common.require import require_vllm
 
 LOOPBACK = "127.0.0.1"
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
@@ -25,28 +28,42 @@ def check_engine(config: DictConfig) -> None:
         ConfigError: names the key and the fix.
     """
     engine = config.engine
-    set_ones = {
-        "urls": bool(engine.urls),
-        "servers": engine.servers != 1,
-        "gpus": bool(engine.gpus),
-        "cpu_cores": engine.cpu_cores is not None,
-    }
-    given = [name for name, is_set in set_ones.items() if is_set]
-    if given and engine.kind.value != "vllm_server":
+    if engine.kind.value != "vllm_server" and (given := _set_ones(engine, "urls", "servers", "gpus", "cpu_cores")):
         raise ConfigError(
             f"engine.{given[0]} is of engine=vllm_server, and engine={engine.kind.value} computes in this process: "
             "choose that engine, or leave the key out."
         )
-    if given[:1] == ["urls"] and len(given) > 1:
+    if engine.kind.value == "transformers" and (given := _set_ones(engine, "kv_cache_gb", "args", "dtype")):
         raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[1]} is of servers that are started here: "
+            f"engine.{given[0]} is of vLLM, and engine=transformers generates with the training model itself: choose "
+            "another engine, or leave the key out."
+        )
+    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "args")
+    if engine.urls and (given := _set_ones(engine, *started)):
+        raise ConfigError(
+            f"engine.urls names servers that run already, and engine.{given[0]} is of servers that are started here: "
             "leave one of them out."
         )
-    for url in engine.urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine.urls: {url!r} is no URL; give one such as http://node7:8000.")
+    if engine.kind.value == "vllm":
+        check_one_device(engine.args)
     _check_gpus("engine", engine, engine.servers)
     _check_cores("engine", engine, engine.servers, config.explorer.sync_offset)
+
+
+def _set_ones(engine: DictConfig, *names: str) -> list[str]:
+    """Those of the engine's keys that are not as they are by default."""
+    default = EngineConfig()
+    return [name for name in names if engine[name] != getattr(default, name)]
+
+
+def check_one_device(args: Mapping[str, Any]) -> None:
+    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
+    for name in PARALLEL:
+        if args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {args[name]}, and engine=vllm computes in this process, on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
 
 
 def check_synchronizer(config: DictConfig) -> None:
@@ -55,8 +72,9 @@ def check_synchronizer(config: DictConfig) -> None:
     method = synchronizer.method
     if method != "tcp" and synchronizer.address != LOOPBACK:
         raise ConfigError(f"synchronizer.address is of synchronizer=tcp, not of {method}: leave it out.")
-    if method in known.WEIGHT_GROUPS and synchronizer.folder is not None:
-        raise ConfigError(f"synchronizer.folder is of synchronizer=checkpoint, not of {method}: leave it out.")
+    if synchronizer.folder is not None and (method in known.WEIGHT_GROUPS or engine.kind.value != "vllm_server"):
+        how = f"synchronizer={method}" if method in known.WEIGHT_GROUPS else f"engine={engine.kind.value}"
+        raise ConfigError(f"synchronizer.folder is of synchronizer=checkpoint, not of {how}: leave it out.")
     if method in known.WEIGHT_GROUPS:
         for name in ("weight_transfer_config", "worker_extension_cls"):
             if name in engine.args:
@@ -102,7 +120,7 @@ def _check_nccl(config: DictConfig) -> None:
             "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one: take "
             "synchronizer=checkpoint."
         )
-    if not engine.gpus or TRAINER_GPU in engine.gpus or max(engine.gpus) >= there:
+    if not engine.gpus or TRAINER_GPU in engine.gpus:
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
             f"trainer's ({TRAINER_GPU}): give some of {list(range(1, there))}."
@@ -112,11 +130,6 @@ def _check_nccl(config: DictConfig) -> None:
 def check_auxiliary_engine(name: str, model: AuxiliaryConfig, sync_offset: int) -> None:
     """Refuse knobs of an auxiliary model's own server that cannot work; a ConfigError."""
     key, engine = f"auxiliary_models.{name}.engine", model.engine
-    for knob in ("max_model_len", "max_num_seqs"):
-        if getattr(engine, knob) < 1:
-            raise ConfigError(f"{key}.{knob} is {getattr(engine, knob)}; give 1 or more.")
-    if engine.cpu_cores is not None and engine.cpu_cores < 1:
-        raise ConfigError(f"{key}.cpu_cores is {engine.cpu_cores}; give 1 or more, or null.")
     if engine.urls:
         raise ConfigError(f"{key}.urls has no meaning: give the endpoint as auxiliary_models.{name}.url.")
     if engine.servers != 1:
@@ -126,14 +139,9 @@ def check_auxiliary_engine(name: str, model: AuxiliaryConfig, sync_offset: int) 
 
 
 def check_reach(config: DictConfig, models: Mapping[str, AuxiliaryConfig]) -> None:
-    """Refuse a Ray cluster that is not used, or whose machines cannot reach a server started here; a ConfigError."""
+    """Refuse a Ray cluster whose machines cannot reach a server started here; a ConfigError."""
     explorer = config.explorer
     if explorer.runner == "local":
-        if explorer.ray_address is not None:
-            raise ConfigError(
-                f"explorer.ray_address is {explorer.ray_address}, and explorer.runner=local does not use Ray: set "
-                "explorer.runner=ray, or leave the address out."
-            )
         return
     if explorer.ray_address is None:
         _check_workers(config)
@@ -174,18 +182,31 @@ def _is_elsewhere(address: str | None) -> bool:
 
 def _check_gpus(key: str, engine: DictConfig | EngineConfig, servers: int) -> None:
     gpus = list(engine.gpus or ())
-    if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
-        raise ConfigError(f"{key}.gpus is {gpus}; give different numbers of 0 or more.")
     visible = visible_gpus()
     if visible is not None and max(gpus, default=-1) >= len(visible):
         raise ConfigError(
             f"{key}.gpus is {gpus}, numbers from 0 of what CUDA_VISIBLE_DEVICES shows this process, which is "
             f"{len(visible)} GPUs."
         )
-    if servers > 0 and len(gpus) % servers:
+    if not gpus:
+        return
+    import torch  # late: nothing else here needs it
+
+    if max(gpus) >= (there := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there}."
+        )
+    if len(gpus) % servers:
         raise ConfigError(
             f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
             "server takes as many."
+        )
+    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
+    if sizes and math.prod(sizes.values()) != len(gpus) // servers:
+        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
+            f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks at the door of what generates: the policy's engine, its runners, and the models beside it."""
+"""Checks of what generates, before torch is imported: the policy's engine, its runners, and the models beside it."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from trinity_lightning.common import known_names as known
 from trinity_lightning.common.auxiliary import auxiliary_configs
 from trinity_lightning.common.config import AuxiliaryConfig
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.model_files import check_model_name
+from trinity_lightning.common.model_files import check_model_name, check_trainable
 from trinity_lightning.common.operator_config import operator_configs
 from trinity_lightning.common.require import require_ray, require_vllm
 from trinity_lightning.common.suggest import unknown_name
@@ -30,6 +30,7 @@ def check_models(config: DictConfig) -> None:
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_model_name(config.model.name)
+    check_trainable(config.model.name)
     if config.buffer.storage in ("file", "sql"):  # no rollouts, no engine
         return
     engine = config.engine.kind.value
@@ -88,8 +89,6 @@ def _check_endpoint(name: str, model: AuxiliaryConfig) -> None:
     key = f"auxiliary_models.{name}"
     if importlib.util.find_spec("openai") is None:
         raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
-    if not str(model.url).startswith(("http://", "https://")):
-        raise ConfigError(f"{key}.url: {model.url!r} is no URL; give one such as http://node7:8000/v1.")
     if model.api_key_env is not None and not os.environ.get(model.api_key_env):
         raise ConfigError(
             f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "

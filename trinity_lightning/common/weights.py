@@ -1,8 +1,12 @@
 """The policy's weights on their way to an engine: what will come, told before anything is sent."""
 
+import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from trinity_lightning.common.errors import WeightSyncError
@@ -11,6 +15,7 @@ from trinity_lightning.common.suggest import nearest
 Shape = tuple[int, ...]
 
 MAX_LISTED = 8
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,63 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + more
 
 
-def parameter_shapes(path: str) -> dict[str, Shape]:
-    """Names and shapes of every parameter of the Hugging Face model in a folder (or of a hub name), from its config.
-
-    Tied parameters are listed under each of their names: an engine may keep a copy of its own of a tied head.
-    """
-    import torch
+def skeleton(path: str) -> Any:
+    """The Hugging Face model in a folder (or of a hub name), from its config, without any weights in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+
+def parameter_shapes(path: str) -> dict[str, Shape]:
+    """Checkpoint names and shapes of every parameter of the Hugging Face model in a folder (or of a hub name).
+
+    Tied parameters are listed under each of their names: an engine may keep a copy of its own of a tied head.
+    """
+    model = skeleton(path)
+    return dict(as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model).shapes)
+
+
+def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
+    """Tensors by a model's own parameter names, as its checkpoints have them: what `save_pretrained` would write.
+
+    Transformers holds some of them in another form, such as all experts of a layer in one tensor. They are converted
+    back one layer at a time, where no tensor of a checkpoint is made of several layers: nothing is copied as a whole.
+
+    Args:
+        tensors: the weights.
+        model: the Hugging Face model whose names they have; its own weights are not read.
+    """
+    plain = copy.copy(model)
+    plain._weight_conversions = None  # those of its class: the file it was loaded from may have lacked a prefix
+    groups = _layers(tensors)
+    shapes = _shapes(tensors, groups, plain)
+    if len(groups) > 1 and shapes != (whole := _shapes(tensors, [list(tensors)], plain)):
+        groups, shapes = [list(tensors)], whole
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for names in groups:
+            yield from _reverted({name: tensors[name].detach() for name in names}, plain).items()
+
+    return WeightStream(shapes, stream)
+
+
+def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
+    """Names and shapes of what is streamed, in its order."""
+    empty = ({name: torch.empty_like(tensors[name], device="meta") for name in names} for names in groups)
+    return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
+
+
+def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def _layers(names: Iterable[str]) -> list[list[str]]:
+    """Names by the layer they are of (`model.layers.3`); of those without a number, each is by itself."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer.group() if layer else name, []).append(name)
+    return list(groups.values())

@@ -11,16 +11,18 @@ import time
 import warnings
 from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.checks import check_version
 from trinity_lightning.common.config import SynchronizerConfig
 from trinity_lightning.common.errors import ConfigError, WeightSyncError
 from trinity_lightning.common.known_names import WEIGHT_GROUPS
+from trinity_lightning.common.older_weights import samples_older_weights
 from trinity_lightning.common.ports import free_port
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.host import Host
@@ -28,15 +30,16 @@ from trinity_lightning.explorer.lookahead import Interval, LookAhead
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.watchers import CtrlC, Watchers, keep_sigterm
+from trinity_lightning.explorer.sync_policy import SyncPolicy
+from trinity_lightning.explorer.watchers import Watchers, keep_sigterm
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, weight_stream
+from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
+from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, parameter_stream, weight_stream
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_OLDER = -1  # instead of a global_step: the engines were given weights of a step before
-STOP_SECONDS = 20.0  # for rollouts in flight after SIGTERM: schedulers of clusters kill 30 s after it
+STOP_SECONDS = 20.0  # for rollouts in flight where a run ends early: schedulers of clusters kill 30 s after SIGTERM
 
 
 class ExplorerCallback(L.Callback):
@@ -45,6 +48,7 @@ class ExplorerCallback(L.Callback):
     Args:
         explorer: what to run.
         synchronizer: how weights reach the engines and how that is checked.
+        stop: saves a run that ends early; its hooks are called from here, while the engines are up.
         observer: shown the experiences of every step and evaluation: (experiences, step, taskset or None for training).
         progress: told how many tasks of a batch have ended: (batch, done, all).
 
@@ -57,6 +61,7 @@ class ExplorerCallback(L.Callback):
         explorer: Explorer,
         synchronizer: SynchronizerConfig | None = None,
         *,
+        stop: StopCheckpoint | None = None,
         observer: Observer | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -64,13 +69,12 @@ class ExplorerCallback(L.Callback):
         self.metrics: dict[str, float] = {}
         self._sync_config = synchronizer or SynchronizerConfig()
         self._watchers = Watchers(observer, progress, waiting=lambda: not self._ahead.under_way)
-        self._ctrl_c = CtrlC()
+        self._stop = stop or StopCheckpoint()
         self._host: Host | None = None
-        self._synced_at: int | None = None  # global_step of the weights that the engines were last synced to
-        self._trained = 0  # explore steps trained in them
         self._ahead = LookAhead(explorer)
-        self._started = False
-        self._filling = False
+        self._sync = SyncPolicy(explorer, self._run_in_time)
+        self._step = 0  # what is prepared to be trained on
+        self._ended = 0  # the last step whose end, with its evaluation, is done
         self._step_began = 0.0
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -85,41 +89,47 @@ class ExplorerCallback(L.Callback):
             raise ConfigError("one device only: with an in-process engine set trainer.devices=1.")
         if not all(isinstance(model, Engine) for model in self.explorer.engines.models):
             raise ConfigError("ExplorerCallback needs engines that take weights: VLLMEngine, VLLMServerEngine or so.")
+        if samples_older_weights(self.explorer.config):
+            pl_module.objective.expect_older_weights()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""
         # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-        policy, data = self._parts(trainer)
+        policy, data = self._policy(trainer), self._data(trainer)
         engines = [model for model in self.explorer.engines.models if isinstance(model, Engine)]
         for engine in engines:
             if isinstance(engine, TransformersEngine):
                 engine.bind(policy.policy)
-        self._ctrl_c.count, self._synced_at, self._started, self._filling = 0, None, False, False
+        self._step = 0
+        self._sync.begin()
         driven = [engine for engine in engines if isinstance(engine, InProcessEngine)]
-        self._host = Host(driven, lambda: self._interruption(trainer))
-        self._ctrl_c.install()
+        self._host = Host(driven, lambda: self._interruption(trainer), self.explorer.config.max_timeout)
+        self._stop.on_fit_start(trainer, pl_module)
         watchers = self._watchers
-        self.explorer.connect(data.fill, lambda: weight_stream(policy.policy), watchers.observe, watchers.progress)
+        stream = parameter_stream if all(engine.shares_weights for engine in engines) else weight_stream
+        fill = partial(data.fill, all_rows=policy.objective.needs_all_rows)
+        self.explorer.connect(fill, lambda: stream(policy.policy), watchers.observe, watchers.progress)
         self._run(data.prepare())
         self._run(self.explorer.prepare())
         keep_sigterm()
         if self._sync_config.method in WEIGHT_GROUPS:
             address = self._sync_config.address
             self._run_in_time(self.explorer.setup_weight_sync_group(address, free_port(address)))
-        self._synchronizer = self._make_synchronizer(policy, engines)
+        self._sync.synchronize = self._make_synchronizer(policy, engines).sync
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop the runners, free the engines, give Ctrl-C back."""
+        self._stop.teardown(trainer, pl_module, stage)
         self._close()
 
     def _close(self) -> None:
-        self._ctrl_c.restore()
+        self._stop.ctrl_c.restore()
         if self._host is not None:
             host, self._host = self._host, None
             self._ahead.cancel()
             try:
-                host.run(self.explorer.shutdown(), interruptible=False)
+                host.end(self.explorer.shutdown())
             finally:
                 host.close()
 
@@ -127,10 +137,14 @@ class ExplorerCallback(L.Callback):
         token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             policy.policy,
-            send=lambda: self._run_in_time(self.explorer.sync_weight(self._trained)),
+            send=lambda: self._run_in_time(self._sync.send()),
             trainer_logprobs=lambda: policy.sequence_logprobs(token_ids),
             engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
-            tolerance=Tolerance.of(policy.policy.dtype, *[engine.dtype for engine in engines]),
+            tolerance=Tolerance.of(
+                policy.policy.dtype,
+                *[engine.dtype for engine in engines],
+                quantized=any(engine.quantized for engine in engines),
+            ),
             check_interval=self._sync_config.check_interval,
             with_drill=self._sync_config.drill and not any(engine.shares_weights for engine in engines),
         )
@@ -139,7 +153,9 @@ class ExplorerCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the untrained policy, then fill: a resumed run may not come by `on_train_epoch_start`."""
-        self._started = True
+        self._stop.on_train_start(trainer, pl_module)
+        self._ended = min(self._ended, _epochs(trainer).processed)  # another fit may begin at step 1 again
+        self._evaluate_end(trainer)  # of the step before, where a run stopped within it
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, trained=0, row=0)
         self._fill(trainer)
@@ -148,95 +164,116 @@ class ExplorerCallback(L.Callback):
         """Fill the buffer for this epoch, if it does not hold it already."""
         self._fill(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate where due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """An item begins, unless Ctrl-C was pressed."""
+        self._stop.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure the step up to here: it ends with its last item."""
+        self._stop.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         now = time.perf_counter()
         self._ahead.training = replace(self._ahead.training, end=now)
-        step, config = trainer.current_epoch + 1, self.explorer.config
         self.metrics["time/step"] = now - self._step_began
-        row = trainer.fit_loop.epoch_loop.total_batch_idx
-        self._log(trainer, {"time/step": now - self._step_began}, row, step)
-        last = step == trainer.max_epochs
-        if self.explorer.need_eval(step) or (last and config.eval_interval > 0 and self.explorer.evaluates):
-            # Not to be interrupted: a resumed run would take this epoch's end as done.
-            self._evaluate(trainer, step, row, interruptible=False)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluate where due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
+        step = trainer.current_epoch + 1
+        self._log(trainer, {"time/step": self.metrics["time/step"]}, trainer.fit_loop.epoch_loop.total_batch_idx, step)
+        self._evaluate_end(trainer)
         # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
         pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluate the last step, where a resumed run had only that left to do."""
+        self._evaluate_end(trainer)
+
+    def _evaluate_end(self, trainer: L.Trainer) -> None:
+        """The evaluation at a step's end, where one is due and not done yet."""
+        step = _epochs(trainer).processed
+        if self._ended >= step:
+            return
+        last = step == trainer.max_epochs and self.explorer.config.eval_interval > 0 and self.explorer.evaluates
+        if self.explorer.need_eval(step) or last:
+            self._evaluate(trainer, step, row=trainer.fit_loop.epoch_loop.total_batch_idx)
+        self._ended = step
+
     def _fill(self, trainer: L.Trainer) -> None:
-        policy, data = self._parts(trainer)
+        """Have the step of this epoch ready to be trained on, unless it is; its metrics are one row of the loggers."""
         step = trainer.current_epoch + 1
-        self._filling, self._step_began = True, time.perf_counter()
         if (reason := self._interruption(trainer)) is not None:
             raise reason
-        if data.batch != step:
-            self.metrics = {}
-            self._obtain(trainer, data, step)
-            data.advance(step)
-            self.metrics |= self._ahead.take(step)
-            start = time.perf_counter()
-            data.storage.columns = policy.prepare_step(data.experiences)
-            self.metrics["time/prepare"] = time.perf_counter() - start
-            self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
-        self._explore_ahead(trainer, step)
-        self._filling = False
-        self._ahead.training = Interval(time.perf_counter())
+        if self._step != step:
+            self._step_began = time.perf_counter()
+            if self._data(trainer).batch != step:
+                self.metrics = {}
+                self._obtain(trainer, step)
+                self._hand_over(trainer, step)
+            self._explore_ahead(trainer, step)
+            self._step = step
+            if not _items_done(trainer):
+                self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
+            self._ahead.training = Interval(time.perf_counter())
 
-    def _obtain(self, trainer: L.Trainer, data: ExperienceDataModule, step: int) -> None:
+    def _obtain(self, trainer: L.Trainer, step: int) -> None:
         """Have the experiences of a step ready: wait for those begun ahead, or roll them out now."""
         start = time.perf_counter()
         self._wait_ahead()
-        if data.storage.is_ready(step):
+        if self._data(trainer).storage.is_ready(step):
             self.metrics["time/wait_for_rollout"] = time.perf_counter() - start
-            return
-        self.explorer.step = step - 1
-        self._sync_if_due(trainer, step - 1)
-        self._run(self._ahead.explore(step))
+        else:
+            self.explorer.step = step - 1
+            self._roll_out(trainer, step)
+
+    def _roll_out(self, trainer: L.Trainer, target: int) -> None:
+        """Explore the steps up to and with `target` now."""
+        self.metrics |= self._sync.sync_if_due(trainer.global_step)
+        self._run(self._ahead.explore(target))
+
+    def _hand_over(self, trainer: L.Trainer, step: int) -> None:
+        """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""
+        policy, data = self._policy(trainer), self._data(trainer)
+        self._sync.begin_step(trainer.global_step)
+        start = time.perf_counter()
+        columns = policy.prepare_step(data.storage.ready(step))
+        self.metrics |= self._ahead.take(step) | {"time/prepare": time.perf_counter() - start}
+        lag = self._sync.version(trainer.global_step) - self.metrics["sample/model_version/mean"]
+        self.metrics["sample/lag/mean"] = lag
+        data.advance(step, columns)  # last: an error before it finds the step still ready
 
     def _explore_ahead(self, trainer: L.Trainer, step: int) -> None:
         """With sync_offset, begin the rollouts that go on while `step` is trained on, unless that is done."""
+        offset = self.explorer.config.sync_offset
         limit = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
-        target = min(step + self.explorer.config.sync_offset, limit)
-        if self.explorer.step < target and not self._ahead.under_way:
-            self._sync_if_due(trainer, step - 1)
-            self._ahead.begin(self._running_host(), int(target))
+        target = min(step + offset, limit)
+        if self.explorer.step >= target or self._ahead.under_way:
+            return
+        if self.explorer.step < (begun := min(step - 1 + offset, limit)):
+            self._roll_out(trainer, int(begun))  # those before have weights of their own
+        self.metrics |= self._sync.sync_if_due(trainer.global_step)
+        self._ahead.begin(self._running_host(), int(target))
 
     def _wait_ahead(self) -> None:
         self._ahead.wait()
         self._watchers.flush()
 
-    def _evaluate(self, trainer: L.Trainer, trained: int, row: int, interruptible: bool = True) -> None:
-        self._ahead.settle()  # an error of theirs comes when they are needed: this step is to be saved first
-        self._watchers.flush()
-        self._sync(trainer, trained)
-        metrics = self._run(self.explorer.eval(trained), interruptible)
+    def _evaluate(self, trainer: L.Trainer, trained: int, row: int) -> None:
+        self._wait_ahead()  # before a sync: were they to be done again, it would be with the weights of now
+        metrics = self._sync.sync(trainer.global_step)
+        metrics |= self._run(self.explorer.eval(trained))
         self.metrics |= metrics
         self._log(trainer, metrics, row, trained)
 
-    def _sync_if_due(self, trainer: L.Trainer, trained: int) -> None:
-        """Before rollouts: fresh engines are always synced, and then given what they had, where that was older."""
-        fresh, due = self._synced_at is None, self.explorer.need_sync()
-        if fresh or due:
-            self._sync(trainer, trained)
-        if fresh and not due:
-            self._run_in_time(self.explorer.engines.restore())
-            self._synced_at = _OLDER
-        elif fresh:
-            self.explorer.engines.forget_restored()
-
-    def _sync(self, trainer: L.Trainer, trained: int) -> None:
-        """Send the weights, unless the engines have them: an item that trained nothing changed none."""
-        if self._synced_at != trainer.global_step:
-            self._trained = trained
-            metrics = self._synchronizer.sync()
-            self._synced_at = trainer.global_step
-            self.metrics |= metrics
-            self._log(trainer, metrics, max(trainer.fit_loop.epoch_loop.total_batch_idx, 0), trained)
-
     # -- bits ---------------------------------------------------------------------------------------------------------
 
-    def _parts(self, trainer: L.Trainer) -> tuple[PolicyModule, ExperienceDataModule]:
-        return trainer.lightning_module, trainer.datamodule  # type: ignore[return-value,attr-defined]
+    def _policy(self, trainer: L.Trainer) -> PolicyModule:
+        return trainer.lightning_module  # type: ignore[return-value]
+
+    def _data(self, trainer: L.Trainer) -> ExperienceDataModule:
+        return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
     def _run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
         try:
@@ -272,44 +309,34 @@ class ExplorerCallback(L.Callback):
     # -- interruption -------------------------------------------------------------------------------------------------
 
     def _interruption(self, trainer: L.Trainer) -> BaseException | None:
-        if self._ctrl_c.count:
+        if self._stop.ctrl_c.count:
             return KeyboardInterrupt()
         if trainer.received_sigterm:
             return SIGTERMException()
         return None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """On a single Ctrl-C or SIGTERM write a checkpoint and say how to go on; free everything in any case."""
+        """Save what is whole, rollouts in flight included, and free everything."""
         try:
-            if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._ctrl_c.count <= 1:
-                self._save_interrupted(trainer, limited=isinstance(exception, SIGTERMException))
+            if self._stop.wanted:
+                self._settle()
+            self._stop.on_exception(trainer, pl_module, exception)
         finally:
-            self._close()
+            try:
+                self._close()
+            except Exception as error:  # the one that ended the run is on its way to the user
+                logger.warning("the engines did not end as they should: %s: %s", type(error).__name__, error)
 
-    def _save_interrupted(self, trainer: L.Trainer, limited: bool) -> None:
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if not self._started:  # a resumed run's state is not restored yet: nothing worth saving
-            logger.warning("stopped before training began; there is no new checkpoint.")
-            return
-        if folder is None:
-            logger.warning("stopped at explore step %d without a checkpoint: no ModelCheckpoint.", self.explorer.step)
-            return
-        self._settle(limited)
-        if self._filling:
-            # The loop still counts the items of the epoch before, and would take this epoch's as done on resume.
-            trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
-        trainer.save_checkpoint(Path(str(folder)) / "interrupted.ckpt")
-        logger.warning("stopped at explore step %d. Resume with ckpt_path=last", self.explorer.step)
-
-    def _settle(self, limited: bool) -> None:
-        """Wait for rollouts in flight, which a checkpoint then holds; after SIGTERM not for long."""
+    def _settle(self) -> None:
+        """Wait shortly for rollouts in flight, which a checkpoint then holds; a resumed run does the others again."""
         if not self._ahead.under_way:
             return
-        logger.warning("waiting for the rollouts in flight; Ctrl-C stops without a checkpoint.")
-        self._ctrl_c.install()  # again: Lightning ignores Ctrl-C from here on
-        self._ahead.settle(STOP_SECONDS if limited else math.inf)
+        logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
+        self._stop.ctrl_c.stopping()
+        self._running_host().hurry()
+        self._ahead.settle(STOP_SECONDS)
         if not self._ahead.complete:
-            logger.warning("the next step's rollouts are not in the checkpoint: newer weights will make them anew.")
+            logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -321,10 +348,36 @@ class ExplorerCallback(L.Callback):
         self._ahead.settle()
         self._watchers.flush()
         ahead = self._ahead.state_dict()
-        return {"explorer": self.explorer.state_dict(), "metrics": dict(self.metrics), "ahead": ahead}
+        return {
+            # Rollouts that are not whole are done again by a resumed run, with the weights that they had.
+            "explorer": self.explorer.state_dict(with_weights=not self._ahead.complete),
+            "sync": self._sync.state_dict(),
+            "ended": self._ended,
+            "metrics": dict(self.metrics),
+            "ahead": ahead,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: the checkpoint is of an earlier version.
+        """
+        check_version(state_dict, ("explorer", "sync", "ended", "metrics", "ahead"), "the explorer")
         self.explorer.load_state_dict(state_dict["explorer"])
+        self._sync.load_state_dict(state_dict["sync"])
+        self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
         self._ahead.load_state_dict(state_dict["ahead"])
+
+
+def _items_done(trainer: L.Trainer) -> int:
+    """Items of the present epoch that were trained on; between two epochs Lightning counts those of the one before."""
+    items: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    within = _epochs(trainer).started > _epochs(trainer).processed
+    return items.processed if within else 0
+
+
+def _epochs(trainer: L.Trainer) -> Any:
+    """Lightning's counts of epochs, which it declares narrower than they are."""
+    return trainer.fit_loop.epoch_progress.current

@@ -14,16 +14,19 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.explorer.evaluation_metrics import evaluation_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.policy_engines import PolicyEngines
-from trinity_lightning.explorer.rollout_metrics import evaluation_metrics, valid_rewards
+from trinity_lightning.explorer.rewards.scoring import resolve_rewards
+from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.step_rollouts import StepRollouts, report_failures
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import Status, mean_metrics
+from trinity_lightning.explorer.workflow_runner import Status
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
@@ -50,7 +53,8 @@ class Explorer:
 
     Raises:
         ConfigError: training rollouts would not be drawn from the policy's own distribution, two tasksets share a
-            name, or an engine in this process should generate while the trainer trains (sync_offset).
+            name, an engine in this process should generate while the trainer trains (sync_offset), or a reward
+            function cannot be imported by other processes (reward_workers).
     """
 
     def __init__(
@@ -68,6 +72,9 @@ class Explorer:
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
         _check_sync(config, models)
+        if config.reward_workers:
+            for source in [*([] if train is None else [train]), *evals]:
+                check_all_importable(resolve_rewards(source.reward_fn))
         self.config = config
         self.engines = PolicyEngines(models, keeps_copy=config.sync_interval > 1 or config.sync_offset > 0)
         self.step = 0
@@ -76,6 +83,7 @@ class Explorer:
         self._evals = list(evals)
         self._auxiliary = [list(engines) for engines in auxiliary_models or []]
         self._scheduler = Scheduler(config, models, self._auxiliary)
+        self._restarts = 0
         self._sink: Sink | None = None
         self._observer: Observer | None = None
         self._progress: Progress | None = None
@@ -94,19 +102,23 @@ class Explorer:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Load or start the engines, ask whether endpoints are there, and start the runners."""
+        """Start reward workers, load or start the engines, ask whether endpoints are there, and start the runners.
+
+        The workers first: that they cannot be started is known in a second, and an engine may take minutes.
+        """
+        await self._scheduler.start_reward_workers()
         await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine | OpenAIModel)))
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
         """Stop the runners and free the engines: each of them, also where another one fails to."""
         self.engines.leave()
-        ends = [self._scheduler.stop(), *(model.shutdown() for model in self._engines())]
-        errors = []
-        for end in ends:  # the runners first: they still talk to the engines
-            errors += [each for each in await asyncio.gather(end, return_exceptions=True) if each is not None]
-        if errors:
-            raise errors[0]
+        # The runners first: they still talk to the engines.
+        stopped = await asyncio.gather(self._scheduler.stop(), return_exceptions=True)
+        freed = await asyncio.gather(*(model.shutdown() for model in self._engines()), return_exceptions=True)
+        for error in [*stopped, *freed]:
+            if error is not None:
+                raise error
 
     def _engines(self) -> list[InferenceModel]:
         return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
@@ -143,12 +155,18 @@ class Explorer:
         if experiences is None:
             return False
         piped = await self._sink(experiences, step, rollouts)
-        self.metrics = rollouts.metrics() | piped
+        self.metrics = rollouts.metrics() | piped | self._restarted()
         if self._observer is not None:
             self._observer(rollouts.experiences, step, None)
         self.step = step
         self._cursor = self._source.taskset.state_dict()
         return True
+
+    def _restarted(self) -> dict[str, float]:
+        """How many servers died and were started again since this was last asked; nothing where there are none."""
+        servers = [engine for engine in self._engines() if isinstance(engine, VLLMServerEngine)]
+        before, self._restarts = self._restarts, sum(server.restarts for server in servers)
+        return {"rollout/engine_restarts": float(self._restarts - before)} if servers else {}
 
     @property
     def _source(self) -> TaskSource:
@@ -205,8 +223,7 @@ class Explorer:
             statuses, _ = await self._run(tasks, batch)
             experiences = [experience for status in statuses for experience in status.eval_experiences]
             report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
-            self.metrics |= evaluation_metrics(source.name, list(valid_rewards(experiences).values()))
-            self.metrics |= {f"eval/{source.name}/{key}": mean for key, mean in mean_metrics(experiences).items()}
+            self.metrics |= evaluation_metrics(source.name, experiences)
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
@@ -284,14 +301,17 @@ class Explorer:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, with_weights: bool = False) -> dict[str, Any]:
         """Steps done and the taskset's cursor after the last of them; a step under way is done again on resume.
 
         With sync_interval above 1 also the weights that the engines have, for the steps until the next sync: they are
         not the trainer's any more.
+
+        Args:
+            with_weights: also otherwise, where a copy of them is kept: a step is to be done again with them.
         """
         state = {"step": self.step, "taskset": self._cursor}
-        if self.config.sync_interval > 1:
+        if self.config.sync_interval > 1 or with_weights:
             state["engines"] = self.engines.state_dict()
         return state
 
@@ -304,11 +324,6 @@ class Explorer:
 
 
 def _check_sync(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
-    if config.sync_interval < 1 or config.sync_offset < 0:
-        raise ConfigError(
-            f"explorer.sync_interval ({config.sync_interval}) must be 1 or more, explorer.sync_offset "
-            f"({config.sync_offset}) 0 or more."
-        )
     if config.sync_offset > 0 and any(isinstance(model, InProcessEngine) for model in models):
         raise ConfigError(
             "explorer.sync_offset must be 0: an engine in this process cannot generate while the trainer trains. "

@@ -7,11 +7,13 @@ its speed. While the main thread pumps the engines, the loop stays free for work
 import asyncio
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+from trinity_lightning.explorer.loop_watch import LoopWatch
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,13 @@ T = TypeVar("T")
 
 SIGNAL_CHECK_SECONDS = 0.5
 CANCEL_SECONDS = 30.0
+END_SECONDS = 30.0  # for runners and engines to end
+BLOCKED_SECONDS = 5.0  # for a loop to answer before what was to end on it is left to itself
+WARN_SECONDS = 10.0
+# How long a thread may keep the interpreter that another one waits for; Python's own is 5 ms. The main thread asks for
+# it at every operation of torch, and beside a reward that computes in Python waited that long each time: a training
+# step of 0.95 s took 8.9 s, and with 0.1 ms takes 3.3 s. The reward is no slower, nor is anything where none computes.
+SWITCH_SECONDS = 1e-4
 
 
 class Host:
@@ -27,19 +36,26 @@ class Host:
     Args:
         engines: the in-process engines to drive; others need no driving.
         interrupted: asked between steps; an exception that it returns stops what runs (SIGTERM, say).
+        max_block: seconds for which a workflow, or whatever else, may block the loop.
+        warn_block: seconds after which whatever blocks it is logged.
     """
 
     def __init__(
         self,
         engines: Sequence[InProcessEngine] = (),
         interrupted: Callable[[], BaseException | None] = lambda: None,
+        max_block: float = math.inf,
+        warn_block: float = WARN_SECONDS,
     ) -> None:
         self._engines = list(engines)
         self._interrupted = interrupted
         self._wake = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._thread.start()
+        self._watch = LoopWatch(self._loop, self._thread, warn_block, max_block)
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_interval, SWITCH_SECONDS))
         for engine in self._engines:
             engine.attach(self._wake.set)
 
@@ -56,35 +72,86 @@ class Host:
         return Job(self._loop, coroutine, self._wake.set)
 
     def wait(self, job: "Job[T]", interruptible: bool = True, limit: float = math.inf) -> T:
-        """The result of what `start` began; as `run`. TimeoutError, and it is cancelled, after `limit` seconds."""
+        """The result of what `start` began; as `run`. TimeoutError, and it is cancelled, after `limit` seconds.
+
+        Raises:
+            WorkflowBlockedError: a workflow, or whatever else runs on the loop, blocks it.
+        """
         deadline = time.monotonic() + limit
+        reason: BaseException | None = None
         try:
-            while not job.done:
+            while not job.done and reason is None:
                 self._pump(job)
+                if not job.done:
+                    self._watch.check()
                 if not job.done and time.monotonic() > deadline:
                     raise TimeoutError(f"not done within {limit:g} s")
-                if interruptible and not job.done and (reason := self._interrupted()) is not None:
-                    self.cancel(job)
-                    if not job.succeeded:
-                        raise reason
+                if interruptible and not job.done:
+                    reason = self._interrupted()
+            if reason is not None:
+                self.cancel(job)
         except BaseException:
             self.cancel(job)
             raise
         finally:
             for engine in self._engines:
                 engine.run_commands()  # aborts that were posted last
+        if reason is not None and not job.succeeded:
+            raise reason
         return job.result()
 
     def close(self) -> None:
-        """Cancel what still runs, stop the loop, and let the engines step themselves again; twice is allowed."""
-        if not self._thread.is_alive():
+        """Cancel what still runs, stop the loop, and let the engines step themselves again; twice is allowed.
+
+        A loop that is blocked is left to itself: its thread ends with the process, or once it is free.
+        """
+        if not self._thread.is_alive() or self._loop.is_closed():
             return
-        self.run(_cancel_others(), interruptible=False)
+        self.end(_cancel_others())
         for engine in self._engines:
             engine.detach()
+        patience = 0.0 if self._stuck() else CANCEL_SECONDS
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(patience)
+        sys.setswitchinterval(self._switch_interval)
+
+    def _serve(self) -> None:
+        """Run the loop until `close`; closed by its own thread, which a workflow may hold for longer than that."""
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)  # what was asked for while it was blocked
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
+        finally:
+            self._loop.close()
+
+    def hurry(self) -> None:
+        """The run is ending: do not wait for long where something blocks the loop."""
+        self._watch.fail_after = min(self._watch.fail_after, BLOCKED_SECONDS)
+
+    def _stuck(self) -> bool:
+        """Whether there is no point in waiting for the loop."""
+        silent = self._watch.silent()
+        return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and self._watch.blocker() is not None)
+
+    def end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run what ends things, for `END_SECONDS`; not where the loop is blocked. Its exceptions are raised."""
+        job = self.start(coroutine)
+        deadline = time.monotonic() + END_SECONDS
+        while not job.done:
+            self._pump(job)
+            if self._stuck():
+                logger.warning("the event loop is blocked: what runs on it ends with the process.")
+                return
+            if time.monotonic() > deadline:
+                logger.warning("what ends the run was not done within %g s, and is cancelled.", END_SECONDS)
+                self.cancel(job)
+                return
+        for engine in self._engines:
+            engine.run_commands()  # aborts that were posted last
+        job.result()
 
     def _pump(self, job: "Job[Any]") -> None:
         self._wake.clear()  # before looking: what happens from here on sets it again
@@ -93,15 +160,17 @@ class Host:
             self._wake.wait(SIGNAL_CHECK_SECONDS)
 
     def cancel(self, job: "Job[Any]") -> None:
-        """Cancel what `start` began, and wait for the end of its clean-up; nothing happens where it is done."""
+        """Cancel what `start` began, and wait for the end of its clean-up; its error, if any, is logged."""
         if job.done:
+            job.report()
             return
         job.cancel()
         deadline = time.monotonic() + CANCEL_SECONDS
         while not job.done:
             self._pump(job)
-            if time.monotonic() > deadline:
-                logger.warning("a cancelled coroutine did not end within %g s and is left to itself.", CANCEL_SECONDS)
+            if time.monotonic() > deadline or self._stuck():
+                waited = time.monotonic() - deadline + CANCEL_SECONDS
+                logger.warning("a cancelled coroutine did not end within %g s and is left to itself.", round(waited, 1))
                 return
         job.report()
 
@@ -138,9 +207,9 @@ class Job(Generic[T]):
         return self.done and self._task is not None and not self._task.cancelled() and self._task.exception() is None
 
     def report(self) -> None:
-        """Log what a cancelled coroutine raised while it cleaned up: another exception is on its way to the caller."""
+        """Log what a coroutine raised that nobody waits for: another exception is on its way to the caller."""
         if self._task is not None and not self._task.cancelled() and (error := self._task.exception()) is not None:
-            logger.warning("a cancelled coroutine failed: %s: %s", type(error).__name__, error)
+            logger.warning("a coroutine that was given up failed: %s: %s", type(error).__name__, error)
 
 
 async def _cancel_others() -> None:

@@ -1,5 +1,6 @@
 """Explore steps of a training run: rolled out now, or ahead, while the trainer trains."""
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from typing import Any
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host, Job
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class LookAhead:
         self._explorer = explorer
         self._metrics: dict[int, dict[str, float]] = {}
         self._job: Job[Interval] | None = None
+        self._target = 0  # the last step that was asked for
         self._host: Host | None = None
         self._error: Exception | None = None  # of what was begun ahead
 
@@ -45,6 +49,7 @@ class LookAhead:
         Raises:
             ConfigError: the taskset is exhausted.
         """
+        self._target = target
         while self._explorer.step < target:
             if not await self._explorer.explore_step():
                 raise ConfigError(
@@ -70,7 +75,7 @@ class LookAhead:
     def wait(self) -> None:
         """Wait for what was begun, if anything was; an error of it is raised here.
 
-        Ctrl-C waits too: rolled out anew by a resumed run, the steps would be drawn from newer weights.
+        Ctrl-C and SIGTERM cancel it: a resumed run does it again, with the weights that it had.
         """
         self.settle()
         error, self._error = self._error, None
@@ -81,13 +86,14 @@ class LookAhead:
         """Wait for the end of what was begun, well or not: an error waits for `wait`.
 
         Args:
-            limit: seconds after which it is cancelled; the error is a TimeoutError then.
+            limit: seconds after which it is cancelled, for a run that is ending: the error is a TimeoutError then, and
+                nothing else ends the wait. Without a limit Ctrl-C and SIGTERM cancel it, and are raised.
         """
         if self._job is None or self._host is None:
             return
         job, self._job = self._job, None
         try:
-            rollouts = self._host.wait(job, interruptible=False, limit=limit)
+            rollouts = self._host.wait(job, interruptible=limit == math.inf, limit=limit)
         except Exception as error:
             self._error = error
         else:
@@ -95,24 +101,27 @@ class LookAhead:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is under way, and nothing failed."""
-        return self._job is None and self._error is None
+        """Whether every step that was asked for is rolled out."""
+        return self._job is None and self._explorer.step >= self._target
 
     def cancel(self) -> None:
-        """Give up what was begun and not waited for."""
+        """Give up what was begun and not waited for; an error that nobody has waited for is logged."""
         if self._job is not None and self._host is not None:
             job, self._job = self._job, None
             self._host.cancel(job)
-        self._error = None
+        error, self._error = self._error, None
+        if error is not None:
+            logger.warning("the rollouts that were begun ahead failed: %s: %s", type(error).__name__, error)
 
     def take(self, step: int) -> dict[str, float]:
         """What was measured of a step, which is trained on now."""
         return self._metrics.pop(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured of steps that are not trained on yet."""
-        return {"metrics": {step: dict(metrics) for step, metrics in self._metrics.items()}}
+        """What was measured of steps that are not trained on yet, and up to which one they were asked for."""
+        return {"target": self._target, "metrics": {step: dict(metrics) for step, metrics in self._metrics.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self._target = state["target"]
         self._metrics = {step: dict(metrics) for step, metrics in state["metrics"].items()}

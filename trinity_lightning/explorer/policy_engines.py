@@ -22,7 +22,7 @@ class PolicyEngines:
             are asked for.
 
     Attributes:
-        version: trained explore steps in the weights that the engines were last given.
+        version: explore steps that changed the weights that the engines were last given.
         source: where the trainer's present weights come from; None: not connected yet.
     """
 
@@ -93,18 +93,21 @@ class PolicyEngines:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The copy that is kept, and its version."""
-        return {"version": self.version, "weights": self._given}
+        """The copy that is kept, and its version; of fresh engines what `restore` is still to give."""
+        weights, version = self._restored or (self._given, self.version)
+        return {"version": version, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember what `restore` is to give."""
         self._restored = (state["weights"], state["version"]) if state["weights"] else None
 
-    async def restore(self) -> None:
-        """Give fresh engines the weights that they had when the state was taken, once."""
-        if self._restored is not None:
-            (self._given, version), self._restored = self._restored, None
-            await self.send(WeightStream.of(self._given.items()), version)
+    async def restore(self) -> bool:
+        """Give fresh engines the weights that they had when the state was taken, once; whether there were any."""
+        if self._restored is None:
+            return False
+        (self._given, version), self._restored = self._restored, None
+        await self.send(WeightStream.of(self._given.items()), version)
+        return True
 
     def forget_restored(self) -> None:
         """Newer weights are due: what the engines had is of no use any more."""

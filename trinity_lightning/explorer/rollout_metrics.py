@@ -1,10 +1,11 @@
-"""Numbers that describe an explore step or an evaluation."""
+"""Numbers that describe an explore step."""
 
 import statistics
 from collections.abc import Iterable, Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.rewards import is_constant, is_valid_reward
+from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
+from trinity_lightning.common.runs import last_step, runs_of
 from trinity_lightning.explorer.workflow_runner import Status
 
 
@@ -25,17 +26,17 @@ def gathered(metrics: Iterable[dict[str, float]], prefix: str) -> dict[str, floa
 
 
 def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
-    """The rewards of each task's experiences, without those that are no finite number."""
+    """The rewards of each task's runs, without those that are no finite number; of several steps the last one's."""
     return {
-        task: [e.reward for e in group if e.reward is not None and is_valid_reward(e.reward)]
+        task: [e.reward for e in map(last_step, runs_of(group)) if e.reward is not None and is_valid_reward(e.reward)]
         for task, group in group_by(experiences, "task").items()
     }
 
 
 def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[float, int]]]:
-    """By taskset and index of the task (`info["task_index"]`), the mean of its valid rewards and their number."""
+    """By taskset and index of the task (`info["task_index"]`), the mean of its runs' valid rewards and their number."""
     rewards: dict[str, dict[int, list[float]]] = {}
-    for experience in experiences:
+    for experience in map(last_step, runs_of(experiences)):
         origin = experience.info.get("task_index")
         if origin is not None and experience.reward is not None and is_valid_reward(experience.reward):
             of_taskset = rewards.setdefault(origin["taskset_id"], {})
@@ -47,14 +48,14 @@ def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[f
 
 
 def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Rewards, lengths and group signal of an explore step."""
+    """Rewards of an explore step's runs, the share of groups with equal ones, and the lengths of its experiences."""
     groups = valid_rewards(experiences)
     rewards = [reward for group in groups.values() for reward in group]
     responses = [float(len(e.tokens) - e.prompt_length) for e in experiences]
     clipped = [e.truncate_status == "response_truncated" for e in experiences]
     metrics = {
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "frac_reward_zero_std": statistics.fmean(is_constant(group) for group in groups.values()),
+        "frac_reward_zero_std": statistics.fmean(equal_rewards(group) for group in groups.values()),
         "response_length/clip_ratio": statistics.fmean(clipped),
         "sample/model_version/mean": statistics.fmean(float(e.info.get("model_version", 0)) for e in experiences),
     }
@@ -68,37 +69,16 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    statuses: Sequence[Status], experiences: Sequence[Experience], step: int, tasks: int, seconds: float
+    statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
 ) -> dict[str, float]:
-    """What explore step `step` scheduled, lost and got, and how old the weights were that it sampled from."""
+    """What an explore step scheduled, lost and got."""
     tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
     return {
         **gathered((status.metric for status in statuses), "rollout"),
         **experience_metrics(experiences),
-        "sample/lag/mean": statistics.fmean(step - 1 - e.info.get("model_version", 0) for e in experiences),
         "rollout/tasks": float(tasks),
         "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
         "rollout/experiences": float(len(experiences)),
         "rollout/tokens_per_second": tokens / seconds,
         "time/rollout": seconds,
     }
-
-
-def evaluation_metrics(taskset: str, groups: Sequence[Sequence[float]]) -> dict[str, float]:
-    """mean@k, best@k and worst@k of rewards, and pass@k: the share of tasks with a reward of 1 in k tries.
-
-    Args:
-        taskset: its name.
-        groups: rewards of the k rollouts of each task.
-    """
-    groups = [group for group in groups if group]
-    if not groups:
-        return {}
-    k = max(len(group) for group in groups)
-    values = {
-        f"mean@{k}": statistics.fmean(statistics.fmean(group) for group in groups),
-        f"best@{k}": statistics.fmean(max(group) for group in groups),
-        f"worst@{k}": statistics.fmean(min(group) for group in groups),
-        f"pass@{k}": statistics.fmean(max(group) >= 1.0 for group in groups),
-    }
-    return {f"eval/{taskset}/{name}": value for name, value in values.items()}

@@ -14,9 +14,10 @@ from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.explorer.ray_cluster import RayCluster, check_ray
 from trinity_lightning.explorer.ray_runner import RayRunner
+from trinity_lightning.explorer.rewards.scoring import SCORER
+from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.runner_wrapper import RunnerWrapper as RunnerWrapper
 from trinity_lightning.explorer.runner_wrapper import TaskWrapper as TaskWrapper
 from trinity_lightning.explorer.scheduler_batch import Batch, BatchKey, Job
@@ -45,7 +46,7 @@ class Scheduler:
         on_task_done: called with the batch id whenever a task is finished, to draw progress.
 
     Raises:
-        ConfigError: a value out of range, no engine, or one that Ray runners cannot use.
+        ConfigError: no engine, or one that Ray runners cannot use.
     """
 
     def __init__(
@@ -73,13 +74,25 @@ class Scheduler:
         self._running: set[_Work] = set()
         self._times = TaskTimes(config)
         self._cluster = RayCluster(config.ray_address) if config.runner == "ray" else None
+        self._reward_workers = (
+            RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
+        )
         self._started = False
         self._finished_at = 0.0
         self._changed = asyncio.Event()
         self.on_task_done: Callable[[int | str], None] | None = None
 
+    async def start_reward_workers(self) -> None:
+        """Start the processes of reward functions, if there are to be any; errors are those of `RewardWorkers`."""
+        if self._reward_workers is not None:
+            await self._reward_workers.start()
+
     async def start(self) -> None:
-        """Begin to run what is scheduled; nothing happens when it runs already. Errors are those of `RayCluster`."""
+        """Begin to run what is scheduled; nothing happens when it runs already.
+
+        Errors are those of `RayCluster` and `RewardWorkers`.
+        """
+        await self.start_reward_workers()
         if self._cluster is not None and not self._started:
             await self._cluster.start([each.runner for each in self.runners if isinstance(each.runner, RayRunner)])
         self._started = True
@@ -89,6 +102,8 @@ class Scheduler:
         """Cancel what runs, forget what waits, and wait for the end of it; finished results can still be collected."""
         self._started = False
         await self._drop(list(self._batches.values()))
+        if self._reward_workers is not None:
+            await self._reward_workers.stop()
         if self._cluster is not None:
             await self._cluster.stop()
 
@@ -211,11 +226,17 @@ class Scheduler:
             if job.dropped:
                 continue
             runner = self._idle.popleft()
-            work = asyncio.create_task(runner.run_with_retry(chunk, self._times.limit(job)))
+            work = asyncio.create_task(self._run(runner, chunk, self._times.limit(job)))
             job.running.add(work)
             self._running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
             work.add_done_callback(partial(self._finish, runner, chunk, job))
+
+    async def _run(
+        self, runner: RunnerWrapper, chunk: TaskWrapper, limit: float
+    ) -> tuple[Status, list[Experience], int]:
+        SCORER.set(self._reward_workers)  # in the context of this asyncio task, and of those that it starts
+        return await runner.run_with_retry(chunk, limit)
 
     def _finish(self, runner: RunnerWrapper, chunk: TaskWrapper, job: Job, work: _Work) -> None:
         self._running.discard(work)
@@ -283,20 +304,7 @@ def _check(
     config: ExplorerConfig, models: Sequence[InferenceModel], auxiliary_models: Sequence[Sequence[InferenceModel]]
 ) -> None:
     """ConfigError for what the scheduler cannot work with."""
-    if config.runner not in ("local", "ray"):
-        raise ConfigError(unknown_name("explorer.runner", config.runner, ["local", "ray"]))
     if not models or not all(auxiliary_models):
         raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
     if config.runner == "ray":
         check_ray(config.ray_address, [*models, *itertools.chain(*auxiliary_models)])
-    for name, value, lowest in (
-        ("runner_per_model", config.runner_per_model, 1),
-        ("max_retry_times", config.max_retry_times, 0),
-        ("max_repeat_times_per_runner", config.max_repeat_times_per_runner, 1),
-    ):
-        if value is not None and value < lowest:
-            raise ConfigError(f"explorer.{name} must be at least {lowest}, not {value}.")
-    if not config.max_timeout > 0:
-        raise ConfigError(f"explorer.max_timeout must be above 0 seconds, not {config.max_timeout}.")
-    if not 0 <= config.over_rollout.ratio < 1:
-        raise ConfigError(f"explorer.over_rollout.ratio must be in [0, 1), not {config.over_rollout.ratio}.")

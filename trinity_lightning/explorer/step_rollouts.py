@@ -58,16 +58,25 @@ class StepRollouts:
         return experiences
 
     async def __call__(self, tasks: int) -> list[Experience]:
-        """The experiences of further tasks; nothing where the limit is reached or the taskset exhausted."""
-        if self._left <= 0:
-            return []
-        self._left -= 1
-        more = self._source.next_tasks(tasks)
-        return await self._try(more) if more else []
+        """The experiences of further tasks; nothing where the limit is reached or the taskset exhausted.
+
+        A round whose tasks all failed counts, and is followed by the next.
+        """
+        while self._left > 0:
+            self._left -= 1
+            more = self._source.next_tasks(tasks)
+            if not more:
+                break
+            tried = len(self._statuses)
+            experiences = await self._try(more)
+            log_failures(f"explore step {self._step}, refill", self._statuses[tried:], len(more))
+            if experiences:
+                return experiences
+        return []
 
     def metrics(self) -> dict[str, float]:
         """What the step scheduled, lost and got, refills included."""
-        return rollout_metrics(self._statuses, self._as_they_came, self._step, self._tried, self._seconds) | {
+        return rollout_metrics(self._statuses, self._as_they_came, self._tried, self._seconds) | {
             "rollout/refill_tasks": float(max(self._tried - self.tasks, 0))
         }
 
@@ -83,11 +92,17 @@ class StepRollouts:
         return experiences
 
 
-def report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
-    """Log why tasks failed, each reason once; RolloutError when nothing at all came of them."""
+def log_failures(what: str, statuses: Sequence[Status], tasks: int) -> Counter[str | None]:
+    """Log why tasks failed, each reason once; how many failed for it."""
     reasons = Counter(status.message for status in statuses if not status.ok)
     for reason, count in reasons.items():
         logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
+    return reasons
+
+
+def report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
+    """Log why tasks failed; RolloutError when nothing at all came of them."""
+    reasons = log_failures(what, statuses, tasks)
     if experiences == 0:
-        told = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
-        raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {told}")
+        why = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
+        raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {why}")

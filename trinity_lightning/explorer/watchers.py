@@ -1,16 +1,12 @@
-"""Who watches rollouts from the main thread, and who stops them: observers, the progress bar, Ctrl-C and SIGTERM."""
+"""Who watches rollouts from the main thread: observers and the progress bar."""
 
-import logging
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.explorer.explorer import Observer, Progress
-
-logger = logging.getLogger(__name__)
 
 
 class Watchers:
@@ -26,7 +22,7 @@ class Watchers:
         self._waiting = waiting
         self._observer = observer
         self._progress = progress
-        self._seen: list[tuple[list[Experience], int, str | None]] = []
+        self._seen: deque[tuple[list[Experience], int, str | None]] = deque()  # of which both ends are safe in threads
 
     def observe(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """Keep it for `flush`: the observer's loggers are the trainer's too, which may be logging just now."""
@@ -34,8 +30,8 @@ class Watchers:
 
     def flush(self) -> None:
         """Show the observer what was kept; on the main thread."""
-        seen, self._seen = self._seen, []
-        for each in seen:
+        while self._seen:
+            each = self._seen.popleft()
             if self._observer is not None:
                 self._observer(*each)
 
@@ -49,30 +45,3 @@ def keep_sigterm() -> None:
     """Give SIGTERM back to the handler that Python knows: Ray puts one in its place that ends the process at once."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-
-
-class CtrlC:
-    """Counts Ctrl-C instead of raising at once: the first asks for an end with a checkpoint, the second for an end."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._previous: Any = None
-
-    def install(self) -> None:
-        """Handle Ctrl-C from now on; elsewhere than on the main thread Python lets nobody do that."""
-        if threading.current_thread() is threading.main_thread():
-            previous = signal.signal(signal.SIGINT, self._on_sigint)
-            if self._previous is None:
-                self._previous = previous
-
-    def restore(self) -> None:
-        """Give it back to whoever handled it before; twice is allowed."""
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
-
-    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > 1:
-            raise KeyboardInterrupt
-        logger.warning("Ctrl-C: stopping after the step under way, with a checkpoint; press again to stop at once.")

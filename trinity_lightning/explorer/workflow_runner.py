@@ -5,7 +5,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, cast
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import PromptTooLongError, RolloutError
-from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
@@ -129,9 +130,11 @@ class WorkflowRunner:
     async def _request(self, task: Task, runs: list[int], run: "_Run | None") -> "_Outcome":
         try:
             run = run or _Run(self, task, runs[0])
-            return await run.results(runs), {}
-        except PartialFailure as failure:
-            return run.tagged(failure.experiences) if run else [], dict(failure.errors)
+            try:
+                return await run.results(runs), {}
+            except PartialFailure as failure:
+                succeeded = [each for each in runs if each not in failure.errors]
+                return run.tagged(failure.experiences, succeeded), dict(failure.errors)
         except (Exception, SystemExit) as error:
             logger.debug("run %s of task %s/%s failed", runs, task.batch_id, task.task_id, exc_info=True)
             return [], dict.fromkeys(runs, error)
@@ -163,7 +166,13 @@ class _Run:
         """Run the workflow, for all of `runs` at once where it repeats itself."""
         if self.workflow.repeatable:
             self.workflow.set_repeat_times(len(runs), runs[0])
-        experiences = await (self._run_blocking() if self.is_blocking else self.workflow.run())
+        try:
+            experiences = await (
+                run_in_thread(cast(Any, self.workflow.run)) if self.is_blocking else self.workflow.run()
+            )
+        finally:
+            for view in self.views:
+                view.close()
         name = type(self.workflow).__name__
         if experiences is None or experiences == []:
             experiences = self.view.extract_experience_from_history() or experiences
@@ -173,18 +182,19 @@ class _Run:
             raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
         if not experiences:
             raise RolloutError(f"{name}.run returned no experience")
-        return self.tagged(experiences)
+        return self.tagged(experiences, runs)
 
-    async def _run_blocking(self) -> list[Experience]:
-        try:
-            return await run_in_thread(cast(Any, self.workflow.run))
-        finally:
-            for view in self.views:
-                view.close()
+    def tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
+        """The experiences of these runs, marked with where they come from, those of each run as its steps.
 
-    def tagged(self, experiences: list[Experience]) -> list[Experience]:
-        """The experiences, marked with where they come from."""
+        Raises:
+            RolloutError: the workflow assigned to a field of one of them what it cannot hold.
+        """
         for experience in experiences:
+            try:
+                check_assigned(experience)
+            except ExperienceError as error:
+                raise RolloutError(f"{type(self.workflow).__name__}.run: {error}") from error
             experience.eid.batch, experience.eid.task = self.task.batch_id, self.task.task_id
             if not self.workflow.repeatable:
                 experience.eid.run = self.run
@@ -194,6 +204,7 @@ class _Run:
             # The trainer divides its logits by it, for both log-probabilities to be of the same distribution.
             if "temperature" not in experience.info:
                 experience.info["temperature"] = self._temperature()
+        _number_steps(experiences, runs)
         return experiences
 
     def _temperature(self) -> float:
@@ -204,6 +215,20 @@ class _Run:
                 "Experience to that of its call."
             )
         return used
+
+
+def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> None:
+    """Give the experiences of a run the steps 0, 1, ... in their order, where they have none of their own.
+
+    A repeatable workflow that leaves all experiences of several runs in one has not said whose they are: they stay.
+    """
+    by_run = group_by(experiences, "run")
+    if len(by_run) == 1 < len(runs):
+        return
+    for run in by_run.values():
+        if len({experience.eid.step for experience in run}) < len(run):
+            for step, experience in enumerate(run):
+                experience.eid = replace(experience.eid, step=step)
 
 
 def summarize(

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.untrained import UNTRAINED
 
 REWARD_PREFIX = "reward/"
 
 # Columns of the table, between `step` and those that follow the rewards; `reward/<function>` comes after `reward`.
 _BEFORE_REWARDS = ("step", "prompt", "completion", "reward")
 _AFTER_REWARDS = ("advantage", "length", "truncated")
+_OF_TRAINING = ("trained", "reason")  # of rollouts that are trained on, not of evaluations
 
 
 class CompletionsWriter:
@@ -31,8 +33,9 @@ class CompletionsWriter:
         """Write `step_<step>.jsonl`, or `eval_<taskset>_step_<step>.jsonl`, replacing one of the same name as a whole.
 
         One JSON object a completion: step, task, run, prompt, completion, reward, `reward/<function>` for each reward
-        among the experience's metrics, advantage (of the first response token), length (response tokens), truncated.
-        Numbers that are not finite, which JSON cannot hold, are null.
+        among the experience's metrics, advantage (of the first response token), length (response tokens), truncated;
+        of training also trained, and the reason why not (null where it is). Numbers that are not finite, which JSON
+        cannot hold, are null.
 
         Args:
             step: the explore step.
@@ -41,12 +44,13 @@ class CompletionsWriter:
 
         Returns:
             Rows with one set of columns: step, prompt, completion, reward, each `reward/<function>`, advantage, length,
-            truncated.
+            truncated; of training also trained and reason.
 
         Raises:
             ValueError: another kind.
         """
-        records = [_record(step, experience) for experience in experiences]
+        trains = kind == "train"
+        records = [_record(step, each) | (_trained(each) if trains else {}) for each in experiences]
         self._dir.mkdir(parents=True, exist_ok=True)
         path = self._dir / _file_name(step, kind)
         temporary = path.with_suffix(".jsonl.tmp")
@@ -56,7 +60,7 @@ class CompletionsWriter:
 
         shown = records[: self._max_table_rows]
         rewards = dict.fromkeys(name for record in shown for name in record if name.startswith(REWARD_PREFIX))
-        columns = (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS)
+        columns = (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *(_OF_TRAINING if trains else ()))
         return [{column: record.get(column) for column in columns} for record in shown]
 
 
@@ -84,6 +88,10 @@ def _record(step: int, experience: Experience) -> dict[str, Any]:
         "length": len(experience.tokens) - experience.prompt_length,
         "truncated": experience.truncate_status is not None,
     }
+
+
+def _trained(experience: Experience) -> dict[str, Any]:
+    return {"trained": UNTRAINED not in experience.info, "reason": experience.info.get(UNTRAINED)}
 
 
 def _number(value: Any) -> float | None:

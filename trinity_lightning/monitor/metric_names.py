@@ -4,10 +4,13 @@ python -m trinity_lightning.monitor.metric_names > docs/metrics.md
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The metric that counts explore steps: the axis of every picture, in the CSV file and in W&B.
 STEP_METRIC = "explore_step"
+# Before the reason, of the metrics that count what is not trained on.
+UNTRAINED_PREFIX = "experience_pipeline/untrained/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,24 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/overlap", "", "Time that rollouts and training went on at once, as a share of the shorter of the two."
     ),
+    Metric("rollout/engine_restarts", "servers", "Servers of the run that died and were started again."),
     Metric("rollout/refill_tasks", "tasks", "Tried in place of those that add_strategy=dapo left out."),
     Metric("rollout/tokens_per_second", "tokens/s", "Response tokens over the time of the rollouts."),
     Metric("rollout/<metric>/{mean,max,min}", "", "Any other number of workflows or runners, over the step's tasks."),
-    Metric("sample/model_version/mean", "steps", "Trained explore steps in the weights sampled from."),
-    Metric("sample/lag/mean", "steps", "Trained explore steps that those weights lacked; 0 is on-policy."),
+    Metric(
+        "sample/model_version/mean",
+        "steps",
+        "Explore steps that changed the weights sampled from; one that trained nothing does not count.",
+    ),
+    Metric(
+        "sample/lag/mean", "steps", "How many such steps the weights were behind when training began; 0 is on-policy."
+    ),
     Metric("reward/mean", "reward", "Mean reward of the step's rollouts, before any filter."),
     Metric("reward/std", "reward", "Standard deviation of those rewards."),
     Metric("reward/<function>/mean", "reward", "Mean of one reward function's values."),
-    Metric("frac_reward_zero_std", "", "Share of groups whose rewards are all equal: they teach nothing."),
+    Metric(
+        "frac_reward_zero_std", "", "Share of groups with equal rewards: less their mean, nothing is left to train on."
+    ),
     Metric("response_length/{mean,max,min}", "tokens", "Length of responses."),
     Metric("response_length/clip_ratio", "", "Share of responses cut off at the token limit."),
     Metric("prompt_length/{mean,max,min}", "tokens", "Length of prompts."),
@@ -62,6 +74,12 @@ METRICS: tuple[Metric, ...] = (
         "experience_pipeline/written", "experiences", "What was left to train on after operators and add strategies."
     ),
     Metric("experience_pipeline/expert", "experiences", "Expert data that joined the rollouts behind the strategies."),
+    Metric("experience_pipeline/trained", "experiences", "What is trained on: not left out, and with a gradient."),
+    Metric(
+        "experience_pipeline/untrained/<reason>",
+        "experiences",
+        "What came and is not trained on: `equal_rewards`, `filtered_by_<operator or strategy>`, ... (see below).",
+    ),
     Metric(
         "experience_pipeline/{surplus,missing}_groups",
         "groups",
@@ -117,32 +135,43 @@ METRICS: tuple[Metric, ...] = (
     Metric("actor/sft_loss", "nats", "Mean of minus log-probability of the expert data's tokens (policy_loss=mix)."),
     Metric("actor/kl_loss", "nats", "KL estimate between policy and reference model, before its coefficient."),
     Metric("actor/entropy", "nats", "Mean entropy of the policy at trained tokens."),
-    Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability: how far the policy moved within the step."),
-    Metric("actor/pg_clipfrac", "", "Share of trained tokens whose ratio the clip range holds back."),
+    Metric("actor/ppo_kl", "nats", "Mean of old (algorithm.old_logprobs) minus new log-probability."),
+    Metric("actor/pg_clipfrac", "", "Share of computed tokens whose ratio the clip range holds back."),
     Metric("actor/pg_clipfrac_{low,high}", "", "The same, at the lower and the upper end of the range."),
     Metric(
-        "actor/pg_clipfrac_dual", "", "Share of trained tokens bounded by the dual clip (negative advantages only)."
+        "actor/pg_clipfrac_dual", "", "Share of computed tokens bounded by the dual clip (negative advantages only)."
     ),
     Metric("actor/logprob_diff/{mean,max}", "nats", "Absolute difference of engine and trainer: alarms at sync bugs."),
     Metric("actor/is_weight/{mean,max}", "", "Weights that correct for the difference of engine and trainer."),
     Metric("actor/grad_norm", "", "Norm of the gradient before clipping."),
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
     Metric(
-        "actor/trained_rows", "experiences", "What the optimizer step computed; what carries no signal may be left out."
+        "actor/trained_rows",
+        "experiences",
+        "What the optimizer step computed; rows without advantage may be left out, and 0 is an item without a step.",
     ),
     Metric("actor/micro_batches", "", "Parts the optimizer batch was cut into, to stay within the token budget."),
     Metric("actor/skipped_items", "", "Optimizer batches so far that had nothing to train, and took no step."),
+    Metric("actor/bad_steps", "", "Optimizer batches so far whose gradient was not finite, and took no step."),
     Metric("actor/<metric>", "", "Any other number of the policy loss."),
     Metric("critic/<metric>", "", "Losses, values and explained variance of the critic (PPO only)."),
     Metric(
-        "eval/<taskset>/{mean,best,worst}@<k>",
-        "reward",
-        "Mean, best and worst reward of a task's k rollouts, over tasks.",
+        "eval/<taskset>/<metric>/{mean,std,best,worst}@<m>",
+        "",
+        "As of the reward, of every other number of a workflow (best is largest); of one rollout the mean only.",
     ),
-    Metric("eval/<taskset>/pass@<k>", "", "Share of tasks with a reward of 1 in k rollouts."),
+    Metric(
+        "eval/<taskset>/mean@<k>", "reward", "Mean reward of a task's k rollouts; a mean over tasks, as all of these."
+    ),
+    Metric("eval/<taskset>/std@<k>", "reward", "Standard deviation of the rewards of a task's k rollouts."),
+    Metric(
+        "eval/<taskset>/{best,worst}@<m>",
+        "reward",
+        "Best and worst reward to be expected of m of the k rollouts; m: 2, 4, ... below k, and k.",
+    ),
+    Metric("eval/<taskset>/pass@<m>", "", "Share of tasks with a reward of 1 among m rollouts: its unbiased estimate."),
     Metric("eval/<taskset>/failed_tasks", "", "Tasks of the evaluation that failed."),
     Metric("eval/<taskset>/seconds", "s", "How long the evaluation took."),
-    Metric("eval/<taskset>/<metric>", "", "Any other number of an evaluation."),
     # What it cost
     Metric(
         "time/{rollout,operators,add_strategy,collate,train,sync_weight}", "s", "Where the explore step's time went."
@@ -170,10 +199,40 @@ def find_metric(name: str) -> Metric | None:
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 
+def headline_metrics(names: Sequence[str]) -> list[str]:
+    """Names without the statistics of an evaluation's other metrics: those of the reward have a pass@k beside them."""
+    rewards = {name.rpartition("/")[0] for name in names if "/pass@" in name}
+    return [name for name in names if "@" not in name or name.rpartition("/")[0] in rewards]
+
+
 def metric_globs() -> list[str]:
     """What the names come down to when everything below a group is one: `rollout/*`, `frac_reward_zero_std`, ..."""
     globs = (re.sub("/.*", "/*", metric.pattern) for metric in METRICS if metric.pattern != STEP_METRIC)
     return list(dict.fromkeys(globs))
+
+
+WHY_UNTRAINED = """\
+## Why a step trains nothing
+
+Every completion says whether it is `trained` and, if not, the `reason`: in `completions/step_<n>.jsonl`, in the W&B
+table and in `report.html`, counted in `experience_pipeline/untrained/<reason>`. A step of which no response is trained
+on is named in `train.log` and `report.html`. Where the loss needs no advantage (`policy_loss=sft`, `kl.coef` or
+`entropy_coef` not 0), responses without one are trained on, and neither of the first two reasons is given.
+
+| reason | meaning | what helps |
+|---|---|---|
+| `equal rewards` | All runs of the task got the same reward: less their mean, nothing is left. | \
+Tasks neither too easy nor too hard (`taskset.order=by_difficulty`), more `explorer.repeat_times`, a reward with steps \
+between wrong and right, or new tasks in their place: `add_strategy=[dapo,grpo] explorer.max_refills=3`. |
+| `zero advantage` | The reward is just the baseline; the task's other runs are trained on. | Nothing is wrong. |
+| `filtered by NAME` | The operator or add strategy NAME left it out. | Its threshold, or the `metric` it judges by. |
+| `truncated` | The response was cut off, and `mask_response_truncated` masks it. | A larger `sampling.max_tokens`. |
+| `no trained tokens` | The action mask is zero throughout. | The workflow, or the operator that masks. |
+| `invalid reward` | A reward of the task (`invalid METRIC`: what a filter judges by) is missing, NaN or infinite: its \
+group is left out. | \
+The reward function; `operators=invalid_reward_filter` drops the run alone. |
+| `surplus` | The step was full before this group of a refill. | Nothing is wrong. |
+"""
 
 
 def metrics_page() -> str:
@@ -190,6 +249,7 @@ def metrics_page() -> str:
             "|---|---|---|",
             *rows,
             "",
+            WHY_UNTRAINED,
         ]
     )
 

@@ -1,7 +1,7 @@
 """What one sees while a run goes on: a bar of the tasks under way, one line a step, completions, memory."""
 
+import logging
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from trinity_lightning.monitor.memory import MemoryMeter
 from trinity_lightning.monitor.step_line import format_step_line
 from trinity_lightning.monitor.wandb_setup import define_metrics, log_completions
 
+# What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
+printed = logging.getLogger("trinity_lightning.printed")
+
 
 class RunMonitor(L.Callback):
     """Draws progress within a step and prints one line when it is done; keeps completions and peak memory.
 
-    A bar is drawn on a terminal only; lines are always printed.
+    A bar is drawn on a terminal only; lines are always printed, and in train.log.
 
     Args:
         folder: of the run.
@@ -42,8 +45,6 @@ class RunMonitor(L.Callback):
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
         self._trained_at = -1  # global_step at the end of the last explore step
-        self._began: float | None = None  # when the step under way did
-        self._first = True
 
     # -- shown by the explorer ----------------------------------------------------------------------------------------
 
@@ -90,12 +91,7 @@ class RunMonitor(L.Callback):
             if isinstance(each, MetricsCSVLogger) and next_item > 0:
                 each.resume_at(trainer.current_epoch + 1, next_item)
         self._trained_at = trainer.global_step
-        self._began, self._first = None, True
         self.memory.mark("rollout")
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Time the step; not the first one, whose rollouts come before its epoch starts."""
-        self._began = None if self._first else time.perf_counter()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -119,16 +115,16 @@ class RunMonitor(L.Callback):
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
-        self._trained_at, self._first = trainer.global_step, False
-        print(format_step_line(logged | self._explored(), step, self._total_steps), flush=True)
-
-    def _explored(self) -> dict[str, float]:
-        """The explorer's metrics, with the time of the step: the explorer itself measures that only after this."""
-        explored = self.explored()
-        timed = {} if self._began is None or not explored else {"time/step": time.perf_counter() - self._began}
-        return timed | explored
+        self._trained_at = trainer.global_step
+        line = format_step_line(logged | self.explored(), step, self._total_steps)
+        print(line, flush=True)
+        printed.info(line)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring."""
         self._close_bar()
         self.memory.stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The same where training ends with an error."""
+        self.teardown(trainer, pl_module, "fit")

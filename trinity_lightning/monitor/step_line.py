@@ -21,7 +21,7 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
     The time left assumes that every step to come takes as long as this one (`time/step`, or else its parts).
 
     Example:
-        step 3/30  reward 0.42 ± 0.49  no signal 25%  length 11.4  logprob diff 0.021  grad norm 1.30
+        step 3/30  reward 0.42 ± 0.49  equal rewards 25%  length 11.4  logprob diff 0.021  grad norm 1.30
         rollout 2.8s  train 8.0s  sync 0.3s  left 5m 0s     (on the same line)
     """
     parts = [f"step {step}/{total_steps}"]
@@ -29,7 +29,7 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
         spread = f" ± {metrics['reward/std']:.2f}" if "reward/std" in metrics else ""
         parts.append(f"reward {metrics['reward/mean']:.2f}{spread}")
     for name, template in (
-        ("frac_reward_zero_std", "no signal {:.0%}"),
+        ("frac_reward_zero_std", "equal rewards {:.0%}"),
         ("response_length/mean", "length {:.1f}"),
         ("actor/logprob_diff/mean", "logprob diff {:.3f}"),
         ("actor/grad_norm", "grad norm {:.2f}"),
@@ -40,6 +40,8 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
     ):
         if name in metrics:
             parts.append(template.format(metrics[name]))
+    if metrics.get("experience_pipeline/trained") == 0:
+        parts.append("nothing trained")
     seconds = metrics.get("time/step", sum(metrics.get(name, 0.0) for name in times_in_turn(WAIT in metrics)))
     if seconds > 0:
         parts.append(f"left {format_seconds((total_steps - step) * seconds)}")
@@ -58,6 +60,25 @@ def format_seconds(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // below}{small}"
     return f"{whole}s"
+
+
+def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Rows of a table of an evaluation: the statistics of the reward, and of each other metric, in one row.
+
+    Example:
+        held            mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1
+        held/accuracy   mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1
+        held/seconds    3
+    """
+    rows: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        whole = name.removeprefix("eval/")
+        measured, _, statistic = whole.rpartition("/")
+        if "@" in statistic:
+            rows.setdefault(measured, []).append(f"{statistic} {value:.4g}")
+        else:
+            rows[whole] = [f"{value:.4g}"]
+    return [(name, "  ".join(values)) for name, values in rows.items()]
 
 
 def summary_table(rows: Sequence[tuple[str, str]]) -> str:

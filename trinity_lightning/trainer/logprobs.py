@@ -18,8 +18,8 @@ class Head:
 
     Attributes:
         projection: the output embeddings.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); None: as they are.
-        scale: factor on the logits (Cohere: logit_scale, Granite: 1 / logits_scaling).
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma); None: as they are.
+        scale: factor on the logits (Cohere: logit_scale, Granite: 1 / logits_scaling, Falcon H1: lm_head_multiplier).
     """
 
     projection: nn.Module
@@ -28,10 +28,14 @@ class Head:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Head":
-        """The head of a Hugging Face causal language model, with what its config says is done to the logits."""
-        config: Any = model.config
-        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
+        """The head of a Hugging Face causal language model, with what its config says is done to the logits.
+
+        Names of other meaning elsewhere are not looked for: `forward.logprob_function` finds out whether this is right.
+        """
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+        scale = scale or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
         return cls(model.get_output_embeddings(), softcap, float(scale))  # type: ignore[operator]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,12 +10,20 @@ from trinity_lightning.algorithm.entropy import entropy_loss
 from trinity_lightning.algorithm.kl import KL_FN, kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.aggregate import aggregate
-from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn
+from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn, accepted
 from trinity_lightning.algorithm.rollout_correction import logprob_difference, rollout_correction
 from trinity_lightning.common.config import AlgorithmConfig
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.common.expert import is_expert
+from trinity_lightning.common.older_weights import check_corrected, needs_correction
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.trainer.packing import MicroBatch
+
+K1_AS_A_LOSS = (
+    "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
+    "or k3."
+)
 
 
 class Objective:
@@ -26,12 +34,14 @@ class Objective:
 
     Attributes:
         needs_old_logprobs: whether log-probabilities from before the step's first update are needed: several optimizer
-            steps follow one rollout batch. With one, they are the detached new ones.
-        needs_reference: whether log-probabilities of the initial policy are needed.
+            steps follow one rollout batch. With one, they are the detached new ones; and the engine has its own.
+        needs_reference: whether log-probabilities of the initial policy are needed, by the KL term or the policy loss.
         needs_entropy: whether the entropy is part of the loss.
+        caveat: what to warn of, once; None: nothing.
         needs_all_rows: whether rows without advantage still have a gradient; otherwise leaving them out is exact.
 
     Raises:
+        ConfigError: the ratio is to be against the engine, and the loss has none.
         ValueError, TypeError: an unknown policy loss or KL estimate, or an argument that the loss does not have.
     """
 
@@ -43,12 +53,25 @@ class Objective:
         self._config = config
         self._policy_loss = create_policy_loss(config.policy_loss, **arguments)
         self._mode = _aggregation(self._policy_loss)
-        self._tells_experts_apart = "expert_mask" in inspect.signature(self._policy_loss).parameters
         self._ignores_advantages = _has_gradient_without_advantage(self._policy_loss)
-        self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1
-        self.needs_reference = config.kl.coef != 0 and config.kl.name != "none"
+        self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
+        self._against_engine = config.old_logprobs == "engine"
+        self._needs_engine = self._against_engine
+        if self._against_engine and not _has_ratio(self._policy_loss):
+            raise ConfigError(
+                f"algorithm.old_logprobs=engine, and policy loss '{config.policy_loss}' has no ratio to them: set "
+                "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
+            )
+        self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
+        self.needs_reference = self._has_kl or _requires_reference(self._policy_loss)
         self.needs_entropy = config.entropy_coef != 0
-        self.needs_all_rows = self.needs_reference or self.needs_entropy or self._ignores_advantages
+        self.needs_all_rows = self._has_kl or self.needs_entropy or self._ignores_advantages
+        self.caveat = K1_AS_A_LOSS if self._has_kl and config.kl.name == "k1" else None
+
+    def expect_older_weights(self) -> None:
+        """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
+        check_corrected(self._config)
+        self._needs_engine = self._against_engine or needs_correction(self._config)
 
     def __call__(
         self,
@@ -73,20 +96,28 @@ class Objective:
             ConfigError: the experiences lack advantages, or columns of `PolicyModule.prepare_step`.
         """
         mask, config = micro.action_mask, self._config
-        old = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
-        advantages, metrics = self._corrected(self._advantages(micro), micro, old, sampled_tokens)
+        trainer = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
+        advantages, metrics = self._corrected(self._advantages(micro), micro, trainer, sampled_tokens)
+        old = self._engine(micro, trainer) if self._against_engine else trainer
         totals: dict[str, Any] = {
             "num_tokens": batch.num_tokens,
             "num_sequences": batch.num_sequences,
             "max_response_length": batch.max_response_length,
         }
+        ref = _column(micro, "ref_logprobs") if self.needs_reference else None
+        extras = {
+            "ref_logprobs": ref,
+            "num_computed_tokens": computed_tokens,
+            "expert_mask": micro.expert,
+            "num_expert_tokens": batch.num_expert_tokens,
+            "num_expert_sequences": batch.num_expert_sequences,
+        }
         loss, policy_metrics = self._policy_loss(
-            logprobs, old, mask, advantages, **totals, **self._expert_arguments(micro, batch)
+            logprobs, old, mask, advantages, **totals, **accepted(self._policy_loss, extras)
         )
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
-        if self.needs_reference:
-            ref = _column(micro, "ref_logprobs")
+        if self._has_kl and ref is not None:
             term, kl_metrics = kl_loss(config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals)
             loss, metrics = loss + term, metrics | kl_metrics
         if self.needs_entropy:
@@ -95,22 +126,35 @@ class Objective:
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
 
+    def check(self, batch: OptimizerBatch) -> None:
+        """Refuse what the ratio or the weights cannot be computed of; an ExperienceError that names an experience."""
+        if not self._needs_engine:
+            return
+        if self._against_engine:
+            need = "algorithm.old_logprobs=engine needs: choose algorithm.old_logprobs=trainer."
+        else:
+            need = (
+                "algorithm.rollout_correction needs for experiences of older weights: let the workflow record them, or "
+                "choose a loss for experiences of any policy (opmd, sft)."
+            )
+        for each in batch.experiences:
+            if each.logprobs is None and not is_expert(each) and trained_mask(each).any():
+                raise ExperienceError(
+                    f"experience {each.eid} has no log-probabilities of the engine that sampled it, which {need}"
+                )
+
+    def _engine(self, micro: MicroBatch, trainer: Tensor) -> Tensor:
+        """The engine's log-probabilities; in an expert's rows, which have none, the trainer's."""
+        if "logprobs" not in micro.columns:
+            return trainer
+        return torch.where(micro.sampled[:, None], micro.columns["logprobs"], trainer)
+
     def _advantages(self, micro: MicroBatch) -> Tensor:
         if "advantages" in micro.columns:
             return micro.columns["advantages"]
         if self._ignores_advantages:
             return torch.zeros_like(micro.action_mask, dtype=torch.float32)
         raise ConfigError("experiences without advantages reached the trainer: choose an add strategy that sets them.")
-
-    def _expert_arguments(self, micro: MicroBatch, batch: OptimizerBatch) -> dict[str, Any]:
-        """What a loss is told that treats an expert's rows apart."""
-        if not self._tells_experts_apart:
-            return {}
-        return {
-            "expert_mask": micro.expert,
-            "num_expert_tokens": batch.num_expert_tokens,
-            "num_expert_sequences": batch.num_expert_sequences,
-        }
 
     def _corrected(
         self, advantages: Tensor, micro: MicroBatch, old: Tensor, sampled_tokens: int
@@ -146,15 +190,40 @@ def _column(micro: MicroBatch, name: str) -> Tensor:
 
 
 def _aggregation(loss_fn: PolicyLossFn) -> str:
-    """The loss's own `loss_agg_mode`, for KL and entropy to be aggregated alike."""
-    parameter = inspect.signature(loss_fn).parameters.get("loss_agg_mode")
-    return "token-mean" if parameter is None else parameter.default
+    """The loss's `loss_agg_mode`, for KL and entropy to be aggregated alike; token-mean where it has none.
+
+    A mixture that leaves it to its parts has the one of the rollouts' loss.
+    """
+    defaults = {name: parameter.default for name, parameter in inspect.signature(loss_fn).parameters.items()}
+    if defaults.get("loss_agg_mode", "token-mean") is None and "usual" in defaults:
+        return _aggregation(create_policy_loss(defaults["usual"], **(defaults["usual_args"] or {})))
+    return defaults.get("loss_agg_mode") or "token-mean"
+
+
+def _requires_reference(loss_fn: PolicyLossFn) -> bool:
+    """Whether the loss has an argument `ref_logprobs` that it cannot do without."""
+    parameter = inspect.signature(loss_fn).parameters.get("ref_logprobs")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
     """Whether tokens of advantage 0 are trained nevertheless (as in supervised fine-tuning), found out by trying."""
+    return bool(_tried(loss_fn, advantage=0.0, moved=0.5)[1].any())
+
+
+def _has_ratio(loss_fn: PolicyLossFn) -> bool:
+    """Whether the loss depends on the old log-probabilities, found out by trying."""
+    pairs = zip(_tried(loss_fn, 1.0, moved=0.0), _tried(loss_fn, 1.0, moved=-0.1), strict=True)
+    return not all(torch.equal(one, other) for one, other in pairs)
+
+
+def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of four tokens whose log-probabilities have moved so far."""
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]], requires_grad=True)
-    old = torch.tensor([[-1.5, -1.5], [-2.0, -0.5]])
-    loss, _ = loss_fn(logprobs, old, torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2))
+    old, mask = logprobs.detach() - moved, torch.ones(2, 2, dtype=torch.bool)
+    ref = logprobs.detach() - 0.3  # whatever `moved` is: a loss may depend on it, and have no ratio
+    extras = {"ref_logprobs": ref, "num_computed_tokens": 4, "expert_mask": torch.zeros(2, dtype=torch.bool)}
+    extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0}
+    loss, _ = loss_fn(logprobs, old, mask, torch.full((2, 2), advantage), **accepted(loss_fn, extras))
     (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
-    return gradient is not None and bool(gradient.any())
+    return loss.detach(), torch.zeros(2, 2) if gradient is None else gradient

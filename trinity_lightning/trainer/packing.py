@@ -50,10 +50,10 @@ class MicroBatch:
         return flat - 1, self.tokens.flatten()[flat], rows
 
 
-def trainable_rows(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int]:
+def rows_to_train(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int]:
     """Rows worth computing: those with a trained token, and (if no other loss term needs them) a non-zero advantage.
 
-    An expert's rows are always worth it: what they teach is not told by their advantages.
+    An expert's rows are always worth it: the loss of such rows needs no advantages.
     """
     return [row for row, experience in enumerate(batch.experiences) if _is_trained(experience, skip_zero_advantage)]
 

@@ -5,34 +5,49 @@ token budget, so that their number varies; there is exactly one optimizer step a
 `global_step`, loggers, checkpoints and schedulers behave as in any Lightning module.
 """
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
-from trinity_lightning.common.config import AlgorithmConfig, OptimizerConfig, WeightDtype
-from trinity_lightning.common.errors import ModelLoadError, TrinityError
+from trinity_lightning.common.checks import check_version, checked_copy
+from trinity_lightning.common.config import AlgorithmConfig, Dropout, OptimizerConfig, WeightDtype
+from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.trainer_settings import HALF, check_trainer_settings
 from trinity_lightning.trainer.attention import attention_implementation
-from trinity_lightning.trainer.cpu_memory import bound_primitive_caches, reuse_large_buffers
-from trinity_lightning.trainer.logprobs import Head, token_logprobs
+from trinity_lightning.trainer.cpu_memory import reuse_large_buffers
+from trinity_lightning.trainer.dropout import switch_off_dropout
+from trinity_lightning.trainer.faults import describe_fault
+from trinity_lightning.trainer.forward import LogprobFn, logprob_function
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule
-from trinity_lightning.trainer.packing import MicroBatch, collate, cut, padding_ratio, trainable_rows
+from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule, parameter_groups
+from trinity_lightning.trainer.packing import MicroBatch, collate, cut, padding_ratio, rows_to_train
 
-TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float32}
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
+
+
+class BFloat16Weights(Precision):
+    """Leaves everything as it is, under the name that was asked for: another fit of the same Trainer asks again."""
+
+    precision = HALF
 
 
 class PolicyModule(L.LightningModule):
@@ -42,15 +57,20 @@ class PolicyModule(L.LightningModule):
         model: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name.
         algorithm: the objective and how batches are cut.
         optimizer: AdamW's knobs and the learning-rate schedule.
-        optimizer_factory: makes an optimizer of your own from the parameter groups, instead of AdamW.
+        optimizer_factory: makes an optimizer of your own from the parameter groups, instead of AdamW: one of matrices,
+            and one of all else, which has no weight decay.
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
+        dropout: `off`: the model's dropout is set to 0; `keep`: trained with, as its configuration says.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
 
     Attributes:
         skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
+        bad_steps, bad_steps_in_a_row: those whose gradient was not finite, so far and lastly; nor did they.
 
     Raises:
+        ConfigError: a number of the algorithm or the optimizer is out of its range; or dtype=auto, which every resume
+            would time again: `common.product_speed.faster_dtype()` says what it is here.
         ValueError, TypeError: an unknown policy loss, or an argument that it does not have.
     """
 
@@ -62,27 +82,65 @@ class PolicyModule(L.LightningModule):
         *,
         optimizer_factory: Callable[[Any], Optimizer] | None = None,
         dtype: WeightDtype | str = WeightDtype.bf16,
+        dropout: Dropout | str = Dropout.off,
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
     ) -> None:
         super().__init__()
-        bound_primitive_caches()  # before anything is computed
         self.automatic_optimization = False
         self.model_name = model
-        self.algorithm = algorithm or AlgorithmConfig()
-        self.optimizer_config = optimizer or OptimizerConfig()
+        # Copies, which are checked again: a dataclass can be changed after it was made.
+        self.algorithm = checked_copy(algorithm or AlgorithmConfig())
+        self.optimizer_config = checked_copy(optimizer or OptimizerConfig())
         self.objective = Objective(self.algorithm)
-        self.skipped_items = 0
+        if self.objective.caveat is not None:
+            logger.warning(self.objective.caveat)
+        self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
-        self._dtype = TORCH_DTYPES[WeightDtype(dtype) if isinstance(dtype, str) else dtype]
+        if WeightDtype(dtype) is WeightDtype.auto:
+            raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
+        self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
+        self._dropout = Dropout(dropout)
         self._gradient_checkpointing = gradient_checkpointing
         self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """None of its own: the earliest hook, where settings of the Trainer are refused before anything is loaded.
+
+        Raises:
+            ConfigError: more than one device, or a setting that the policy has a knob of its own for.
+        """
+        names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
+        settings = {name: getattr(self.trainer, name) for name in names}
+        check_trainer_settings(settings | {"devices": self.trainer.num_devices})
+        return []
+
+    def setup(self, stage: str) -> None:
+        """Ask the data module for older weights; with precision bf16-true, hold the weights in bfloat16 (dtype=bf16).
+
+        A data module says by an attribute `older_weights` that its experiences were not sampled by the present weights.
+
+        Lightning's own plugin would round buffers too (of rotary embeddings: positions would be off), and the
+        experiences, and losses would be computed in bfloat16.
+
+        Raises:
+            ConfigError: the model was loaded in float32 before; or nothing corrects for older weights.
+        """
+        if getattr(getattr(self.trainer, "datamodule", None), "older_weights", False):
+            self.objective.expect_older_weights()
+        if self.trainer.precision == HALF:
+            if self.model is not None and self._dtype != torch.bfloat16:
+                raise ConfigError(
+                    "trainer.precision=bf16-true: the model is loaded in float32 already, give dtype=bf16."
+                )
+            self._dtype = torch.bfloat16
+            self.trainer.strategy.precision_plugin = BFloat16Weights()
 
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""
@@ -95,10 +153,10 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        groups = parameter_groups(self.policy)
         factory = self._optimizer_factory or (lambda groups: adamw(groups, self.optimizer_config))
-        low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-        optimizer = MasterWeights(parameters, factory) if low_precision else factory(parameters)
+        low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for group in groups for p in group["params"])
+        optimizer = MasterWeights(groups, factory) if low_precision else factory(groups)
         schedule = learning_rate_schedule(optimizer, self.optimizer_config)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -107,11 +165,14 @@ class PolicyModule(L.LightningModule):
 
         path = str(resolve_model(self.model_name))
         try:
-            return AutoModelForCausalLM.from_pretrained(
+            model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=self._dtype, attn_implementation=attention_implementation(self._attn_implementation)
             )
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"cannot load the model '{self.model_name}': {error}") from error
+        if self._dropout is Dropout.off:
+            switch_off_dropout(model)
+        return model
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -132,57 +193,84 @@ class PolicyModule(L.LightningModule):
         """The policy's tokenizer."""
         return load_tokenizer(self.model_name)
 
+    @cached_property
+    def _logprob_fn(self) -> LogprobFn:
+        """How log-probabilities of this architecture are computed."""
+        return logprob_function(self.policy)
+
     def training_step(self, batch: OptimizerBatch, batch_idx: int) -> dict[str, Tensor] | None:
         """One optimizer step over a whole optimizer batch; an item with nothing to train takes none and is counted.
 
         Raises:
             ConfigError: the batch lacks advantages, or columns of `prepare_step`.
-            TrinityError: the gradient is not finite; weights and optimizer are as they were.
+            ExperienceError: an experience has no log-probabilities of the engine, and the ratio is against it, or
+                experiences of older weights are corrected by them.
+            TrinityError: the gradient is not finite, as in the `max_bad_steps` - 1 steps before. Such a step changes
+                neither weights nor optimizer nor schedule, and is counted.
         """
         start = time.perf_counter()
-        rows = trainable_rows(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+        self.objective.check(batch)
+        rows = rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
         if not rows:
             self.skipped_items += 1
-            self._log({"actor/skipped_items": self.skipped_items}, batch)
+            self._log(self._counts([]), batch)
             return None
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
-        optimizer.zero_grad()
         parts = self._cut(batch, rows)
-        loss, metrics = self._accumulate(batch, parts)
-        metrics |= {"actor/grad_norm": self._clip(batch), "actor/lr": optimizer.param_groups[0]["lr"]}
-        optimizer.step()
-        schedule.step()
+        try:
+            losses, metrics = self._accumulate(batch, parts)
+            norm = self._clip()
+            if not math.isfinite(norm):
+                self._skip_bad_step(batch, norm, describe_fault(batch, parts, losses, self.policy))
+                return None
+            metrics |= {"actor/grad_norm": norm, "actor/lr": optimizer.param_groups[0]["lr"]}
+            optimizer.step()
+            schedule.step()
+        finally:
+            optimizer.zero_grad()  # not at the next step: rollouts need the memory
+        self.bad_steps_in_a_row = 0
         self._log(metrics | self._costs(batch, parts, time.perf_counter() - start), batch)
-        return {"loss": loss}
+        return {"loss": losses.sum()}
+
+    def _skip_bad_step(self, batch: OptimizerBatch, norm: float, fault: str) -> None:
+        in_a_row = self.bad_steps_in_a_row + 1
+        what = f"the gradient of explore step {batch.explore_step} has norm {norm} ({fault})"
+        if in_a_row >= self.algorithm.max_bad_steps:
+            self.bad_steps_in_a_row = 0  # a resumed run begins with this item, and may skip as many again
+            raise TrinityError(
+                f"{what}, optimizer step {in_a_row} of this kind in a row (algorithm.max_bad_steps). "
+                "Look at these experiences and at the learning rate; the weights are those of the last good step."
+            )
+        self.bad_steps, self.bad_steps_in_a_row = self.bad_steps + 1, in_a_row
+        logger.warning("%s: no optimizer step was taken, %d so far.", what, self.bad_steps)
+        self._log(self._counts([]), batch)
 
     def _accumulate(self, batch: OptimizerBatch, parts: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
-        """Gradients of all micro-batches, added up; the loss, and metrics of the whole optimizer batch."""
+        """Gradients of all micro-batches, added up; the loss of each [parts], metrics of the whole optimizer batch."""
         computed_tokens = _trained_tokens(batch, parts)
         sampled_tokens = _trained_tokens(batch, parts, sampled=True)
         measured: list[dict[str, Tensor]] = []
-        loss = torch.zeros((), device=self.device)
+        losses: list[Tensor] = []
         collating = 0.0
-        for index, part in enumerate(parts):
+        for part in parts:
             start = time.perf_counter()
             micro = collate(batch, part, self.device)
             collating += time.perf_counter() - start
-            with nullcontext() if index == len(parts) - 1 else self._no_sync():
-                part_loss, part_metrics = self.objective(
-                    *self._logprobs(self.policy, micro), micro, batch, computed_tokens, sampled_tokens
-                )
-                self.manual_backward(part_loss)
-            loss += part_loss.detach()
+            part_loss, part_metrics = self.objective(
+                *self._logprobs(self.policy, micro), micro, batch, computed_tokens, sampled_tokens
+            )
+            self.manual_backward(part_loss)
+            losses.append(part_loss.detach())
             measured.append(part_metrics)
         metrics = {f"actor/{name}": float(value) for name, value in combine_metrics(measured).items()}
-        return loss, metrics | {"time/collate": collating}
+        return torch.stack(losses), metrics | {"time/collate": collating}
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, R] of the trained tokens; 0 elsewhere."""
-        states = model.base_model(input_ids=micro.tokens, use_cache=False).last_hidden_state
         positions, targets, rows = micro.positions()
-        values = token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, micro.temperature[rows])
-        zeros = torch.zeros(micro.action_mask.shape, device=states.device)
+        values = self._logprob_fn(model, micro.tokens, positions, targets, micro.temperature[rows])
+        zeros = torch.zeros(micro.action_mask.shape, device=micro.tokens.device)
         logprobs, entropies = (zeros.masked_scatter(micro.action_mask, value) for value in values)
         return logprobs, entropies
 
@@ -190,38 +278,35 @@ class PolicyModule(L.LightningModule):
         lengths = [len(e.tokens) for e in batch.experiences]
         return cut(lengths, rows, self.algorithm.max_tokens_per_micro_batch)
 
-    def _no_sync(self) -> Any:
-        model: Any = self.trainer.strategy.model
-        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
-
-    def _clip(self, batch: OptimizerBatch) -> float:
-        """Norm of the gradient, before it is clipped.
+    def _clip(self) -> float:
+        """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
 
         Clips by torch itself: Lightning's `clip_gradients` computes the norm once more, and refuses fused optimizers
         under mixed precision, though only a gradient scaler (float16) could not do with them.
         """
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if not norm.isfinite():
-            raise TrinityError(
-                f"the gradient of explore step {batch.explore_step} has norm {float(norm)}: look for infinite or NaN "
-                "advantages and log-probabilities among its experiences, and at the learning rate."
-            )
-        if self.algorithm.max_grad_norm is not None:
+        if self.algorithm.max_grad_norm is not None and norm.isfinite():
             torch.nn.utils.clip_grads_with_norm_(parameters, self.algorithm.max_grad_norm, norm)
         return float(norm)
 
     def _costs(self, batch: OptimizerBatch, parts: list[list[int]], seconds: float) -> dict[str, float]:
         """What the optimizer step cost: of the rows computed, without padding."""
         lengths = [len(e.tokens) for e in batch.experiences]
-        return {
-            "actor/trained_rows": sum(map(len, parts)),
-            "actor/micro_batches": len(parts),
-            "actor/skipped_items": self.skipped_items,
+        return self._counts(parts) | {
             "perf/padding_ratio": padding_ratio(lengths, parts),
             "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part) / seconds,
             "perf/trained_tokens_per_second": _trained_tokens(batch, parts) / seconds,
             "time/train": seconds,
+        }
+
+    def _counts(self, parts: list[list[int]]) -> dict[str, float]:
+        """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
+        return {
+            "actor/trained_rows": sum(map(len, parts)),
+            "actor/micro_batches": len(parts),
+            "actor/skipped_items": self.skipped_items,
+            "actor/bad_steps": self.bad_steps,
         }
 
     def _log(self, metrics: dict[str, float], batch: OptimizerBatch) -> None:
@@ -234,7 +319,8 @@ class PolicyModule(L.LightningModule):
     def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
-        `old_logprobs` where several optimizer steps follow one rollout batch, `ref_logprobs` where the objective has a
+        `old_logprobs` where several optimizer steps follow one rollout batch (and the ratio is not against the
+        engine), `ref_logprobs` where the objective has a
         reference. Each is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
         """
         columns: dict[str, list[Tensor]] = {}
@@ -248,7 +334,7 @@ class PolicyModule(L.LightningModule):
     def _column(self, model: Any, experiences: Sequence[Experience]) -> list[Tensor]:
         batch = OptimizerBatch.of(experiences, explore_step=0)
         column = [torch.zeros(e.response_length) for e in experiences]
-        rows = trainable_rows(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+        rows = rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
         was_training = model.training
         model.eval()  # dropout would make them another model's
         for part in self._cut(batch, rows):
@@ -273,17 +359,32 @@ class PolicyModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Counters and random states beside the weights."""
-        checkpoint["policy"] = {"skipped_items": self.skipped_items, "rng": random_state()}
+        checkpoint["policy"] = {name: getattr(self, name) for name in COUNTERS} | {"rng": random_state()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the counter; random states are set once everything else that draws from them is set up."""
-        self.skipped_items = checkpoint["policy"]["skipped_items"]
-        self._random_state = checkpoint["policy"]["rng"]
+        """Restore the counters; random states are set once everything else that draws from them is set up.
+
+        Raises:
+            ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as
+                one group.
+        """
+        state = checkpoint["policy"]
+        check_version(state, COUNTERS, "the policy")
+        optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
+        if self._optimizer_factory is None and any(len(each["param_groups"]) == 1 for each in optimizers):
+            raise ConfigError(
+                "the checkpoint is of a version in which norms, biases and embeddings decayed too, as one parameter "
+                "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
+            )
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self._random_state = state["rng"]
 
     def on_fit_start(self) -> None:
         """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
         if self.device.type == "cpu":
             reuse_large_buffers()
+        _ = self._logprob_fn  # a model that cannot be trained is refused before rollouts; on its device, by now
         self._restore_random_state()
 
     def on_train_start(self) -> None:

@@ -109,6 +109,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
         ([], ConfigError, "give at least one of .*grpo"),
         ([("reward_variance", {}), ("gpro", {})], ValueError, "Did you mean 'grpo'"),
         ([("grpo", {}), ("grpo", {"epsilom": 1})], TypeError, "Did you mean 'epsilon'"),
+        ([("grpo", None)], ConfigError, "the arguments of add strategy 'grpo' must be .* not None"),
         ([("collections.OrderedDict", {})], TypeError, "'collections.OrderedDict' is no AddStrategy class"),
     ],
 )

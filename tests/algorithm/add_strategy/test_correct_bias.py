@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_cases import INVALID, add, make, scores
+from strategy_cases import INVALID, add, advantages, make, scores
 
 from trinity_lightning.common.experience import ExperienceError
 
@@ -64,7 +64,7 @@ def test_equal_inputs_get_equal_advantages():
 
 
 def test_the_order_of_tokens_does_not_matter():
-    exps = group([1, 1], [[-0.1, -0.2, -0.7], [-0.7, -0.1, -0.2]])
+    exps = group([1, 1], [[-0.1, -0.2, -0.7], [-0.7, -0.2, -0.1]])
     add("correct_bias", exps)
     assert scores(exps) == [0, 0]
 
@@ -95,11 +95,18 @@ def test_missing_logprobs_in_a_group_of_several_are_told():
         add("correct_bias", exps)
 
 
-@pytest.mark.parametrize("logprobs", [torch.tensor([]), torch.tensor([0.0, float("nan"), 0.0])])
-def test_logprobs_that_have_no_order_are_told(logprobs):
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([], "logprobs has 0 values for 3 response tokens"),
+        ([-1.0] * 4, "logprobs has 4 values for 3 response tokens"),
+        ([float("nan"), 0.0, 0.0], r"the mean of its \d logprobs is nan"),
+    ],
+)
+def test_logprobs_that_have_no_order_are_told(logprobs, message):
     exps = group([0, 1], [-1.0, -1.0])
-    exps[1].logprobs = logprobs
-    with pytest.raises(ExperienceError, match=r"experience 1/0/1/0/\w+: the mean of its \d logprobs is nan"):
+    exps[1].logprobs = torch.tensor(logprobs)
+    with pytest.raises(ExperienceError, match=rf"experience 1/0/1/0/\w+: {message}"):
         add("correct_bias", exps)
 
 
@@ -108,3 +115,18 @@ def test_a_group_left_out_needs_no_logprobs():
     calls, metrics = add("correct_bias", exps)
     assert [call[0].eid.task for call in calls] == [1]
     assert metrics[INVALID] == 1
+
+
+def test_what_an_environment_wrote_does_not_rank():
+    """The second token is not the policy's: 0.0 there made an unlikely answer look likely."""
+    ours = group([1, 1], [[-3.0, 0.0, -3.0], [-2.0, -9.0, -2.0]])
+    add("correct_bias", ours)
+    assert scores(ours)[0] > 0 > scores(ours)[1]
+
+
+def test_a_response_without_trained_tokens_ranks_by_all_its_tokens():
+    exps = group([1, 1], [-3.0, -1.0])
+    exps[0].action_mask = torch.zeros(3, dtype=torch.bool)
+    add("correct_bias", exps)
+    assert advantages(exps[0]).tolist() == [0, 0, 0]
+    assert scores(exps)[1] == pytest.approx(-0.707, abs=1e-3)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.rewards import is_constant
+from trinity_lightning.common.rewards import equal_rewards
 
 REWARDS = st.floats(-5, 5).map(lambda x: round(x, 3))
 GROUPED = st.lists(st.tuples(REWARDS, st.integers(-3, 6)), min_size=1, max_size=40)
@@ -69,7 +69,7 @@ def test_advantages_of_a_group_sum_to_zero(fn, pairs):
 def test_grpo_ignores_shift_and_scale(pairs, shift, scale):
     rewards, _ = tensors(pairs)
     group = torch.zeros(len(rewards), dtype=torch.int64)
-    if len(rewards) == 1 or is_constant(rewards.tolist()):
+    if len(rewards) == 1 or equal_rewards(rewards.tolist()):
         assert torch.equal(
             functional.grpo_advantages(rewards, group), rewards / (1 + 1e-6) if len(rewards) == 1 else rewards * 0
         )
@@ -88,7 +88,7 @@ def test_order_does_not_matter(level, pairs, random):
     torch.testing.assert_close(functional.grpo_advantages(rewards[order], groups[order], std_level=level), direct)
 
 
-def test_equal_rewards_up_to_rounding_are_no_signal():
+def test_rewards_equal_up_to_rounding_do_not_differ():
     rewards = torch.tensor([0.1 + 0.2, 0.3, 1e6, 1e6 + 1e-4, 0.0, 1.0], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 1, 2, 2])
     for epsilon in (1e-6, 0.0):
@@ -96,7 +96,7 @@ def test_equal_rewards_up_to_rounding_are_no_signal():
         assert advantages[:4].tolist() == [0, 0, 0, 0]
         assert advantages[4] < -0.7 < 0.7 < advantages[5]
     assert functional.opmd_advantages(rewards, groups, "logavgexp")[:4].tolist() == [0, 0, 0, 0]
-    assert functional.informative(rewards, groups).tolist() == [False] * 4 + [True] * 2
+    assert functional.rewards_differ(rewards, groups).tolist() == [False] * 4 + [True] * 2
 
 
 def test_batch_level_std_is_that_of_all_rewards():
@@ -126,10 +126,10 @@ def test_reinforce_plus_plus_is_white_over_tokens(pairs, data):
     assert torch.isfinite(advantages).all()
 
 
-def test_informative_wants_variance_above_the_threshold():
+def test_rewards_differ_by_a_variance_above_the_threshold():
     rewards, groups = torch.tensor([0.0, 1.0, 0.0, 0.5, 3.0]), torch.tensor([0, 0, 1, 1, 2])
-    assert functional.informative(rewards, groups).tolist() == [True, True, True, True, False]
-    assert functional.informative(rewards, groups, 0.0625).tolist() == [True, True, False, False, False]
+    assert functional.rewards_differ(rewards, groups).tolist() == [True, True, True, True, False]
+    assert functional.rewards_differ(rewards, groups, 0.0625).tolist() == [True, True, False, False, False]
 
 
 def test_logavgexp_survives_large_rewards():

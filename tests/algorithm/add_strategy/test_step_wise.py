@@ -123,3 +123,29 @@ def test_a_subclass_may_define_the_advantage_of_a_task_itself():
     count, metrics = asyncio.run(First(writer).add(exps, 1))
     assert (count, scores(exps)) == (3, [0, 0, 1])
     assert metrics["group_advantages/runs/mean"] == 2
+
+
+def test_groups_whose_runs_hardly_differ_are_left_out():
+    exps = [
+        make(0, 0, 0.0),
+        make(0, 0, 0.5, step=1),
+        make(0, 1, 0.5),
+        make(1, 0, 0.0),
+        make(1, 1, 1.0),
+        make(2, 0, 1.0),
+    ]
+    calls, metrics = add("step_wise_grpo", exps, std_threshold=0.1)
+    assert [exp.eid.task for call in calls for exp in call] == [1, 1]
+    assert metrics["filtered_count"] == 4
+    assert "filtered_count" not in add("step_wise_grpo", [make(0, 0, 0.0)])[1]
+
+
+def test_the_standard_deviation_may_be_that_of_the_batch():
+    rewards = [[0.0, 1.0], [0.0, 3.0]]
+    ours = [
+        make(task, run, r, step=s) for task, group in enumerate(rewards) for run, r in enumerate(group) for s in (0, 1)
+    ]
+    plain = [make(task, run, r) for task, group in enumerate(rewards) for run, r in enumerate(group)]
+    add("step_wise_grpo", ours, std_level="batch")
+    add("grpo", plain, std_level="batch")
+    assert scores(ours) == pytest.approx([score for score in scores(plain) for _ in (0, 1)])

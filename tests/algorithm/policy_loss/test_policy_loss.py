@@ -210,3 +210,11 @@ def test_combined_metrics_add_except_maxima():
 def test_wrong_names_and_values_are_told(name, args, error, message):
     with pytest.raises(error, match=message):
         create_policy_loss(name, **args)(*batch())
+
+
+def test_arguments_with_postponed_annotations_are_checked():
+    for wrong in ({"width": "abc"}, {"cap": "abc"}):
+        with pytest.raises(TypeError, match=f"argument '{next(iter(wrong))}'.*give a number"):
+            create_policy_loss("postponed_loss.postponed", **wrong)
+    create_policy_loss("postponed_loss.postponed", width=2, cap=None)
+    create_policy_loss("postponed_loss.unresolved", width="anything")  # its types cannot be known

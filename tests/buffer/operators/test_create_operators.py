@@ -94,6 +94,13 @@ def test_only_process_is_abstract():
         ("reward_filter", {"treshold": 1}, TypeError, "operator 'reward_filter'.*'treshold'.*Did you mean 'threshold'"),
         ("overlong_penalty", {"max_length": 4}, TypeError, "'overlong_penalty': .*'cache_length'.*max_length: int"),
         ("reward_filter", {"threshold": "high"}, ConfigError, "operator 'reward_filter': threshold must be a finite"),
+        ("reward_std_filter", {"threshold": None}, ConfigError, "threshold must be a finite number, not None"),
+        ("reward_std_filter", {"metric": 1}, ConfigError, "metric must be text, not 1"),
+        ("dapo_dynamic_sampling", {"metric_key": None}, ConfigError, "metric_key must be text, not None"),
+        ("overlong_penalty", {"max_length": None, "cache_length": 1}, ConfigError, "max_length must be .* not None"),
+        ("judge", {"model": "judge", "prompt": None}, ConfigError, "prompt must be text, not None"),
+        ("judge", {"model": "j", "prompt": "{response}", "sampling": [1]}, ConfigError, "sampling must be"),
+        ("reward_shaping_mapper", {"reward_shaping_configs": 3}, ConfigError, "must be a list of rules, not 3"),
     ],
 )
 def test_wrong_configurations_are_told(name, args, error, message):

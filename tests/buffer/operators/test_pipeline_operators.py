@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from operator_cases import HERE, AddOne, make, rewards, step_of
 
 from trinity_lightning.buffer.operator_chain import snapshot
-from trinity_lightning.buffer.operators import OnError, OperatorConfig
+from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, OperatorConfig
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience, ExperienceError
@@ -309,3 +309,18 @@ def test_what_cannot_be_copied_is_told(tmp_path):
     pipeline, _ = pipeline_of(OperatorConfig("reward_filter"), folder=tmp_path)
     with pytest.raises(ExperienceError, match=r"experience 1/0/0/0/\w+: info cannot be copied"):
         process(pipeline, exps)
+
+
+class SetsInfo(ExperienceOperatorV1):
+    """Forgets that info is a dict."""
+
+    async def process(self, exps):
+        for exp in exps:
+            exp.info = None  # pyright: ignore[reportAttributeAccessIssue]
+        return exps, {}
+
+
+def test_an_operator_that_breaks_a_field_is_named_with_it():
+    pipeline, _ = pipeline_of(OperatorConfig(f"{__name__}.SetsInfo"))
+    with pytest.raises(OperatorError, match=r"SetsInfo.*info of an Experience was set to None.*info=\{\}"):
+        process(pipeline, step_of([0, 1]))

@@ -5,7 +5,6 @@ writes those worth training on to the buffer. The mathematics is in `functional.
 """
 
 import inspect
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,19 +14,19 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.arguments import not_negative
 from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
+    differing_groups,
     gather_metrics,
-    informative_groups,
     reject_dpo,
     set_advantages,
     split_valid,
 )
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.arguments import number, one_of
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.registry import Registry
+from trinity_lightning.common.runs import Criterion, Run, judged, run_reward, runs_of
 from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.writer import BufferWriter
 
@@ -121,7 +120,10 @@ class GroupAdvantageStrategy(AddStrategy):
 
 
 class TaskAdvantageStrategy(GroupAdvantageStrategy):
-    """Groups by task, and gives every experience one score, a function of the rewards of the explore step.
+    """Groups by task, and gives every run one score, a function of the rewards of the explore step.
+
+    A run of several steps has one reward, that of each of its experiences, and counts once; its score goes to all of
+    them. Where the rewards of its steps differ it is refused: those are for `step_wise_grpo` and `gigpo`.
 
     All groups are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
     """
@@ -131,24 +133,24 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return group_by(exps, "task")
 
     @abstractmethod
-    def score(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scores [B] and, by metric name, a value for each of the G groups [G].
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scores [B] of B runs and, by metric name, a value for each of the G groups [G].
 
         Args:
             rewards: float64 [B].
-            groups: position of each experience's group, int64 [B], ascending.
-            exps: the experiences, for strategies that need more than their rewards.
+            groups: position of each run's group, int64 [B], ascending.
+            runs: the experiences of each, for strategies that need more than their rewards.
         """
 
-    def kept_groups(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """Which groups to write, bool [G]: all of them, unless a strategy says otherwise."""
+    def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
+        """Which groups to write, bool [G]: all of them, unless a strategy says otherwise. Arguments as `score`."""
         return torch.ones(int(groups[-1]) + 1, dtype=torch.bool)
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
         """Weigh one group as if it were the whole explore step.
 
         Raises:
-            ExperienceError: a reward is no finite number.
+            ExperienceError: a reward is no finite number, or the rewards of a run's steps differ.
         """
         if split_valid({group_id: exps})[1]:
             raise ExperienceError(f"group {group_id}: every reward must be a finite number.")
@@ -162,15 +164,17 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return self._weigh(groups)
 
     def _weigh(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
-        exps = [exp for group in groups.values() for exp in group]
-        if not exps:
+        runs_by_group = [runs_of(group) for group in groups.values()]
+        runs = [run for group in runs_by_group for run in group]
+        if not runs:
             return [], []
-        rewards = torch.tensor([exp.reward for exp in exps], dtype=torch.float64)
-        index = torch.repeat_interleave(torch.tensor([len(group) for group in groups.values()]))
-        scores, group_metrics = self.score(rewards, index, exps)
-        set_advantages(exps, scores.tolist())
+        rewards = torch.tensor([run_reward(run) for run in runs], dtype=torch.float64)
+        index = torch.repeat_interleave(torch.tensor([len(group) for group in runs_by_group]))
+        scores, group_metrics = self.score(rewards, index, runs)
+        per_step = [score for run, score in zip(runs, scores.tolist(), strict=True) for _ in run]
+        set_advantages([exp for run in runs for exp in run], per_step)
         columns = {name: values.tolist() for name, values in group_metrics.items()}
-        kept = self.kept_groups(rewards, index).tolist()
+        kept = self.kept_groups(index, runs).tolist()
         weighed = [group if keep else [] for group, keep in zip(groups.values(), kept, strict=True)]
         return weighed, [{name: values[g] for name, values in columns.items()} for g in range(len(groups))]
 
@@ -186,8 +190,9 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         writer: where the experiences go.
         epsilon: added to the standard deviation.
         std_level: "group", or "batch": divide by the standard deviation of all valid rewards of the step.
-        std_threshold: leave out groups whose standard deviation is not above this, and groups of one, which have none;
-            what was not written is then counted, in experiences, in `filtered_count`. None: write all groups.
+        std_threshold: leave out groups whose rewards, as they were before operators, have a standard deviation not
+            above this, and groups of one, which have none; what was not written is then counted, in experiences, in
+            `filtered_count`. None: write all groups.
     """
 
     def __init__(
@@ -199,27 +204,25 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         **unknown: Any,
     ) -> None:
         super().__init__(writer, **unknown)
-        if std_level not in functional.STD_LEVELS:
-            raise ConfigError(unknown_name("std_level", std_level, functional.STD_LEVELS))
-        self.epsilon = not_negative("epsilon", epsilon)
-        self.std_level = std_level
-        self.std_threshold = None if std_threshold is None else not_negative("std_threshold", std_threshold)
+        self.epsilon = number("epsilon", epsilon, least=0)
+        self.std_level = one_of("std_level", std_level, functional.STD_LEVELS)
+        self.std_threshold = None if std_threshold is None else number("std_threshold", std_threshold, least=0)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         return {"epsilon": 1e-6}
 
-    def score(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> tuple[Tensor, dict[str, Tensor]]:
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
         stats = functional.group_stats(rewards, groups)
         lone = stats.size == 1
         metrics = {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
         return functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level), metrics
 
-    def kept_groups(self, rewards: Tensor, groups: Tensor) -> Tensor:
+    def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         if self.std_threshold is None:
-            return super().kept_groups(rewards, groups)
-        stats = functional.group_stats(rewards, groups)
-        return (stats.size > 1) & (stats.std > self.std_threshold)
+            return super().kept_groups(groups, runs)
+        raw_rewards = torch.tensor([judged(run) for run in runs], dtype=torch.float64)
+        return functional.std_above(raw_rewards, groups, self.std_threshold)
 
     async def add(self, exps: list[Experience], step: int) -> tuple[int, Metrics]:
         """Weigh and write the experiences, one write a group; see `GroupAdvantageStrategy.add`."""
@@ -241,18 +244,14 @@ class OPMDAddStrategy(TaskAdvantageStrategy):
 
     def __init__(self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any) -> None:
         super().__init__(writer, **unknown)
-        if opmd_baseline not in functional.OPMD_BASELINES:
-            raise ConfigError(unknown_name("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES))
-        if not (tau > 0 and math.isfinite(tau)):
-            raise ConfigError(f"tau must be a finite number above 0, not {tau}.")
-        self.opmd_baseline = opmd_baseline
-        self.tau = tau
+        self.opmd_baseline = one_of("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES)
+        self.tau = number("tau", tau, above=0)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         return {"opmd_baseline": "mean", "tau": 1.0}
 
-    def score(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> tuple[Tensor, dict[str, Tensor]]:
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
         baseline = functional.opmd_baseline(rewards, groups, self.opmd_baseline, self.tau)
         metrics = {"reward_mean": functional.group_stats(rewards, groups).mean, "group_baseline": baseline}
         return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics
@@ -262,26 +261,35 @@ class OPMDAddStrategy(TaskAdvantageStrategy):
 class RewardVarianceAddStrategy(AddStrategy):
     """Writes the groups whose rewards differ, and sets no advantages: a filter to put before another strategy.
 
-    A group is written when it has at least two experiences and its rewards' population variance is above the
-    threshold. `filtered_count` counts the experiences that were not written, `add_strategy_time` is in seconds.
+    A group is written when it has at least two runs and its rewards' population variance is above the threshold. It is
+    judged by the rewards as they were before operators: a penalty for length makes no difference between two wrong
+    answers. `filtered_count` counts the experiences that were not written, `add_strategy_time` is in seconds.
+
+    Args:
+        writer: where the experiences go.
+        variance_threshold: what the variance of a group must exceed.
+        metric: what to judge by in place of the reward: the name of a reward function ("accuracy"), another metric of
+            the experiences, or an entry of their info ("judge_score").
     """
 
-    def __init__(self, writer: BufferWriter, variance_threshold: float = 0.0, **unknown: Any) -> None:
+    def __init__(
+        self, writer: BufferWriter, variance_threshold: float = 0.0, metric: str | None = None, **unknown: Any
+    ) -> None:
         super().__init__(writer, **unknown)
-        self.variance_threshold = not_negative("variance_threshold", variance_threshold)
+        self.variance_threshold = number("variance_threshold", variance_threshold, least=0)
+        self.criterion = Criterion(metric)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         return {"variance_threshold": 0.0}
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups with a signal, one write a group; see `AddStrategy.add`."""
+        """Write the groups whose rewards differ, one write a group; see `AddStrategy.add`."""
         if not experiences:
             return 0, {}
         start = time.perf_counter()
         reject_dpo(experiences)
-        _, invalid = split_valid(group_by(experiences, "task"))
-        kept = self.survivors(experiences)
+        kept, invalid = self._differing(experiences)
         for group in kept.values():
             await self.writer.write_async(group)
         written = sum(map(len, kept.values()))
@@ -292,8 +300,11 @@ class RewardVarianceAddStrategy(AddStrategy):
         }
 
     def survivors(self, experiences: list[Experience]) -> Groups:
-        """The groups with a signal; see `AddStrategy.survivors`."""
-        return informative_groups(split_valid(group_by(experiences, "task"))[0], self.variance_threshold)
+        """The groups whose rewards differ; see `AddStrategy.survivors`."""
+        return self._differing(experiences)[0]
+
+    def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
+        return differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
 
 
 @ADD_STRATEGY.register("dapo")

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, TaskAdvantageStrategy
-from trinity_lightning.algorithm.add_strategy.arguments import finite
 from trinity_lightning.algorithm.add_strategy.groups import action_mask
-from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.arguments import number
+from trinity_lightning.common.runs import Run
 from trinity_lightning.common.writer import BufferWriter
 
 
@@ -24,11 +24,11 @@ class BaselineAddStrategy(TaskAdvantageStrategy):
     def default_args(cls) -> dict[str, Any]:
         return {}
 
-    def score(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> tuple[Tensor, dict[str, Tensor]]:
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
         stats = functional.group_stats(rewards, groups)
-        return self.advantages(rewards, groups, exps), {"reward_mean": stats.mean, "reward_std": stats.std}
+        return self.advantages(rewards, groups, runs), {"reward_mean": stats.mean, "reward_std": stats.std}
 
-    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+    def advantages(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         """Scores [B] of rewards [B] in groups [B]: here the rewards themselves."""
         return rewards
 
@@ -42,7 +42,7 @@ class REINFORCEAddStrategy(BaselineAddStrategy):
 class RLOOAddStrategy(BaselineAddStrategy):
     """RLOO: the reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
 
-    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+    def advantages(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         return functional.rloo_advantages(rewards, groups)
 
 
@@ -50,7 +50,7 @@ class RLOOAddStrategy(BaselineAddStrategy):
 class DrGRPOAddStrategy(BaselineAddStrategy):
     """Dr. GRPO: the reward minus the group's mean (arXiv 2503.20783)."""
 
-    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+    def advantages(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         return functional.dr_grpo_advantages(rewards, groups)
 
 
@@ -58,8 +58,8 @@ class DrGRPOAddStrategy(BaselineAddStrategy):
 class REINFORCEPlusPlusAddStrategy(BaselineAddStrategy):
     """REINFORCE++: r - mean of the group, whitened over all trained tokens of the step (arXiv 2501.03262)."""
 
-    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
-        num_tokens = torch.tensor([int(action_mask(exp).count_nonzero()) for exp in exps])
+    def advantages(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> Tensor:
+        num_tokens = torch.tensor([sum(int(action_mask(exp).count_nonzero()) for exp in run) for run in runs])
         return functional.reinforce_plus_plus_advantages(rewards, groups, num_tokens)
 
 
@@ -74,11 +74,11 @@ class ASYMREAddStrategy(BaselineAddStrategy):
 
     def __init__(self, writer: BufferWriter, baseline_shift: float = -0.1, **unknown: Any) -> None:
         super().__init__(writer, **unknown)
-        self.baseline_shift = finite("baseline_shift", baseline_shift)
+        self.baseline_shift = number("baseline_shift", baseline_shift)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         return {"baseline_shift": -0.1}
 
-    def advantages(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> Tensor:
+    def advantages(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         return functional.asymre_advantages(rewards, groups, self.baseline_shift)

@@ -23,6 +23,22 @@ class _HandOver(BufferWriter):
         return held
 
 
+class _Written(BufferWriter):
+    """Passes on what is written, and remembers it."""
+
+    def __init__(self, writer: BufferWriter) -> None:
+        self._writer = writer
+        self.experiences: list[Experience] = []
+
+    def write(self, experiences: list[Experience]) -> None:
+        self._writer.write(experiences)
+        self.experiences += experiences
+
+    async def write_async(self, experiences: list[Experience]) -> None:
+        await self._writer.write_async(experiences)
+        self.experiences += experiences
+
+
 class ComposedAddStrategy(AddStrategy):
     """Several strategies in a row: each gets the whole step that the one before it let through.
 
@@ -33,12 +49,24 @@ class ComposedAddStrategy(AddStrategy):
     Args:
         specs: registry name (or dotted path) and arguments of each strategy, in order; at least one.
         writer: where the last one writes.
+
+    Attributes:
+        stages: of the last step, by the name of each strategy what it let through, in order.
+
+    Raises:
+        ConfigError: no entry, or an argument's value is out of range.
     """
 
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
+        if not specs:
+            raise ConfigError(
+                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
+            )
         self._hand_overs = [_HandOver() for _ in specs[1:]]
-        writers = [*self._hand_overs, writer]
+        self._written = _Written(writer)
+        self.stages: dict[str, list[Experience]] = {}
+        writers = [*self._hand_overs, self._written]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, writers, strict=True)]
         names = [name for name, _ in specs]
         repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
@@ -58,10 +86,14 @@ class ComposedAddStrategy(AddStrategy):
         """Run the step through all strategies; see `AddStrategy.add`."""
         for hand_over in self._hand_overs:
             hand_over.take()  # left behind by a step that failed half-way
+        self._written.experiences, self.stages = [], {}
         count, metrics = await self.strategies[0].add(experiences, step)
-        for strategy, label, hand_over in zip(self.strategies[1:], self._labels[1:], self._hand_overs, strict=True):
-            count, added = await strategy.add(hand_over.take(), step)
+        following = zip(self.strategies[1:], self._labels[1:], strict=True)
+        for before, hand_over, (strategy, label) in zip(self._labels[:-1], self._hand_overs, following, strict=True):
+            self.stages[before] = held = hand_over.take()
+            count, added = await strategy.add(held, step)
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
+        self.stages[self._labels[-1]] = self._written.experiences
         return count, metrics
 
 
@@ -78,8 +110,6 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
         ValueError: an unknown name; the message lists the known ones.
         TypeError: an unknown argument (the message lists the valid ones), or a path that is no AddStrategy class.
     """
-    if not specs:
-        raise ConfigError(f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}.")
     if len(specs) == 1:
         return _create(*specs[0], writer)
     return ComposedAddStrategy(specs, writer)
@@ -89,4 +119,6 @@ def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStra
     strategy = ADD_STRATEGY.resolve(name)
     if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
     return strategy(writer, **args)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
-from trinity_lightning.algorithm.add_strategy.arguments import not_negative
+from trinity_lightning.algorithm.add_strategy.groups import action_mask
+from trinity_lightning.common.arguments import number
 from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.runs import Run
 from trinity_lightning.common.writer import BufferWriter
 
 
@@ -17,7 +19,9 @@ from trinity_lightning.common.writer import BufferWriter
 class CorrectBiasAddStrategy(GRPOAddStrategy):
     """GRPO on r' = r * (1 - rank / n * rank_penalty) (unlikeliness reward, arXiv 2506.02355).
 
-    Within a task, rank 0 is the response with the lowest mean log-probability; equal ones share their average rank.
+    Within a task, rank 0 is the run with the lowest mean log-probability of its trained tokens: what an environment
+    wrote says nothing of the policy. Equal ones share their average rank. A run without a trained token (all of it
+    masked) only counts for the others' mean: it ranks by all its tokens.
     The metrics reward_mean and reward_std are those of r'.
 
     Args:
@@ -29,34 +33,48 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     def __init__(self, writer: BufferWriter, epsilon: float = 1e-6, rank_penalty: float = 0.25, **unknown: Any) -> None:
         self._refuse(unknown)
         super().__init__(writer, epsilon)
-        self.rank_penalty = not_negative("rank_penalty", rank_penalty)
+        self.rank_penalty = number("rank_penalty", rank_penalty, least=0)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         return {"epsilon": 1e-6, "rank_penalty": 0.25}
 
-    def score(self, rewards: Tensor, groups: Tensor, exps: Sequence[Experience]) -> tuple[Tensor, dict[str, Tensor]]:
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
         """GRPO's scores of the penalised rewards; see `TaskAdvantageStrategy.score`.
 
         Raises:
-            ExperienceError: one of a group of several has no log-probabilities, or their mean is no finite number.
+            ExperienceError: one of a group of several has no log-probabilities, another number of them than response
+                tokens, or their mean is no finite number.
         """
         lone = (groups.bincount() == 1)[groups].tolist()
-        # A lone response has rank 0 whatever its log-probabilities, and may do without them.
-        likelihoods = [0.0 if alone else _mean_logprob(exp) for exp, alone in zip(exps, lone, strict=True)]
+        # A lone run has rank 0 whatever its log-probabilities, and may do without them.
+        likelihoods = [0.0 if alone else _mean_logprob(run) for run, alone in zip(runs, lone, strict=True)]
         penalised = functional.rank_penalised_rewards(
             rewards, groups, torch.tensor(likelihoods, dtype=torch.float64), self.rank_penalty
         )
-        return super().score(penalised, groups, exps)
+        return super().score(penalised, groups, runs)
 
 
-def _mean_logprob(exp: Experience) -> float:
-    if exp.logprobs is None:
-        raise ExperienceError(f"experience {exp.eid} has no logprobs, by which correct_bias ranks its group.")
-    mean = exp.logprobs.double().mean()
+def _mean_logprob(run: Run) -> float:
+    logprobs = torch.cat([_logprobs(exp) for exp in run])
+    mask = torch.cat([action_mask(exp).bool() for exp in run])
+    if mask.any():
+        logprobs = logprobs[mask]
+    mean = logprobs.mean()
     if not torch.isfinite(mean):
         raise ExperienceError(
-            f"experience {exp.eid}: the mean of its {len(exp.logprobs)} logprobs is {mean.item()}; correct_bias "
+            f"experience {run[-1].eid}: the mean of its {len(logprobs)} logprobs is {mean.item()}; correct_bias "
             "needs a finite number to rank it by."
         )
     return mean.item()
+
+
+def _logprobs(exp: Experience) -> Tensor:
+    if exp.logprobs is None:
+        raise ExperienceError(f"experience {exp.eid} has no logprobs, by which correct_bias ranks its group.")
+    length = len(action_mask(exp))
+    if len(exp.logprobs) != length:
+        raise ExperienceError(
+            f"experience {exp.eid}: logprobs has {len(exp.logprobs)} values for {length} response tokens."
+        )
+    return exp.logprobs.double()

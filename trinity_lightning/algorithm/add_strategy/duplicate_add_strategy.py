@@ -1,4 +1,4 @@
-"""Keep the groups that carry a signal, and fill up with copies of them: a constant amount to train on."""
+"""Keep the groups whose rewards differ, and fill up with copies of them: always the same amount to train on."""
 
 import copy
 import random
@@ -13,15 +13,15 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     INVALID_GROUP_COUNT,
     AddStrategy,
 )
-from trinity_lightning.algorithm.add_strategy.arguments import not_negative
 from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
-    informative_groups,
+    differing_groups,
     reject_dpo,
-    split_valid,
 )
+from trinity_lightning.common.arguments import number, whole_number
 from trinity_lightning.common.experience import EID, Experience, group_by
+from trinity_lightning.common.runs import Criterion
 from trinity_lightning.common.writer import BufferWriter
 
 
@@ -29,36 +29,44 @@ from trinity_lightning.common.writer import BufferWriter
 class DuplicateInformativeAddStrategy(AddStrategy):
     """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as it came.
 
-    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. A group is informative as in
-    `reward_variance`. Groups are copied in a seeded order, none a second time before all have been copied once; whole
-    ones, so that the count may pass that of the input by less than a group. A copy has a task of its own, and is
-    therefore a group of its own, and shares its tensors with the original.
+    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ
+    is decided as in `reward_variance`. Groups are copied in a seeded order, none a second time before all have been
+    copied once; whole ones, so that the count may pass that of the input by less than a group. A copy has a task of its
+    own, and is therefore a group of its own, and shares its tensors with the original.
 
     `filtered_count` counts the experiences left out, `duplicated_count` the copies; `add_strategy_time` is in seconds.
 
     Args:
         writer: where the experiences go, in one write.
-        variance_threshold: least population variance of an informative group's rewards, not included.
+        variance_threshold: what the population variance of a group's rewards must exceed.
         seed: with the explore step it decides which groups are copied.
+        metric: what to judge by in place of the reward before operators, as in `reward_variance`.
     """
 
-    def __init__(self, writer: BufferWriter, variance_threshold: float = 0.0, seed: int = 0, **unknown: Any) -> None:
+    def __init__(
+        self,
+        writer: BufferWriter,
+        variance_threshold: float = 0.0,
+        seed: int = 0,
+        metric: str | None = None,
+        **unknown: Any,
+    ) -> None:
         super().__init__(writer, **unknown)
-        self.variance_threshold = not_negative("variance_threshold", variance_threshold)
-        self.seed = seed
+        self.variance_threshold = number("variance_threshold", variance_threshold, least=0)
+        self.seed = whole_number("seed", seed, least=0)
+        self.criterion = Criterion(metric)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         return {"variance_threshold": 0.0}
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups with a signal and their copies, in one write; see `AddStrategy.add`."""
+        """Write the groups whose rewards differ and their copies, in one write; see `AddStrategy.add`."""
         if not experiences:
             return 0, {}
         start = time.perf_counter()
         reject_dpo(experiences)
-        groups, invalid = split_valid(group_by(experiences, "task"))
-        kept = informative_groups(groups, self.variance_threshold)
+        kept, invalid = differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
         originals = [exp for group in kept.values() for exp in group]
         copies = self._copies(kept, experiences, len(experiences) - len(originals), step)
         if originals:

@@ -4,7 +4,7 @@ All of them compute in float64 and return the rewards' own dtype (float32 for in
 finite. Group ids are any integers. Two rules hold everywhere:
 
 - a group of one has baseline 0: without others to compare with, its reward is its score;
-- a group whose rewards are equal up to rounding carries no signal: its centred rewards are exactly 0
+- a group of equal rewards (up to rounding) has centred rewards of exactly 0
   (`trinity_lightning.common.rewards` has the rule).
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.rewards import CONSTANT_TOLERANCE
+from trinity_lightning.common.rewards import EQUAL_TOLERANCE
 from trinity_lightning.common.suggest import unknown_name
 
 STD_LEVELS = ("group", "batch")
@@ -33,8 +33,8 @@ class GroupStats:
         mean: [G].
         variance: population variance [G].
         std: unbiased (n-1) standard deviation [G]; 0 for a group of one.
-        constant: whether the rewards are equal up to rounding, as they are in a group of one, bool [G].
-        centred: rewards minus their group's mean, exactly 0 in a constant group, [B].
+        equal: whether the rewards are equal up to rounding, as they are in a group of one, bool [G].
+        centred: rewards minus their group's mean, exactly 0 in a group of equal rewards, [B].
     """
 
     index: Tensor
@@ -42,7 +42,7 @@ class GroupStats:
     mean: Tensor
     variance: Tensor
     std: Tensor
-    constant: Tensor
+    equal: Tensor
     centred: Tensor
 
 
@@ -58,11 +58,11 @@ def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)
     mean = _group_sum(rewards, index, size) / size
     low, high = _group_extreme(rewards, index, size, "amin"), _group_extreme(rewards, index, size, "amax")
-    constant = high - low <= CONSTANT_TOLERANCE * torch.maximum(low.abs(), high.abs())
-    centred = (rewards - mean[index]).masked_fill(constant[index], 0.0)
+    equal = high - low <= EQUAL_TOLERANCE * torch.maximum(low.abs(), high.abs())
+    centred = (rewards - mean[index]).masked_fill(equal[index], 0.0)
     squares = _group_sum(centred.square(), index, size)
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return GroupStats(index, size, mean, squares / size, std, constant, centred)
+    return GroupStats(index, size, mean, squares / size, std, equal, centred)
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_level: str = "group") -> Tensor:
@@ -73,8 +73,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_
         groups: [B].
         epsilon: keeps the quotient finite.
         std_level: "group", or "batch": every group is divided by the standard deviation of all rewards
-            (arXiv 2508.08221). The standard deviation of fewer than two rewards, or of a constant
-            batch, is taken as 1.
+            (arXiv 2508.08221). The standard deviation of fewer than two rewards, or of equal ones,
+            is taken as 1.
 
     Raises:
         ConfigError: unknown std_level.
@@ -84,12 +84,12 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_
         std = torch.where(stats.size == 1, 1.0, stats.std)[stats.index]
     elif std_level == "batch":
         batch = group_stats(rewards, torch.zeros_like(groups))
-        std = torch.where(batch.constant, 1.0, batch.std)[batch.index]
+        std = torch.where(batch.equal, 1.0, batch.std)[batch.index]
     else:
         raise ConfigError(unknown_name("std_level", std_level, STD_LEVELS))
     score = _minus_baseline(rewards, stats) / (std + epsilon)
-    # With epsilon = 0 a constant group would be 0 / 0.
-    return _as_rewards(_without_signal_zero(score, stats), rewards)
+    # With epsilon = 0 equal rewards would give 0 / 0.
+    return _as_rewards(_zero_where_equal(score, stats), rewards)
 
 
 def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def opmd_advantages(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau
     """
     stats = group_stats(rewards, groups)
     score = rewards.double() - opmd_baseline(rewards, groups, baseline, tau)[stats.index]
-    return _as_rewards(_without_signal_zero(score, stats), rewards)
+    return _as_rewards(_zero_where_equal(score, stats), rewards)
 
 
 def opmd_baseline(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
@@ -141,7 +141,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 def asymre_advantages(rewards: Tensor, groups: Tensor, baseline_shift: float = -0.1) -> Tensor:
     """AsymRE: r - (mean + shift), where a negative shift favours good rewards over bad ones (arXiv 2506.20520).
 
-    A constant group has the advantage -shift throughout; a group of one keeps its reward.
+    Equal rewards have the advantage -shift throughout; a group of one keeps its reward.
     """
     stats = group_stats(rewards, groups)
     shift = baseline_shift * (stats.size > 1)[stats.index].double()
@@ -202,7 +202,7 @@ def gigpo_advantages(
     stats = group_stats(step_returns, states)
     of_steps = stats.centred  # 0 for a state met once: by itself it says nothing of the action taken
     if std_norm:
-        of_steps = _without_signal_zero(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
+        of_steps = _zero_where_equal(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
     return _as_rewards(of_episodes.double()[episodes] + step_weight * of_steps, step_returns)
 
 
@@ -234,14 +234,19 @@ def reinforce_plus_plus_advantages(rewards: Tensor, groups: Tensor, num_tokens: 
     return _as_rewards(deviation / (variance + WHITEN_EPSILON).sqrt(), rewards)
 
 
-def informative(rewards: Tensor, groups: Tensor, variance_threshold: float = 0.0) -> Tensor:
-    """Which rewards belong to a group with a signal, bool [B].
+def rewards_differ(rewards: Tensor, groups: Tensor, variance_threshold: float = 0.0) -> Tensor:
+    """Which rewards belong to a group whose rewards differ, bool [B].
 
-    A group has one when it has at least two rewards that are not constant and whose population variance is above the
-    threshold.
+    It has at least two, they are not equal, and their population variance is above the threshold.
     """
     stats = group_stats(rewards, groups)
-    return (~stats.constant & (stats.variance > variance_threshold))[stats.index]
+    return (~stats.equal & (stats.variance > variance_threshold))[stats.index]
+
+
+def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
+    """Which groups have at least two rewards with an (unbiased) standard deviation above the threshold, bool [G]."""
+    stats = group_stats(rewards, groups)
+    return (stats.size > 1) & (stats.std > threshold)
 
 
 def _group_sum(values: Tensor, index: Tensor, size: Tensor) -> Tensor:
@@ -257,9 +262,9 @@ def _minus_baseline(rewards: Tensor, stats: GroupStats) -> Tensor:
     return torch.where((stats.size == 1)[stats.index], rewards.double(), stats.centred)
 
 
-def _without_signal_zero(score: Tensor, stats: GroupStats, least: int = 2) -> Tensor:
-    """The score, exactly 0 in constant groups of at least `least`."""
-    return score.masked_fill((stats.constant & (stats.size >= least))[stats.index], 0.0)
+def _zero_where_equal(score: Tensor, stats: GroupStats, least: int = 2) -> Tensor:
+    """The score, exactly 0 in groups of at least `least` equal rewards."""
+    return score.masked_fill((stats.equal & (stats.size >= least))[stats.index], 0.0)
 
 
 def _as_rewards(advantages: Tensor, rewards: Tensor) -> Tensor:

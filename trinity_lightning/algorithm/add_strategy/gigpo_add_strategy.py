@@ -9,9 +9,9 @@ import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY
-from trinity_lightning.algorithm.add_strategy.arguments import finite, not_negative
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, set_advantages
 from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy, return_metrics
+from trinity_lightning.common.arguments import flag, number, text
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
@@ -48,13 +48,13 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
         **unknown: Any,
     ) -> None:
         super().__init__(writer, **unknown)
-        self.epsilon = not_negative("epsilon", epsilon)
+        self.epsilon = number("epsilon", epsilon, least=0)
+        self.step_weight = number("step_weight", step_weight)
+        self.gamma = number("gamma", gamma)
         if not 0 <= gamma <= 1:
             raise ConfigError(f"gamma must be from 0 to 1, not {gamma}.")
-        self.step_weight = finite("step_weight", step_weight)
-        self.gamma = gamma
-        self.std_norm = std_norm
-        self.state_key = state_key
+        self.std_norm = flag("std_norm", std_norm)
+        self.state_key = text("state_key", state_key)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

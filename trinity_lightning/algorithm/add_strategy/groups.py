@@ -9,6 +9,8 @@ from torch import Tensor
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import Criterion
+from trinity_lightning.common.untrained import mark_untrained
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +31,25 @@ def reject_dpo(exps: Sequence[Experience]) -> None:
             )
 
 
-def has_valid_reward(exp: Experience) -> bool:
-    """Whether its reward is a finite number."""
-    return is_valid_reward(exp.reward)
+def have_valid_rewards(exps: Sequence[Experience]) -> bool:
+    """Whether all rewards are finite numbers."""
+    return all(is_valid_reward(exp.reward) for exp in exps)
 
 
 def split_valid(
-    groups: Groups, is_valid: Callable[[Experience], bool] = has_valid_reward, numbers: str = "reward"
+    groups: Groups, is_valid: Callable[[list[Experience]], bool] = have_valid_rewards, numbers: str = "reward"
 ) -> tuple[Groups, int]:
-    """The groups whose experiences are all valid, and the number of the others, which are logged.
+    """The valid groups, and the number of the others, which are logged and marked as untrained.
 
     Args:
         groups: by id.
-        is_valid: here, whether the reward is a finite number.
+        is_valid: here, whether all rewards of a group are finite numbers.
         numbers: what `is_valid` looks at, in words.
     """
-    valid = {id_: exps for id_, exps in groups.items() if all(map(is_valid, exps))}
+    valid = {id_: exps for id_, exps in groups.items() if is_valid(exps)}
     invalid = [id_ for id_ in groups if id_ not in valid]
+    for exp in (exp for id_ in invalid for exp in groups[id_]):
+        mark_untrained(exp, f"invalid {numbers}")
     if invalid:
         logger.warning(
             "left out %d groups with a %s that is no finite number: %s", len(invalid), numbers, ", ".join(invalid)
@@ -53,15 +57,28 @@ def split_valid(
     return valid, len(invalid)
 
 
-def informative_groups(groups: Groups, variance_threshold: float) -> Groups:
-    """The groups of at least two experiences whose rewards' population variance is above the threshold."""
-    rewards = torch.tensor([exp.reward for exps in groups.values() for exp in exps], dtype=torch.float64)
-    sizes = [len(exps) for exps in groups.values()]
-    index = torch.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
-    kept = (
-        [part[0] for part in functional.informative(rewards, index, variance_threshold).split(sizes)] if sizes else []
+def differing_groups(groups: Groups, variance_threshold: float, criterion: Criterion) -> tuple[Groups, int]:
+    """The groups of at least two runs whose rewards differ, and the number of the invalid ones, which are logged.
+
+    Args:
+        groups: by id.
+        variance_threshold: what the population variance over the runs must exceed.
+        criterion: what runs are judged by; a group with a run without it is invalid.
+
+    Raises:
+        ExperienceError: as `Criterion.values`.
+    """
+    values = criterion.values(groups)
+    valid, invalid = split_valid(
+        groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), criterion.metric or "reward"
     )
-    return {id_: exps for (id_, exps), keep in zip(groups.items(), kept, strict=True) if keep}
+    if not valid:
+        return {}, invalid
+    sizes = [len(values[id_]) for id_ in valid]
+    numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
+    index = torch.repeat_interleave(torch.tensor(sizes))
+    differs = functional.rewards_differ(numbers, index, variance_threshold).split(sizes)
+    return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid
 
 
 def action_mask(exp: Experience) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GroupAdvantageStrategy
-from trinity_lightning.algorithm.add_strategy.arguments import finite
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, split_valid
+from trinity_lightning.common.arguments import number
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.writer import BufferWriter
@@ -29,7 +29,7 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
 
     def __init__(self, writer: BufferWriter, kl_coef: float = 1.0, **unknown: Any) -> None:
         super().__init__(writer, **unknown)
-        self.kl_coef = finite("kl_coef", kl_coef)
+        self.kl_coef = number("kl_coef", kl_coef)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
 
     def split_valid(self, groups: Groups) -> tuple[Groups, int]:
         """The groups without a reward or log-probability that is no finite number, and the number of the others."""
-        return split_valid(groups, _is_valid, "reward or log-probability")
+        return split_valid(groups, lambda exps: all(map(_is_valid, exps)), "reward or log-probability")
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
         """Set the advantages of one task's experiences.

@@ -1,7 +1,8 @@
 """Add strategies for runs of several steps: an experience a step, and what a run was worth for all of them."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     INVALID_GROUP_COUNT,
     AddStrategy,
 )
-from trinity_lightning.algorithm.add_strategy.arguments import not_negative
 from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
@@ -21,17 +21,16 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     set_advantages,
     split_valid,
 )
+from trinity_lightning.common.arguments import flag, number, one_of
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.runs import last_step, raw_reward
 from trinity_lightning.common.writer import BufferWriter
-
-
-def last_step(exps: Sequence[Experience]) -> Experience:
-    """The experience of a run's greatest step, whatever their order."""
-    return max(reversed(exps), key=lambda exp: exp.eid.step)
 
 
 class RunAdvantageStrategy(AddStrategy):
     """An add strategy that groups by task and then by run, and writes one run at a time.
+
+    Here each experience is weighed as a step of its run, whatever rewards the other steps have.
 
     A task of which a reward that matters is no finite number is left out, logged, and counted in
     `group_advantages/invalid_group_count`.
@@ -45,6 +44,10 @@ class RunAdvantageStrategy(AddStrategy):
         """The experiences of a task whose rewards must be finite numbers: the last step of every run."""
         return [last_step(exps) for exps in runs.values()]
 
+    def kept_tasks(self, tasks: list[Groups]) -> list[bool]:
+        """Which tasks to write: all of them, unless a strategy says otherwise."""
+        return [True] * len(tasks)
+
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
         self, exps: list[Experience], step: int
     ) -> tuple[int, Metrics]:
@@ -57,9 +60,10 @@ class RunAdvantageStrategy(AddStrategy):
         weighed = [tasks[task] for task in valid]
         metrics = self.weigh_tasks(weighed) if weighed else []
         written = 0
-        for run in (run for runs in weighed for run in runs.values()):
-            await self.writer.write_async(run)
-            written += len(run)
+        for runs, keep in zip(weighed, self.kept_tasks(weighed), strict=True):
+            for run in runs.values() if keep else ():
+                await self.writer.write_async(run)
+                written += len(run)
         return written, gather_metrics(metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
 
 
@@ -73,14 +77,23 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
         writer: where the experiences go.
         epsilon: added to the standard deviation.
         enable_step_norm: divide the score by the number of the run's steps, for long runs to weigh no more than short.
+        std_level, std_threshold: as `grpo`, of the rewards of the runs' last steps.
     """
 
     def __init__(
-        self, writer: BufferWriter, epsilon: float = 1e-6, enable_step_norm: bool = False, **unknown: Any
+        self,
+        writer: BufferWriter,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        std_level: str = "group",
+        std_threshold: float | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__(writer, **unknown)
-        self.epsilon = not_negative("epsilon", epsilon)
-        self.enable_step_norm = enable_step_norm
+        self.epsilon = number("epsilon", epsilon, least=0)
+        self.enable_step_norm = flag("enable_step_norm", enable_step_norm)
+        self.std_level = one_of("std_level", std_level, functional.STD_LEVELS)
+        self.std_threshold = None if std_threshold is None else number("std_threshold", std_threshold, least=0)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -116,12 +129,32 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
             self.broadcast_advantages(runs, of_runs)
         return metrics
 
+    def kept_tasks(self, tasks: list[Groups]) -> list[bool]:
+        """Those whose runs' rewards before operators have a standard deviation above the threshold, if there is one."""
+        if self.std_threshold is None or not tasks:
+            return super().kept_tasks(tasks)
+        rewards, groups = _rewards([[last_step(exps) for exps in runs.values()] for runs in tasks], raw_reward)
+        return functional.std_above(rewards, groups, self.std_threshold).tolist()
+
+    async def add(self, exps: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Weigh and write the experiences, one write a run; see `RunAdvantageStrategy.add`."""
+        written, metrics = await super().add(exps, step)
+        if exps and self.std_threshold is not None:
+            metrics["filtered_count"] = float(len(exps) - written)
+        return written, metrics
+
     def _score(self, tasks: list[dict[str, Experience]]) -> tuple[list[dict[str, float]], list[Metrics]]:
-        sizes = [len(exps) for exps in tasks]
-        rewards = torch.tensor([exp.reward for exps in tasks for exp in exps.values()], dtype=torch.float64)
-        groups = torch.repeat_interleave(torch.tensor(sizes))
-        scores = iter(functional.grpo_advantages(rewards, groups, self.epsilon).tolist())
+        rewards, groups = _rewards([list(exps.values()) for exps in tasks])
+        scores = iter(functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level).tolist())
         return [{run_id: next(scores) for run_id in exps} for exps in tasks], return_metrics(rewards, groups)
+
+
+def _rewards(
+    tasks: list[list[Experience]], reward: Callable[[Experience], float | None] = attrgetter("reward")
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards of experiences, float64 [B], and the position of the task of each, int64 [B]."""
+    rewards = torch.tensor([reward(exp) for exps in tasks for exp in exps], dtype=torch.float64)
+    return rewards, torch.repeat_interleave(torch.tensor([len(exps) for exps in tasks]))
 
 
 def return_metrics(returns: torch.Tensor, groups: torch.Tensor) -> list[Metrics]:

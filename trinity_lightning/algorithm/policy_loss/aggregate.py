@@ -16,7 +16,8 @@ class BatchTotals(TypedDict, total=False):
     Keys:
         num_tokens: trained tokens, N.
         num_sequences: sequences, B; those without a trained token count.
-        max_response_length: longest response in tokens, R.
+        max_response_length: longest response that the run allows, in tokens, R: a constant, so that the length of one
+            response does not weigh the others (Dr. GRPO).
     """
 
     num_tokens: int | None
@@ -69,6 +70,11 @@ def aggregate(
         longest = mask.shape[1] if max_response_length is None else max_response_length
         return values.sum() / (sequences * max(longest, 1))
     raise ConfigError(unknown_name("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES))
+
+
+def measured_tokens(num_computed_tokens: int | None, totals: BatchTotals) -> int | None:
+    """What measurements are normalised by: the tokens that were computed, or, where that is not given, all."""
+    return num_computed_tokens or totals.get("num_tokens")
 
 
 def token_share(condition: Tensor, action_mask: Tensor, num_tokens: int | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """Losses linear in the log-probabilities: they look at no ratio of new to old. Tensors are [b, r]."""
 
+import math
 from typing import Unpack
 
 from torch import Tensor
@@ -40,10 +41,10 @@ def opmd(
     """OPMD, its simple form: -A lp / (1 + tau) (Trinity-RFT, arXiv 2505.17826). The only metric is pg_loss.
 
     Raises:
-        ConfigError: tau is negative, or the mode is unknown.
+        ConfigError: tau is negative or infinite, or the mode is unknown.
     """
-    if not tau >= 0:
-        raise ConfigError(f"tau must be at least 0, not {tau}.")
+    if not 0 <= tau < math.inf:
+        raise ConfigError(f"tau must be a finite number of at least 0, not {tau}.")
     loss = aggregate(-advantages * logprobs / (1 + tau), action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}
 

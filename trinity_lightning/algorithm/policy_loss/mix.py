@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import sft
-from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, create_policy_loss
+from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, accepted, create_policy_loss
 from trinity_lightning.common.errors import ConfigError
 
 
@@ -19,20 +19,21 @@ def mix(
     advantages: Tensor,
     *,
     ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
     expert_mask: Tensor | None = None,
     num_expert_tokens: int | None = None,
     num_expert_sequences: int | None = None,
     mu: float = 0.1,
     usual: str = "ppo",
     usual_args: Mapping[str, Any] | None = None,
-    loss_agg_mode: str = "token-mean",
+    loss_agg_mode: str | None = None,
     **totals: Unpack[BatchTotals],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """MIX: (1 - mu) usual policy loss of the rollouts + mu SFT loss of the expert's (Trinity-RFT, arXiv 2505.17826).
 
     Each term is normalised by its own tokens and sequences, of the whole optimizer batch: mu is the weight of the
     expert data however many there are, and an optimizer batch without any takes (1 - mu) times the usual step.
-    "seq-mean-token-sum-norm" divides both by the longest response of all, a constant of the batch.
+    "seq-mean-token-sum-norm" divides both by the longest response of all, a constant of the run.
     Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
 
     Args:
@@ -42,7 +43,8 @@ def mix(
         mu: weight of the expert data, from 0 to 1.
         usual: name of the loss of the rollouts, or the dotted path of your own.
         usual_args: its arguments, such as clip_range_high.
-        loss_agg_mode: of both terms; see `aggregate`. `usual_args` may have another one for the rollouts.
+        loss_agg_mode: of both terms, see `aggregate`; None: of each term its own loss's. `usual_args` may have another
+            one for the rollouts.
 
     Returns:
         The loss; the metrics of the usual loss, of the rollouts and before the weighting; and `sft_loss`, the expert's
@@ -54,14 +56,16 @@ def mix(
     """
     if not 0 <= mu <= 1:
         raise ConfigError(f"mu must be from 0 to 1, not {mu}.")
-    usual_fn = create_policy_loss(usual, **({"loss_agg_mode": loss_agg_mode} | dict(usual_args or {})))
+    aggregation: dict[str, Any] = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
+    usual_fn = create_policy_loss(usual, **(aggregation | dict(usual_args or {})))
     mask = action_mask.bool()
     expert = mask.new_zeros(len(mask)) if expert_mask is None else expert_mask.bool()
     parts = _totals(mask, expert, num_expert_tokens, num_expert_sequences, totals)
-    usual_loss, metrics = usual_fn(logprobs, old_logprobs, mask & ~expert[:, None], advantages, **parts[0])
-    expert_loss, _ = sft(
-        logprobs, old_logprobs, mask & expert[:, None], advantages, loss_agg_mode=loss_agg_mode, **parts[1]
-    )
+    # An expert's rows are always computed.
+    computed = None if num_computed_tokens is None else num_computed_tokens - (parts[1].get("num_tokens") or 0)
+    extras = accepted(usual_fn, {"ref_logprobs": ref_logprobs, "num_computed_tokens": computed})
+    usual_loss, metrics = usual_fn(logprobs, old_logprobs, mask & ~expert[:, None], advantages, **parts[0], **extras)
+    expert_loss, _ = sft(logprobs, old_logprobs, mask & expert[:, None], advantages, **aggregation, **parts[1])
     return (1 - mu) * usual_loss + mu * expert_loss, metrics | {"sft_loss": expert_loss.detach()}
 
 

@@ -5,7 +5,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, token_share
+from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
 from trinity_lightning.common.errors import ConfigError
 
@@ -19,6 +19,7 @@ def ppo(
     advantages: Tensor,
     *,
     ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
     clip_range_low: float = 0.2,
     clip_range_high: float = 0.2,
     dual_clip: float | None = 3.0,
@@ -37,7 +38,7 @@ def ppo(
         loss_agg_mode: see `aggregate`.
 
     Returns:
-        The loss and metrics, shares being of all trained tokens of the optimizer batch:
+        The loss and metrics, shares being of all computed tokens of the optimizer batch:
 
         - pg_loss: the loss;
         - ppo_kl: mean of old - lp, the k1 estimate of KL(old || new);
@@ -62,7 +63,7 @@ def ppo(
         loss_token = torch.where(bounded, -advantages * dual_clip, loss_token)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
 
-    n = totals.get("num_tokens")
+    n = measured_tokens(num_computed_tokens, totals)
     low = token_share(negative & (ratio < 1 - clip_range_low), action_mask, n)
     high = token_share((advantages > 0) & (ratio > 1 + clip_range_high), action_mask, n)
     return loss, {

@@ -1,11 +1,12 @@
 """Relatives of PPO that treat the ratio of new to old probabilities differently. Tensors are [b, r]."""
 
+import math
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, token_share
+from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
 from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
 from trinity_lightning.common.errors import ConfigError
@@ -19,14 +20,15 @@ def gspo(
     advantages: Tensor,
     *,
     ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
     clip_range_low: float = 3e-4,
     clip_range_high: float = 4e-4,
     loss_agg_mode: str = "seq-mean-token-mean",
     **totals: Unpack[BatchTotals],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO, token form (arXiv 2507.18071): PPO's objective on the ratio of whole sequences.
+    """GSPO, token form: PPO's objective on the sequence's ratio s = exp(mean of lp - old) (arXiv 2507.18071).
 
-    s_i = exp(mean over trained tokens of lp - old); token t takes sg(s_i) exp(lp_t - sg(lp_t)), which has the value of
+    The mean is over trained tokens; token t of sequence i takes sg(s_i) exp(lp_t - sg(lp_t)), which has the value of
     s_i and a gradient of its own, so that advantages may differ between tokens.
 
     Returns:
@@ -45,7 +47,7 @@ def gspo(
     loss_token = torch.maximum(-advantages * ratio, -advantages * clipped)
     loss = aggregate(loss_token, mask, loss_agg_mode, **totals)
 
-    n = totals.get("num_tokens")
+    n = measured_tokens(num_computed_tokens, totals)
     low = token_share((advantages < 0) & (ratio < 1 - clip_range_low), mask, n)
     high = token_share((advantages > 0) & (ratio > 1 + clip_range_high), mask, n)
     return loss, {
@@ -65,6 +67,7 @@ def cispo(
     advantages: Tensor,
     *,
     ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
     clip_range_low: float = 1.0,
     clip_range_high: float = 0.28,
     absolute_cap: float | None = None,
@@ -92,7 +95,7 @@ def cispo(
     bounds = (1 - clip_range_low, 1 + clip_range_high) if absolute_cap is None else (0.0, absolute_cap)
     clipped = ratio.clamp(*bounds)
     loss = aggregate(-clipped * advantages * logprobs, action_mask, loss_agg_mode, **totals)
-    n = totals.get("num_tokens")
+    n = measured_tokens(num_computed_tokens, totals)
     return loss, {
         "pg_loss": loss.detach(),
         "ppo_kl": -aggregate(log_r, action_mask, num_tokens=n),
@@ -108,6 +111,7 @@ def sapo(
     advantages: Tensor,
     *,
     ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
     loss_agg_mode: str = "seq-mean-token-mean",
@@ -123,14 +127,14 @@ def sapo(
         The loss, and pg_loss, ppo_kl as of `ppo`.
 
     Raises:
-        ConfigError: a temperature is not above 0, or the mode is unknown.
+        ConfigError: a temperature is not above 0 or infinite, or the mode is unknown.
     """
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if not tau > 0:
-            raise ConfigError(f"{name} must be above 0, not {tau}.")
+        if not 0 < tau < math.inf:
+            raise ConfigError(f"{name} must be a finite number above 0, not {tau}.")
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
     loss = aggregate(-gate * advantages, action_mask, loss_agg_mode, **totals)
-    ppo_kl = -aggregate(log_r.detach(), action_mask, num_tokens=totals.get("num_tokens"))
+    ppo_kl = -aggregate(log_r.detach(), action_mask, num_tokens=measured_tokens(num_computed_tokens, totals))
     return loss, {"pg_loss": loss.detach(), "ppo_kl": ppo_kl}

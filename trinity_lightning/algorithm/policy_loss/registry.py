@@ -2,7 +2,9 @@
 
 import functools
 import inspect
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Protocol, Union, cast, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -14,7 +16,18 @@ from trinity_lightning.common.suggest import unknown_name
 MAX_LOG_RATIO = 20.0
 
 # Keyword arguments that the trainer gives, not the configuration.
-_GIVEN = ("ref_logprobs", "expert_mask", "num_expert_tokens", "num_expert_sequences")
+TOTALS = ("num_tokens", "num_sequences", "max_response_length")
+EXTRAS = ("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences")
+
+# Plain types of arguments, the Python types that fit them, and what to give.
+_PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a name"),
+    Mapping: ((Mapping,), "{name: value}"),
+    NoneType: ((NoneType,), "null"),
+}
 
 
 class PolicyLossFn(Protocol):
@@ -22,14 +35,18 @@ class PolicyLossFn(Protocol):
 
     Args:
         logprobs: log pi_theta of each response token.
-        old_logprobs: the same at the start of the step, without gradient (on-policy: `logprobs.detach()`).
+        old_logprobs: the same at the start of the step, without gradient (on-policy: `logprobs.detach()`); or the
+            engine's, with algorithm.old_logprobs=engine.
         action_mask: which tokens are trained.
         advantages: A.
-        ref_logprobs: of the reference model, for losses that need them.
+        ref_logprobs: of the reference model, if one is loaded: for the KL term, or because the loss has this argument
+            without a default, which says that it needs it.
         num_tokens, num_sequences, max_response_length: see `BatchTotals`.
 
-    A loss with an argument `expert_mask` (which rows are an expert's, bool [b]) is given it, with the totals
-    `num_expert_tokens` and `num_expert_sequences` of the whole optimizer batch; the other totals count those too.
+    A loss is given further totals of the whole optimizer batch that it has an argument for: `num_computed_tokens`,
+    trained tokens in rows that are computed at all (rows without advantage may be skipped), which measurements are
+    normalised by; and, with `expert_mask` (which rows are an expert's, bool [b]), `num_expert_tokens` and
+    `num_expert_sequences`; the other totals count those too.
 
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.
@@ -58,15 +75,54 @@ def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
-        TypeError: unknown argument; the message lists the valid ones.
+        TypeError: unknown argument, the message lists the valid ones; or one of the wrong type.
     """
     fn = cast(PolicyLossFn, POLICY_LOSS_FN.resolve(name))
-    parameters = inspect.signature(fn).parameters.values()
-    valid = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _GIVEN]
-    for arg in args:
+    valid = loss_arguments(fn)
+    for arg, value in args.items():
         if arg not in valid:
-            raise TypeError(unknown_name(f"argument of policy loss '{name}'", arg, valid))
+            own = valid.keys() - {"loss_agg_mode"}  # of the configuration it is a key beside these arguments
+            raise TypeError(unknown_name(f"argument of policy loss '{name}'", arg, own))
+        _check_type(f"argument '{arg}' of policy loss '{name}'", value, valid[arg].annotation)
     return functools.partial(fn, **args)
+
+
+def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
+    """The arguments of a policy loss that the configuration may set, by name."""
+    parameters = _signature(fn).parameters.values()
+    given = (*TOTALS, *EXTRAS)
+    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
+
+
+def _signature(fn: PolicyLossFn) -> inspect.Signature:
+    """With annotations as types, which `from __future__ import annotations` leaves as text.
+
+    They stay text where one of them is of names that exist for type checkers only; such arguments are not checked.
+    """
+    try:
+        return inspect.signature(fn, eval_str=True)
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return inspect.signature(fn)
+
+
+def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the extras that the loss has an argument for."""
+    parameters = inspect.signature(fn).parameters
+    return {name: value for name, value in extras.items() if name in parameters}
+
+
+def _check_type(argument: str, value: object, annotation: Any) -> None:
+    """TypeError where the annotation is of plain types and the value of none of them."""
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
+    known = [each for each in plain if each is not None]
+    if len(known) < len(plain) or any(_fits(value, types) for types, _ in known):
+        return
+    raise TypeError(f"{argument} is {value!r}; give {' or '.join(words for _, words in known)}.")
+
+
+def _fits(value: object, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and (not isinstance(value, bool) or bool in types)  # True is an int to Python
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ import logging
 import re
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.buffer.operators.arguments import number, whole_number
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.arguments import number, text, whole_number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.suggest import unknown_name
@@ -54,13 +55,15 @@ class JudgeOperator(ExperienceOperatorV1):
         max_retries: int = 2,
         sampling: dict[str, Any] | None = None,
     ) -> None:
-        if "{response}" not in prompt:
+        if "{response}" not in text("prompt", prompt):
             raise ConfigError("prompt must contain {response}, or the judge sees nothing of it.")
         self.model = model
         self.prompt = prompt
         self.weight = number("weight", weight)
         self.timeout = number("timeout", timeout, above=0)
         self.max_retries = whole_number("max_retries", max_retries, least=0)
+        if not isinstance(sampling, Mapping | None):
+            raise ConfigError(f"sampling must be {{argument: value}}, not {sampling!r}.")
         self.sampling = {"temperature": 0.0, **(sampling or {})}
         self._names: dict[int, str] = {}
 

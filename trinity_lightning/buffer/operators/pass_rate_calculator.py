@@ -6,6 +6,7 @@ from typing import Any
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import last_step, raw_reward, runs_of
 
 # Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
 SELECTOR_METRIC = "selector_metric"
@@ -15,11 +16,12 @@ SELECTOR_METRIC = "selector_metric"
 class PassRateCalculator(ExperienceOperatorV1):
     """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
 
-    Only measured here: a taskset in the order `by_difficulty` is told by the explorer itself, of all rollouts and
-    before any operator has filtered them or shaped their rewards, and would count a task twice that both tell of. For a
-    selector of your own the rates of the last step are in `ExperiencePipeline.selector_metric`.
+    The rewards are those before operators. Only measured here: the explorer itself reports them to a taskset in the
+    order `by_difficulty`, of all rollouts and before any operator has filtered them. For a selector of your own the
+    rates of the last step are in `ExperiencePipeline.selector_metric`.
 
-    Rewards that are no finite numbers do not count; a task that has no other is not told of.
+    A run of several steps counts once, with its last step's reward. Rewards that are no finite numbers do not count; a
+    task that has no other is not reported.
     """
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
@@ -34,12 +36,13 @@ class PassRateCalculator(ExperienceOperatorV1):
         """
         rewards: dict[Any, dict[Any, list[float]]] = {}
         skipped = 0
-        for exp in exps:
+        for exp in map(last_step, runs_of(exps)):
             taskset, index = _task_index(exp)
-            if exp.reward is None or not is_valid_reward(exp.reward):
+            reward = raw_reward(exp)
+            if reward is None or not is_valid_reward(reward):
                 skipped += 1
                 continue
-            rewards.setdefault(taskset, {}).setdefault(index, []).append(exp.reward)
+            rewards.setdefault(taskset, {}).setdefault(index, []).append(reward)
         selector = {
             taskset: {"indices": list(tasks), "values": [statistics.fmean(values) for values in tasks.values()]}
             for taskset, tasks in rewards.items()

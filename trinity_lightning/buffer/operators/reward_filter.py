@@ -3,10 +3,11 @@
 import statistics
 from typing import Any
 
-from trinity_lightning.buffer.operators.arguments import number
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.arguments import number
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.rewards import is_constant, is_valid_reward
+from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
+from trinity_lightning.common.runs import Criterion
 
 
 @EXPERIENCE_OPERATORS.register("reward_filter")
@@ -38,26 +39,34 @@ class InvalidRewardFilter(ExperienceOperatorV1):
 
 @EXPERIENCE_OPERATORS.register("reward_std_filter")
 class RewardSTDFilter(ExperienceOperatorV1):
-    """Keeps task groups of at least two whose rewards differ enough.
+    """Keeps task groups of at least two runs whose rewards, as they were before operators, differ enough.
 
     Rewards that are equal up to rounding do not differ, by the rule that the add strategies share. A group with a
     reward that is no finite number is dropped whole: its spread is not known.
 
     Args:
         threshold: the population standard deviation that a group must exceed.
+        metric: what to judge by in place of the reward: the name of a reward function, another metric, or an entry of
+            info.
     """
 
-    def __init__(self, threshold: float = 0.0) -> None:
+    def __init__(self, threshold: float = 0.0, metric: str | None = None) -> None:
         self.threshold = number("threshold", threshold)
+        self.criterion = Criterion(metric)
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """What is kept, in its order; `filtered_count` is the number of the other experiences."""
-        dropped = {tid for tid, group in group_by(exps, "task").items() if not self._differs(group)}
+        """What is kept, in its order; `filtered_count` is the number of the other experiences.
+
+        Raises:
+            ExperienceError: no experience has such a metric, or the rewards of a run's steps differ.
+        """
+        values = self.criterion.values(group_by(exps, "task"))
+        dropped = {tid for tid, of_runs in values.items() if not self._differ(of_runs)}
         kept = [exp for exp in exps if exp.eid.tid not in dropped]
         return kept, {"filtered_count": len(exps) - len(kept)}
 
-    def _differs(self, group: list[Experience]) -> bool:
-        rewards = [exp.reward for exp in group if exp.reward is not None and is_valid_reward(exp.reward)]
-        if len(group) < 2 or len(rewards) < len(group) or is_constant(rewards):
+    def _differ(self, values: list[float | None]) -> bool:
+        valid = [value for value in values if value is not None and is_valid_reward(value)]
+        if len(valid) < len(values) or equal_rewards(valid):
             return False
-        return statistics.pstdev(rewards) > self.threshold
+        return statistics.pstdev(valid) > self.threshold

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from trinity_lightning.buffer.operators.arguments import number
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.arguments import number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.suggest import unknown_name
@@ -68,7 +68,9 @@ class RewardShapingMapper(ExperienceOperatorV1):
     """
 
     def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]] | None = None) -> None:
-        configs = reward_shaping_configs or []
+        configs = [] if reward_shaping_configs is None else reward_shaping_configs
+        if not isinstance(configs, Sequence) or isinstance(configs, str):
+            raise ConfigError(f"reward_shaping_configs must be a list of rules, not {configs!r}.")
         self._rules = [_Rule.of(config, f"reward_shaping_configs[{i}]") for i, config in enumerate(configs)]
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.buffer.operators.arguments import whole_number
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.common.arguments import whole_number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 

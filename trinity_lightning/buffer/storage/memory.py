@@ -48,9 +48,13 @@ class MemoryStorage(BufferWriter):
         """Whether explore step `batch` waits to be trained on."""
         return batch in self._ready
 
-    def advance(self, batch: int) -> None:
+    def ready(self, batch: int) -> list[Experience]:
+        """The experiences of explore step `batch`, which waits to be trained on."""
+        return self._ready[batch]
+
+    def advance(self, batch: int, columns: dict[str, list[Tensor]] | None = None) -> None:
         """Explore step `batch` takes the place of the one that was trained on; earlier ones are forgotten."""
-        self.batch, self.experiences, self.columns = batch, self._ready[batch], {}
+        self.batch, self.experiences, self.columns = batch, self._ready[batch], columns or {}
         self._ready = {step: waiting for step, waiting in self._ready.items() if step > batch}
 
     def state_dict(self) -> dict[str, Any]:

@@ -252,6 +252,22 @@ class Experience:
         return result
 
 
+def check_assigned(experience: Experience) -> None:
+    """Check what may have been assigned to an experience that its constructor has not seen; the reward becomes a float.
+
+    Raises:
+        ExperienceError: eid, info, metrics or reward is of the wrong type; the message names the field and the fix.
+    """
+    for name, kind, fix in (("eid", EID, "EID()"), ("info", dict, "{}"), ("metrics", dict, "{}")):
+        value = getattr(experience, name)
+        if not isinstance(value, kind):
+            raise ExperienceError(
+                f"{name} of an Experience was set to {value!r:.80}: it must be of type {kind.__name__}, at least "
+                f"{name}={fix}."
+            )
+    experience.reward = check.reward_value(experience.reward)
+
+
 def _make_eid(eid: Any) -> EID:
     if eid is None:
         return EID()

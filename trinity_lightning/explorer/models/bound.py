@@ -23,6 +23,9 @@ class BoundModel:
     """An InferenceModel that fills in what a run's calls have in common. Made anew for every run and every retry, so
     that a retry draws the same samples.
 
+    Attributes:
+        enable_history: calls through OpenAI's client are kept, always: `extract_experience_from_history`.
+
     Args:
         model: the model that generates.
         run_seed: seed of all rollouts.
@@ -30,6 +33,8 @@ class BoundModel:
         sampling: settings that a call does not give itself; None values leave the engine's default.
         trained: whether its samples are trained on, so that they must come from the policy's whole distribution.
     """
+
+    enable_history = True
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class BoundModel:
         self._turn = 0
         self._oldest_version: int | None = None
         self._client: Any = None
+        self._blocking: BlockingModel | None = None
         self._history = History(run)
         self._completions = ChatCompletions(self, self._sampling, self._keep)
 
@@ -112,6 +118,15 @@ class BoundModel:
             self._client = async_client(self.openai_answer)
         return self._client
 
+    def get_openai_client(self) -> Any:
+        """An `openai.OpenAI` for code that the workflow runs in threads (`asyncio.to_thread`); its calls are kept too.
+
+        On the event loop itself its calls are refused: RuntimeError.
+        """
+        if self._blocking is None:
+            self._blocking = BlockingModel(self)
+        return self._blocking.get_openai_client()
+
     async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of the response to a request of OpenAI's API."""
         return await self._completions.answer(path, body)
@@ -140,6 +155,11 @@ class BoundModel:
     async def shutdown(self) -> None:
         """Refused: RuntimeError. The model belongs to the explorer."""
         raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
+
+    def close(self) -> None:
+        """The run is over: cancel the calls that its threads wait for, and refuse new ones."""
+        if self._blocking is not None:
+            self._blocking.close()
 
     def _keep(
         self,
@@ -171,7 +191,12 @@ class BlockingModel:
     """The same model for code that runs in a thread: methods block until the event loop has the result.
 
     Made on the event loop. `close()` cancels the calls in flight, which aborts their requests, and refuses new ones.
+
+    Attributes:
+        enable_history: see `BoundModel`.
     """
+
+    enable_history = True
 
     def __init__(self, model: BoundModel) -> None:
         self._model = model
@@ -259,7 +284,10 @@ class BlockingModel:
 
     def _submit(self, call: Callable[[], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
         if threading.get_ident() == self._loop_thread:
-            raise RuntimeError("the event loop would wait for itself: call the model in run(), not in the constructor")
+            raise RuntimeError(
+                "the event loop would wait for itself: call the model in run(), not in the constructor, and in an "
+                "`async def run` await it, or use asyncio.to_thread"
+            )
         with self._lock:
             if self._closed:
                 raise RolloutError("the run is over (cancelled, or timed out): the model takes no more calls from it")

@@ -26,6 +26,8 @@ class Engine(ABC):
 
     # Whether the engine generates with the trainer's own weights, so that there is nothing to send.
     shares_weights = False
+    # Whether it rounds the weights that it is sent further than to its dtype: engine.args.quantization.
+    quantized = False
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len

@@ -142,6 +142,8 @@ class ChatCompletions:
 def async_client(answer: Answer) -> Any:
     """An `openai.AsyncOpenAI` whose requests `answer` answers. It never retries unless told so (`with_options`).
 
+    Its `model_path` is what to give as `model=`.
+
     Raises:
         ConfigError: the package openai is not installed.
     """
@@ -157,7 +159,7 @@ def async_client(answer: Answer) -> Any:
         return http.Response(status, json=body)
 
     own = openai.DefaultAsyncHttpxClient(transport=http.MockTransport(handle), trust_env=False)
-    return openai.AsyncOpenAI(**_ADDRESS, http_client=own)
+    return _named(openai.AsyncOpenAI(**_ADDRESS, http_client=own))
 
 
 def blocking_client(answer: Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]) -> Any:
@@ -173,7 +175,12 @@ def blocking_client(answer: Callable[[str, dict[str, Any]], tuple[int, dict[str,
         return http.Response(status, json=body)
 
     own = openai.DefaultHttpxClient(transport=http.MockTransport(handle), trust_env=False)
-    return openai.OpenAI(**_ADDRESS, http_client=own)
+    return _named(openai.OpenAI(**_ADDRESS, http_client=own))
+
+
+def _named(client: Any) -> Any:
+    client.model_path = MODEL_ID
+    return client
 
 
 # A run has a time-out of its own, and a retried call would draw another sample: both only where they are asked for.

@@ -29,17 +29,20 @@ class ServerProcess:
         flags: command line of vLLM's server.
         environment: variables on top of this process's.
         log: where its output goes; None for the private folder.
+        append: after what is there, of one that died.
 
     Attributes:
         socket: path of the Unix socket.
     """
 
-    def __init__(self, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
+    def __init__(
+        self, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None, append: bool = False
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-"))  # mode 0700
         self.socket = self._folder / "socket"
         self._log = log or self._folder / "server.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("w") as output:
+        with self._log.open("a" if append else "w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(MAIN), "--uds", str(self.socket), *flags],
                 env=os.environ | dict(environment),
@@ -48,6 +51,11 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return self._process.poll() is not None
 
     def check(self) -> None:
         """Raise ModelLoadError, with the end of its log, where the process has ended."""

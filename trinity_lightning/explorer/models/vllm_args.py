@@ -1,10 +1,11 @@
 """How vLLM is started: the same arguments for the engine in this process and for a server's."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_lightning.common.config import EngineConfig, EngineDtype
+from trinity_lightning.common.validate_engines import PARALLEL
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 GIB = 1 << 30
@@ -35,6 +36,16 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
             "max_num_batched_tokens": max(config.max_model_len, 4096),
         }
     return arguments | dict(config.args)
+
+
+def parallel_args(gpus: Sequence[int] | None, config: EngineConfig) -> dict[str, Any]:
+    """The model is split over all GPUs of a server, unless `config.args` says how to spread it."""
+    return {"tensor_parallel_size": len(gpus)} if gpus and not set(PARALLEL) & set(config.args) else {}
+
+
+def is_quantized(config: EngineConfig) -> bool:
+    """Whether vLLM is asked to quantise the weights that it loads."""
+    return config.args.get("quantization") is not None
 
 
 def transfer_args(transfer: str | None) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.common.require import require_vllm
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.validate_engines import check_one_device
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.in_process import InProcessEngine
-from trinity_lightning.explorer.models.vllm_args import engine_args
+from trinity_lightning.explorer.models.vllm_args import engine_args, is_quantized
 
 
 class VLLMEngine(InProcessEngine):
@@ -33,13 +34,14 @@ class VLLMEngine(InProcessEngine):
         config: the engine's knobs; keyword arguments override its fields.
 
     Raises:
-        ConfigError: vLLM is not installed.
+        ConfigError: vLLM is not installed, or `args` would spread the model over several devices.
         ModelLoadError: (at the first use) vLLM cannot load the model.
     """
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        check_one_device(self._config.args)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._random_stream = torch.Generator().manual_seed(0).get_state()
@@ -53,6 +55,11 @@ class VLLMEngine(InProcessEngine):
     def dtype(self) -> torch.dtype:
         """What vLLM computes in."""
         return self._engine.model_config.dtype
+
+    @property
+    def quantized(self) -> bool:
+        """Whether vLLM rounds the weights further than to its dtype."""
+        return is_quantized(self._config)
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:

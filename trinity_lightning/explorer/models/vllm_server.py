@@ -1,7 +1,9 @@
 """vLLM in a process of its own, or on another machine: it generates while the trainer trains."""
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,20 @@ from trinity_lightning.common.weights import Shape, WeightStream, parameter_shap
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.server_process import ServerProcess
-from trinity_lightning.explorer.models.vllm_args import command_line, engine_args, transfer_args
+from trinity_lightning.explorer.models.vllm_args import (
+    command_line,
+    engine_args,
+    is_quantized,
+    parallel_args,
+    transfer_args,
+)
+
+logger = logging.getLogger(__name__)
 
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
 HEALTH_SECONDS = 0.2
+MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # so often within so many seconds is a server that died started again
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
@@ -55,6 +66,9 @@ class VLLMServerEngine(Engine):
     together with `--logprobs-mode processed_logprobs` and a folder that both machines see: let nobody but the run reach
     such a server, its requests that change weights ask for no password).
 
+    A server started here that dies is started again by the next request, with the weights that it had: those written
+    last, not the trainer's of now. Where they were sent without a file they are gone, and requests go on failing.
+
     A copy that is sent to another process (a Ray runner) talks to the same server, and never ends it.
 
     Args:
@@ -67,6 +81,9 @@ class VLLMServerEngine(Engine):
         cores: CPU cores for a server started here, where there is no GPU; None: all that this process may use.
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
+
+    Attributes:
+        restarts: how often it was started again.
 
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
@@ -103,20 +120,45 @@ class VLLMServerEngine(Engine):
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
+        self.restarts = 0
+        self._deaths: list[float] = []  # when it was found dead, lately
+        self._taken: Path | None = None  # the weights that it has, where they are in a folder
+        self._received = False  # whether they were sent without one
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
         """Start the server, or find the one of the url, and wait until it answers."""
-        if self._loading is None and self._client is not None and not self._client.closed:
+        died = self._process is not None and self._process.has_ended
+        if self._loading is None and self._client is not None and not self._client.closed and not died:
             return
         if self._loading is None:  # several may ask at the same time
-            self._loading = asyncio.create_task(self._load())
+            self._loading = asyncio.create_task(self._restart() if died else self._load())
         try:
             await asyncio.shield(self._loading)
         finally:
             if self._loading is not None and self._loading.done():
                 self._loading = None
+
+    async def _restart(self) -> None:
+        """Start the server again that died.
+
+        Raises:
+            RolloutError: it died too often, or its weights are gone.
+        """
+        now = time.monotonic()
+        self._deaths = [*(death for death in self._deaths if now - death < RESTART_WINDOW), now]
+        end = await self._end_of_process()
+        if self._received:
+            raise RolloutError(f"the vLLM server died, and its weights with it: resume the run.{end}")
+        if len(self._deaths) > MAX_RESTARTS:
+            raise RolloutError(f"the vLLM server died {len(self._deaths)} times in {RESTART_WINDOW:g} s.{end}")
+        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts + 1, end)
+        if self._client is not None:
+            await self._client.close()
+        await self._end_process()
+        self.restarts += 1
+        await self._load()
 
     async def _load(self) -> None:
         path = str(await asyncio.to_thread(resolve_model, self._model))
@@ -126,21 +168,24 @@ class VLLMServerEngine(Engine):
         own: Any = AutoConfig.from_pretrained(path).dtype
         self._dtype: torch.dtype = own if dtype is None else dtype
         if self._url is None and self._socket is None:
-            self._process = ServerProcess(self._flags(path), self._environment(), self._log)
+            self._process = ServerProcess(self._flags(path), self._environment(), self._log, self.restarts > 0)
             self._socket = str(self._process.socket)
-        self._client = client = ServerClient(self._socket or self._url or "", self._told)
+        self._client = client = ServerClient(self._socket or self._url or "", self._end_of_process)
         try:
             await self._until_healthy(client)
             await self._check_model(client)
             if self._url is not None:
                 await self._check_settings(self._url)
+            elif self._taken is not None:
+                await self._update([_reload(self._taken)], self._model_version)
         except BaseException:
             self._client = None  # a server that was refused is refused the next time, too
             await client.close()
             await self._end_process()
             raise
 
-    async def _told(self) -> str:
+    async def _end_of_process(self) -> str:
+        """How the server that was started here ended, and the end of its log."""
         process = self._process
         return f"{await process.ended()} The end of its log:\n{process.log_end()}" if process is not None else ""
 
@@ -150,7 +195,8 @@ class VLLMServerEngine(Engine):
         return self._client
 
     def _flags(self, path: str) -> list[str]:
-        arguments = engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
+        arguments = parallel_args(self._gpus, self._config)
+        arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         arguments |= transfer_args(self.transfer)
         return command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
@@ -222,6 +268,7 @@ class VLLMServerEngine(Engine):
 
     async def shutdown(self) -> None:
         """End the server, where it was started here; twice is allowed."""
+        self._taken, self._received = None, False
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -255,6 +302,11 @@ class VLLMServerEngine(Engine):
         return self._dtype
 
     @property
+    def quantized(self) -> bool:
+        """Whether a server started here rounds the weights further than to its dtype."""
+        return is_quantized(self._config)
+
+    @property
     def weight_shapes(self) -> dict[str, Shape]:
         """Every parameter of the Hugging Face model; a tied head counts as a tensor of its own."""
         return self._weight_shapes
@@ -282,8 +334,8 @@ class VLLMServerEngine(Engine):
         if self._weights is None:
             self._weights = WeightFolder()
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
-        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._update([("/collective_rpc", arguments)], version)
+        await self._update([_reload(folder)], version)
+        self._taken = folder
 
     async def _update(self, requests: Sequence[tuple[str, dict[str, Any]]], version: int) -> None:
         """Requests that change the weights, and the end of what the old ones have computed."""
@@ -326,8 +378,14 @@ class VLLMServerEngine(Engine):
             "dtype_names": [str(self._dtype).removeprefix("torch.")] * len(shapes),
             "shapes": [list(shape) for shape in shapes.values()],
         }
+        self._received = True
         update = ("/update_weights", {"update_info": announced})
         await self._update([("/start_weight_update", {}), update, ("/finish_weight_update", {})], version)
+
+
+def _reload(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The request that has the workers read their weights from a folder."""
+    return "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:

@@ -1,14 +1,21 @@
-r"""Rewards for mathematics: the answer in the last \boxed{...}, or else the last number, compared by value."""
+r"""Rewards for mathematics: the answer in the last \boxed{...}s, or else the last number, compared by value."""
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
 from trinity_lightning.explorer.rewards.scoring import REWARDS
-from trinity_lightning.explorer.rewards.text import answer_text, find_last_answer, find_last_number
+from trinity_lightning.explorer.rewards.text import answer_text, find_last_answer, find_last_number, find_numbers
 from trinity_lightning.explorer.rewards.verifier import MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
 _BRACE = re.compile(r"\\\\|\\[{}]|\\boxed\s*\{|[{}]")
+# What joins two boxes to one answer, as in "$x = \boxed{2}$ and $y = \boxed{3}$"; spaces, dollar signs and bold aside.
+_SPACE = r"(?:[\s$*~]|\\[()\[\],;:! ]|\\q?quad(?![a-zA-Z]))*+"
+_AND_WORDS = r"(?:and(?:\s++also)?+|or|as\s++well\s++as)"
+_AND = rf"(?:{_AND_WORDS}\b|&|\\(?:text|mathrm)\{{\s*+{_AND_WORDS}\s*+\}}|\\(?:land|lor)(?![a-zA-Z]))"
+_NAME = r"(?:[a-zA-Z](?:_\{?\w+\}?)?\s*+=)?+"
+_BETWEEN = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?+|{_AND}){_SPACE}{_NAME}{_SPACE}")
 # An exponent of three digits at most: larger numbers are nobody's answer, and take long.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
@@ -23,6 +30,12 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 _IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
 # Algebra would take a word for a product of letters, and "on" for the same as "no".
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
+# Within tags: what introduces the answer, what denies it, a formula, and the exponent of a unit (m^2).
+_INTRODUCTION = re.compile(r"\b(?:answer|result|solution)\b[^.,;:\n]*?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE)
+_DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
+_FORMULA = re.compile(r"\$([^$]+)\$")
+_EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
 _LONGEST_ANSWER = 1000  # characters
 _AROUND = "*` \t\n"
 _END = 2000  # characters of a response in which an answer without tags and box is looked for
@@ -30,18 +43,30 @@ _END = 2000  # characters of a response in which an answer without tags and box 
 _VERIFIER = MathVerifier()
 
 
-def find_last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` of a text, braces in it balanced; None where there is none."""
-    last, last_start = None, -1
-    open_braces: list[tuple[int, bool]] = []
-    for token in _BRACE.finditer(text):
-        if token.group() == "}" and open_braces:
-            start, boxed = open_braces.pop()
-            if boxed and start > last_start:
-                last, last_start = text[start : token.start()], start
-        elif token.group() == "{" or token.group().startswith(r"\boxed"):  # and neither a line break nor \{
-            open_braces.append((token.end(), token.group() != "{"))
-    return last
+class _Box(NamedTuple):
+    start: int
+    end: int
+    answer: str
+
+
+def find_boxed(text: str) -> str | None:
+    r"""What stands in the last complete `\boxed{...}` of a text, braces in it balanced; None where there is none.
+
+    Boxes before it belong to the answer where only a comma, "and (also)", "as well as" or "or" joins them (and a name,
+    as in y = \boxed{3}): their answers follow each other then, with commas between, equal ones once. Other boxes are
+    steps on the way, or answers that were given up.
+    """
+    boxes = _boxes(text)
+    joined = boxes[-1:]
+    for box in reversed(boxes[:-1]):
+        if not _BETWEEN.fullmatch(text, box.end, joined[0].start):
+            break
+        joined.insert(0, box)
+    distinct: dict[Fraction | str, str] = {}
+    for answer in (box.answer for box in joined):
+        number = _as_number(_undecorated(_bare(answer)))
+        distinct.setdefault(answer if number is None else number, answer)
+    return ", ".join(distinct.values()) if distinct else None
 
 
 def same_answer(given: str, expected: str) -> bool:
@@ -70,15 +95,17 @@ def same_answer(given: str, expected: str) -> bool:
 def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or where it has none its last number, is the task's answer, else 0.
 
-    Thoughts, up to the last `</think>`, do not count. The task's answer may be the bare answer, a solution that ends in
-    a box, or one that ends in "#### answer".
+    Boxes that a comma, "and (also)", "as well as" or "or" joins to the last one are one answer together:
+    `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a correction of those before. Thoughts, up
+    to the last `</think>`, do not count. The task's answer may be the bare answer, a solution that ends in such boxes,
+    or one that ends in "#### answer".
 
     Raises:
         ValueError: the task has no answer.
     """
     expected = _expected(task)
     response = _without_thoughts(response)
-    given = find_last_boxed(response)
+    given = find_boxed(response)
     if given is None:
         number = find_last_number(response)
         given = "" if number is None else format(number, "f")
@@ -89,24 +116,51 @@ def math_boxed_or_last(response: str, task: Task) -> float:
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 
-    The answer is what stands in the last `<answer>...</answer>`, or else the last box, or else the mathematics (no
-    words) that math-verify finds in the last 2,000 characters. Thoughts and the task's answer as for `math`.
+    Read is what stands in the last `<answer>...</answer>`, or else all of the response. The answer is what its last
+    boxes hold, or else all that stands between the tags, or else, among words, the mathematics that math-verify finds
+    in the last 2,000 characters. Between tags that must be the only number or formula behind "the answer is" (or
+    "result", "solution"; without such words, the only one at all), and nothing denied: "12 or 13" and "not 12, but 13"
+    are no answers. Boxes, thoughts and the task's answer as for `math`.
 
     Raises:
         ValueError: the task has no answer.
     """
     expected, response = _expected(task), _without_thoughts(response)
     tagged = find_last_answer(response)
-    given = find_last_boxed(response if tagged is None else tagged)
-    if given is None:
-        given = tagged if tagged is not None else _VERIFIER.find(_end_of(response))
-    return float(given is not None and same_answer(given, expected))
+    text = response if tagged is None else tagged
+    boxed = find_boxed(text)
+    if boxed is not None:
+        return float(same_answer(boxed, expected))
+    if tagged is not None:
+        if same_answer(tagged, expected):
+            return 1.0
+        if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
+            return 0.0
+        text = _INTRODUCTION.split(tagged)[-1]
+    found = _VERIFIER.find(_end_of(text))
+    if found is None or (tagged is not None and _hedges(text, found)):
+        return 0.0
+    return float(same_answer(found, expected))
+
+
+def _boxes(text: str) -> list[_Box]:
+    """The complete boxes of a text, by where they begin; of one within another only the inner one."""
+    boxes: list[_Box] = []
+    opened: list[re.Match[str]] = []
+    for token in _BRACE.finditer(text):
+        if token.group() == "}" and opened:
+            brace = opened.pop()
+            if brace.group() != "{" and not (boxes and boxes[-1].start > brace.start()):
+                boxes.append(_Box(brace.start(), token.end(), text[brace.end() : token.start()]))
+        elif token.group() == "{" or token.group().startswith(r"\boxed"):  # and neither a line break nor \{
+            opened.append(token)
+    return boxes
 
 
 def _expected(task: Task) -> str:
     """The task's answer, out of the solution around it."""
     reference = answer_text(task)
-    boxed = find_last_boxed(reference)
+    boxed = find_boxed(reference)
     expected = reference.rpartition("####")[2] if boxed is None else boxed
     if not _undecorated(_bare(expected)):
         raise ValueError(f"the task's answer {reference!r} is empty")
@@ -115,6 +169,13 @@ def _expected(task: Task) -> str:
 
 def _without_thoughts(response: str) -> str:
     return response.rpartition("</think>")[2]
+
+
+def _hedges(text: str, found: str) -> bool:
+    """Whether a text denies something, or has other numbers or formulas than what was found in it."""
+    others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(found))
+    formulas = {_IDLE_SPACE.sub("", formula) for formula in _FORMULA.findall(text)}
+    return bool(_DENIAL.search(text) or others or len(formulas) > 1)
 
 
 def _end_of(text: str) -> str:

@@ -3,9 +3,10 @@
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.registry import Registry
@@ -21,11 +22,32 @@ REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function, the name that its metrics carry, and its weight in the sum."""
+    """A reward function of a task.
+
+    Attributes:
+        name: what its metrics carry.
+        function: what is called.
+        weight: its share in the sum.
+        path: the dotted path at which other processes find the function; None for one that belongs in this process: a
+            judge that asks the run's models, or a coroutine function, which waits on the event loop.
+    """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
+    path: str | None = None
+
+
+class Scorer(Protocol):
+    """Calls reward functions somewhere else; see `workers.RewardWorkers`."""
+
+    async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
+        """As `worth`, below."""
+        ...
+
+
+# What calls the reward functions of the rollouts in this context; None: this process does.
+SCORER: ContextVar[Scorer | None] = ContextVar("SCORER", default=None)
 
 
 def resolve_rewards(reward_fn: Any) -> list[Reward]:
@@ -65,27 +87,47 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
     """
     if not rewards:
         return None, {}
+    scorer = SCORER.get()
     total, metrics = 0.0, {}
     for reward in rewards:
-        value = await _call(reward, response, task)
-        if isinstance(value, Mapping):
-            parts = {str(part): _number(reward, f"'{part}': ", number) for part, number in value.items()}
-            metrics |= {f"reward/{reward.name}/{part}": number for part, number in parts.items()}
-            value = sum(parts.values())
-        metrics[f"reward/{reward.name}"] = _number(reward, "", value)
-        total += reward.weight * metrics[f"reward/{reward.name}"]
+        if scorer is None or reward.path is None:
+            value, its_metrics = worth(reward, await _call(reward, response, task))
+        else:
+            value, its_metrics = await scorer.worth(reward, response, task)
+        metrics |= its_metrics
+        total += reward.weight * value
     return total, metrics
+
+
+def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
+    """What a response is worth by what the function returned, before weighting, and its metrics.
+
+    Raises:
+        RolloutError: it is no finite number, nor a dict of such.
+    """
+    metrics = {}
+    if isinstance(returned, Mapping):
+        parts = {str(part): _number(reward, f"'{part}': ", number) for part, number in returned.items()}
+        metrics |= {f"reward/{reward.name}/{part}": number for part, number in parts.items()}
+        returned = sum(parts.values())
+    value = metrics[f"reward/{reward.name}"] = _number(reward, "", returned)
+    return value, metrics
+
+
+def raised(name: str, error: BaseException) -> RolloutError:
+    """What a rollout fails with where a reward function raised."""
+    return RolloutError(f"reward function '{name}' raised {type(error).__name__}: {error}")
 
 
 async def _call(reward: Reward, response: str, task: Task) -> Any:
     try:
-        if inspect.iscoroutinefunction(reward.function):
-            return await reward.function(response, task)
+        if _is_async(reward.function):
+            return await cast(Awaitable[Any], reward.function(response, task))
         # In a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out.
         value = await run_in_thread(lambda: reward.function(response, task))
         return await value if inspect.isawaitable(value) else value
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
-        raise RolloutError(f"reward function '{reward.name}' raised {type(error).__name__}: {error}") from error
+        raise raised(reward.name, error) from error
 
 
 def _number(reward: Reward, part: str, value: Any) -> float:
@@ -102,7 +144,7 @@ def _reward(entry: Any, weight: Any) -> Reward:
     function = _function(entry)
     if not isinstance(weight, Real) or not is_valid_reward(float(weight)):
         raise ConfigError(f"the weight of reward function {entry!r} must be a finite number, not {weight!r}.")
-    return Reward(_name(entry, function), function, float(weight))
+    return Reward(_name(entry, function), function, float(weight), _path(entry, function))
 
 
 def _function(entry: Any) -> RewardFunction:
@@ -115,10 +157,25 @@ def _function(entry: Any) -> RewardFunction:
     return cast(RewardFunction, function)
 
 
+def _is_async(function: Any) -> bool:
+    """Whether it is a coroutine function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
 def _name(entry: Any, function: Any) -> str:
     if isinstance(entry, str):
         return entry.rpartition(".")[2]
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _path(entry: Any, function: Any) -> str | None:
+    """Where the function is found by import; of a lambda, say, where it should be. None: see `Reward`."""
+    if _is_async(function):
+        return None
+    if isinstance(entry, str) and entry not in REWARDS:
+        return entry
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _is_pair(entry: Any) -> bool:

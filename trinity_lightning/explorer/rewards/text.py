@@ -32,10 +32,14 @@ def answer_text(task: Task) -> str:
     return format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
 
 
+def find_numbers(text: str) -> list[Decimal]:
+    """The numbers in a text: signed, decimal, with thousands separators."""
+    return [Decimal(number.replace(",", "").replace("−", "-")) for number in _NUMBER.findall(text)]
+
+
 def find_last_number(text: str) -> Decimal | None:
-    """The last number in a text: signed, decimal, with thousands separators; None where there is none."""
-    numbers: list[str] = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
+    """The last number in a text; None where there is none."""
+    return next(reversed(find_numbers(text)), None)
 
 
 def find_last_answer(text: str) -> str | None:

@@ -48,7 +48,9 @@ class Workflow(ABC):
 
     @abstractmethod
     async def run(self) -> list[Experience]:
-        """The experiences of the run (of all runs, where repeatable); each step of several has its own `eid.step`.
+        """The experiences of the run (of all runs, where repeatable), in the order of its steps.
+
+        Several of a run have each its own `eid.step`; where they have not, they are numbered in their order.
 
         A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
         Where repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...

@@ -61,6 +61,7 @@ def _shown(completion: Completion, step: int) -> str:
     reward = completion.get("reward")
     told = f", reward {short(reward)}" if isinstance(reward, int | float) else ""
     cut = ", cut off" if completion.get("truncated") is True else ""
+    cut += f", not trained: {escape(str(completion.get('reason')))}" if completion.get("trained") is False else ""
     text = _text(completion.get("completion"))
     return f'<span class="quiet">step {step}{told}{cut}</span><pre>{text}</pre>'
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from html import escape
 
-from trinity_lightning.monitor.metric_names import find_metric
+from trinity_lightning.monitor.metric_names import find_metric, headline_metrics
 from trinity_lightning.monitor.report.record import RunRecord
 from trinity_lightning.monitor.report.svg import legend, line_chart, stacked_bars
 from trinity_lightning.monitor.step_line import STEP_TIMES, WAIT, format_seconds, times_in_turn
@@ -16,7 +16,8 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Held-out", ("eval/*/mean@*",)),
     ("Held-out, solved", ("eval/*/pass@*",)),
     ("Reward functions", ("reward/*/mean",)),
-    ("Groups that teach nothing", ("frac_reward_zero_std",)),
+    ("Groups with equal rewards", ("frac_reward_zero_std",)),
+    ("Not trained on", ("experience_pipeline/untrained/*",)),
     ("Response length", ("response_length/mean", "response_length/max")),
     ("Responses cut off", ("response_length/clip_ratio",)),
     ("Entropy", ("actor/entropy",)),
@@ -39,7 +40,8 @@ def curves_section(run: RunRecord) -> str:
 
 
 def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> str:
-    names = [name for pattern in patterns for name in run.names() if fnmatchcase(name, pattern)]
+    headlines = headline_metrics(run.names())
+    names = [name for pattern in patterns for name in headlines if fnmatchcase(name, pattern)]
     series = {name: run.series(name) for name in dict.fromkeys(names)}
     series = {name: points for name, points in series.items() if any(math.isfinite(y) for _, y in points)}
     values = [y for points in series.values() for _, y in points if math.isfinite(y)]

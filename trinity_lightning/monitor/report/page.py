@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX, headline_metrics
 from trinity_lightning.monitor.report.completions import completions_section
 from trinity_lightning.monitor.report.curves import curves_section, step_times, time_section
 from trinity_lightning.monitor.report.record import RunRecord
@@ -27,6 +28,7 @@ def report_page(run: RunRecord) -> str:
         _facts(run),
         curves_section(run),
         time_section(run),
+        _untrained_section(run),
         completions_section(run),
         _kept_section(run),
         _environment_section(run),
@@ -49,8 +51,7 @@ def _facts(run: RunRecord) -> str:
         for name, points in ((name, _finite(run.series(name))) for name in _headline(run))
         if points
     ]
-    steps = [row["explore_step"] for row in run.rows if math.isfinite(row.get("explore_step", math.nan))]
-    if steps:
+    if steps := run.steps():
         facts.insert(0, ("explore steps", short(max(steps))))
     if (seconds := sum(sum(by_step.values()) for by_step in step_times(run).values())) > 0:
         facts.append(("rollouts and training", format_seconds(seconds)))
@@ -66,12 +67,33 @@ def _facts(run: RunRecord) -> str:
 
 
 def _headline(run: RunRecord) -> list[str]:
-    evaluated = [name for name in run.names() if name.startswith("eval/") and "/mean@" in name]
+    evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
     return ["reward/mean", *evaluated, "response_length/mean"]
 
 
 def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [point for point in points if math.isfinite(point[1])]
+
+
+def _untrained_section(run: RunRecord) -> str:
+    """The steps of which no response was trained on, with their number for each reason; nothing without any."""
+    idle = [step for step, trained in _finite(run.series("experience_pipeline/trained")) if trained == 0]
+    if not idle:
+        return ""
+    counts = {
+        name.removeprefix(UNTRAINED_PREFIX).replace("_", " "): dict(_finite(run.series(name)))
+        for name in run.names()
+        if name.startswith(UNTRAINED_PREFIX)
+    }
+    rows = ""
+    for step in idle:
+        reasons = ", ".join(f"{reason} ({short(steps[step])})" for reason, steps in counts.items() if step in steps)
+        rows += f'<tr><td class="n">{short(step)}</td><td>{escape(reasons)}</td></tr>'
+    return (
+        f'<h2>Steps that trained nothing</h2>\n<p class="quiet">{len(idle)} of {len(run.steps())} steps, with the '
+        'responses for each reason.</p>\n<div class="wide"><table><thead><tr><th class="n">step</th><th>reasons</th>'
+        f"</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
 
 
 def _kept_section(run: RunRecord) -> str:

@@ -79,6 +79,10 @@ class RunRecord:
                 sums[row[STEP_METRIC]] = sums.get(row[STEP_METRIC], 0.0) + sum(values)
         return sums
 
+    def steps(self) -> list[float]:
+        """The explore steps that there are metrics of, in order."""
+        return sorted({row[STEP_METRIC] for row in self.rows if math.isfinite(row.get(STEP_METRIC, math.nan))})
+
     def names(self) -> list[str]:
         """The metrics there are, in order of their appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))

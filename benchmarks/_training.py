@@ -1,0 +1,60 @@
+"""Training steps for benchmarks: `PolicyModule` under Lightning's Trainer, a step whenever one is asked for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.trainer.policy import PolicyModule
+
+WARM_UP = 4  # steps until buffers and compiled primitives are there
+PROMPT = 32  # tokens
+
+
+def make_batch(rows: int) -> OptimizerBatch:
+    """Responses of 8 to 32 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    experiences = []
+    for row in range(rows):
+        length = 8 + row % 4 * 8
+        experiences.append(
+            Experience(
+                eid=EID(batch=1, task=row // 8, run=row % 8),
+                tokens=torch.randint(4, 100, (PROMPT + length,), generator=generator),
+                prompt_length=PROMPT,
+                action_mask=torch.ones(length, dtype=torch.bool),
+                logprobs=-torch.rand(length, generator=generator),
+                advantages=torch.full((length,), float(row % 2 * 2 - 1)),
+                info={"temperature": 1.0},
+            )
+        )
+    return OptimizerBatch.of(experiences, explore_step=1)
+
+
+def fit(model: str, batches: Iterator[OptimizerBatch]) -> None:
+    """One optimizer step in bfloat16 a batch; the iterator goes on when it is done."""
+
+    class Steps(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return batches
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Steps(), batch_size=None)
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(PolicyModule(model, dtype="bf16"), Data())

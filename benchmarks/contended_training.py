@@ -1,0 +1,147 @@
+"""A training step beside busy processes: the OpenMP waiting time that this package sets against libgomp's default.
+
+    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 3]
+
+Steps in bfloat16 by `PolicyModule` under Lightning's Trainer, in two processes that take turns: one of them as the
+package sets itself up, the other with the default of libgomp. Beside them run as many single-threaded busy processes as
+said: 0, 1 and 2. Seconds are the least of the rounds without busy processes (the cost of the setting) and the median
+with them. Prints one JSON line: `quiet_cost` is the package's time divided by the default's, `gain` the default's
+divided by the package's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+SETTINGS = {"package": {}, "libgomp": {"GOMP_SPINCOUNT": "300000"}}  # what libgomp does where nothing is set
+SET_BY_PACKAGE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # unless it is set already
+BUSY = "while True: pass"
+
+
+# -- the process that trains ------------------------------------------------------------------------------------------
+
+
+def train(model: str, rows: int) -> None:
+    """A training step for each line of standard input, after the first ones; its seconds are printed."""
+    from _training import WARM_UP, fit, make_batch
+
+    def batches() -> Iterator[Any]:
+        batch = make_batch(rows)
+        for _ in range(WARM_UP):
+            yield batch
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            start = time.perf_counter()
+            yield batch
+            print(time.perf_counter() - start, flush=True)
+
+    fit(model, batches())
+
+
+# -- the process that measures ----------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A process that trains when it is asked to."""
+
+    def __init__(self, model: str, rows: int, setting: dict[str, str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in SET_BY_PACKAGE}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--train", "--model", model, "--rows", str(rows)],
+            env=environment | setting,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def until_ready(self) -> None:
+        """Wait for the model and its first steps."""
+        while (line := self._line()) != "ready\n":
+            if not line:
+                raise RuntimeError("the process that trains ended; `--train` in a terminal shows why")
+
+    def step(self) -> float:
+        """Seconds of one training step."""
+        stdin = cast(IO[str], self._process.stdin)
+        stdin.write("\n")
+        stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _line(self) -> str:
+        return cast(IO[str], self._process.stdout).readline()
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """That many single-threaded processes that compute all the time."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        time.sleep(0.3)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measure(model: str, rows: int, rounds: int, busy: list[int]) -> dict[int, dict[str, float]]:
+    """Seconds of a step, by the number of busy processes and by setting."""
+    trainers: dict[str, Trainer] = {}
+    seen: dict[int, dict[str, list[float]]] = {count: {name: [] for name in SETTINGS} for count in busy}
+    try:
+        for name, setting in SETTINGS.items():
+            trainers[name] = Trainer(model, rows, setting)
+        for trainer in trainers.values():
+            trainer.until_ready()
+        for count in busy:
+            for _ in range(rounds if count else 3 * rounds):  # a cost of 3% needs more than a gain of 300%
+                with busy_processes(count):
+                    for name, trainer in trainers.items():
+                        seen[count][name].append(trainer.step())
+    finally:
+        for trainer in trainers.values():
+            trainer.close()
+    return {
+        count: {name: (statistics.median if count else min)(values) for name, values in by_name.items()}
+        for count, by_name in seen.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        train(args.model, args.rows)
+        return
+    seconds = measure(args.model, args.rows, args.rounds, args.busy)
+    result = {
+        "benchmark": "contended_training",
+        "model": args.model,
+        "rows": args.rows,
+        "cores": len(os.sched_getaffinity(0)),
+        "seconds": {count: {name: round(value, 2) for name, value in by.items()} for count, by in seconds.items()},
+        "quiet_cost": {count: round(by["package"] / by["libgomp"], 3) for count, by in seconds.items() if not count},
+        "gain": {count: round(by["libgomp"] / by["package"], 2) for count, by in seconds.items() if count},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The weights that are sent are those that `save_pretrained` writes: of models whose experts are fused, too."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from trinity_lightning.common import weights
+from trinity_lightning.common.config import EngineConfig, EngineKind, ModelConfig, TrainConfig
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.weights import parameter_shapes
+from trinity_lightning.engines import check_experts
+from trinity_lightning.trainer.weight_sync import weight_stream
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+HEADS_OF_16: dict[str, Any] = SIZES | {"head_dim": 16}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "tied llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4)),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**HEADS_OF_16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    ),
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stream_is_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MODELS[name]().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    written, stream = load_file(tmp_path / "model.safetensors"), weight_stream(model)
+    sent = dict(stream)
+    tied = {"lm_head.weight"} if name.startswith("tied") else set()
+    assert set(sent) == set(written) | tied
+    assert list(sent) == list(stream.shapes)
+    assert {key: tuple(value.shape) for key, value in sent.items()} == stream.shapes
+    assert parameter_shapes(str(tmp_path)) == stream.shapes
+    assert all(torch.equal(sent[key], value) for key, value in written.items())
+    assert ("mlp.experts.gate_up_proj" in str(list(model.state_dict()))) is any("experts" in key for key in written)
+
+
+def test_layers_are_converted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["mixtral"]()
+    stream, converted = weight_stream(model), []
+    original = weights._reverted
+    monkeypatch.setattr(
+        weights, "_reverted", lambda tensors, plain: converted.append(len(tensors)) or original(tensors, plain)
+    )
+    seen = iter(stream)
+    next(seen)
+    assert converted == [1]
+    assert len(list(seen)) + 1 == len(stream.shapes)
+    assert max(converted) < len(model.state_dict()) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "gpu", "refused"),
+    [
+        ("qwen3_moe", EngineKind.vllm, False, True),
+        ("qwen3_moe", EngineKind.vllm_server, False, True),
+        ("qwen3_moe", EngineKind.vllm, True, False),
+        ("qwen3_moe", EngineKind.transformers, False, False),
+        ("llama", EngineKind.vllm, False, False),
+    ],
+)
+def test_experts_that_would_not_arrive_in_vllm_on_a_cpu_are_refused(
+    name: str, kind: EngineKind, gpu: bool, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MODELS[name]().config.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    config = TrainConfig(model=ModelConfig(name=str(tmp_path)), engine=EngineConfig(kind=kind))
+    expected = (
+        pytest.raises(ConfigError, match=r"mixture of experts.*engine=transformers") if refused else nullcontext()
+    )
+    with expected:
+        check_experts(config)
+
+
+def test_an_expert_is_streamed_as_it_is_now() -> None:
+    model = MODELS["mixtral"]()
+    stream = weight_stream(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj.fill_(3.0)
+    sent = dict(stream)
+    assert (sent["model.layers.1.block_sparse_moe.experts.2.w2.weight"] == 3.0).all()
+    assert not (sent["model.layers.0.block_sparse_moe.experts.2.w2.weight"] == 3.0).all()

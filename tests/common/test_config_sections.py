@@ -1,0 +1,124 @@
+"""A section refuses what would train on something else than it says: from a script and from the command line alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import (
+    AlgorithmConfig,
+    DynamicTimeoutConfig,
+    EngineConfig,
+    ExplorerConfig,
+    KLConfig,
+    OptimizerConfig,
+    OverRolloutConfig,
+    RolloutCorrectionConfig,
+    SamplingConfig,
+    SynchronizerConfig,
+    config_dir,
+)
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.validate import validate
+from trinity_lightning.trainer.policy import PolicyModule
+
+NAN = float("nan")
+REFUSED: list[tuple[Callable[..., Any], str, Any]] = [
+    *((AlgorithmConfig, "algorithm.max_grad_norm", value) for value in (-1.0, 0.0, NAN)),
+    *((AlgorithmConfig, "algorithm.entropy_coef", value) for value in (-0.1, NAN)),
+    (AlgorithmConfig, "algorithm.optimizer_steps", 0),
+    (AlgorithmConfig, "algorithm.inner_epochs", 0),
+    (AlgorithmConfig, "algorithm.max_tokens_per_micro_batch", 0),
+    (AlgorithmConfig, "algorithm.loss_agg_mode", "tokens-mean"),
+    (ExplorerConfig, "explorer.reward_workers", -1),
+    *((ExplorerConfig, "explorer.reward_timeout", value) for value in (0.0, NAN)),
+    *((KLConfig, "algorithm.kl.coef", value) for value in (-0.1, NAN)),
+    *((RolloutCorrectionConfig, "algorithm.rollout_correction.low", value) for value in (-1.0, NAN, 3.0)),
+    (RolloutCorrectionConfig, "algorithm.rollout_correction.level", "tokn"),
+    *((RolloutCorrectionConfig, "algorithm.rollout_correction.high", value) for value in (-1.0, 0.0, NAN)),
+    (RolloutCorrectionConfig, "algorithm.rollout_correction.mode", "clip"),
+    *((OptimizerConfig, "optimizer.lr", value) for value in (-1.0, NAN, float("inf"))),
+    *((OptimizerConfig, "optimizer.eps", value) for value in (-1.0, 0.0, NAN)),
+    *((OptimizerConfig, "optimizer.weight_decay", value) for value in (-1.0, NAN)),
+    *((OptimizerConfig, "optimizer.betas", value) for value in ([NAN, 0.9], [1.5, 2.0], [0.9])),
+    (OptimizerConfig, "optimizer.lr_scheduler", "cosin"),
+    (OptimizerConfig, "optimizer.total_steps", 0),
+    (EngineConfig, "engine.kv_cache_gb", -1.0),
+    (SynchronizerConfig, "synchronizer.sync_timeout", 0.0),
+    (SamplingConfig, "sampling.top_p", 1.5),
+    (ExplorerConfig, "explorer.batch_size", 0),
+    (DynamicTimeoutConfig, "explorer.dynamic_timeout.ratio", 2.0),
+]
+# Of the same sections: one case of each from the command line is enough.
+RANGES: list[tuple[Callable[..., Any], str, Any]] = [
+    *((EngineConfig, "engine.kv_cache_gb", value) for value in (-1.0, 0.0, NAN)),
+    *((EngineConfig, f"engine.{key}", 0) for key in ("max_model_len", "max_num_seqs", "servers", "cpu_cores")),
+    (EngineConfig, "engine.gpus", [1, 1]),
+    *((SynchronizerConfig, "synchronizer.sync_timeout", value) for value in (0.0, NAN)),
+    (SynchronizerConfig, "synchronizer.check_interval", 0),
+    (SynchronizerConfig, "synchronizer.method", "ncll"),
+    *((SamplingConfig, "sampling.temperature", value) for value in (-1.0, NAN)),
+    *((SamplingConfig, "sampling.top_p", value) for value in (0.0, 1.5, NAN)),
+    *((SamplingConfig, "sampling.min_p", value) for value in (-0.1, 1.5, NAN)),
+    *((SamplingConfig, f"sampling.{key}_penalty", value) for key in ("presence", "frequency") for value in (-3.0, NAN)),
+    *((SamplingConfig, "sampling.repetition_penalty", value) for value in (0.0, NAN)),
+    (SamplingConfig, "sampling.max_tokens", 0),
+    (SamplingConfig, "sampling.top_k", 0),
+    *((ExplorerConfig, f"explorer.{key}", 0) for key in ("batch_size", "repeat_times", "runner_per_model")),
+    *((ExplorerConfig, f"explorer.{key}", 0) for key in ("max_repeat_times_per_runner", "sync_interval")),
+    *((ExplorerConfig, f"explorer.{key}", -1) for key in ("max_retry_times", "max_refills", "sync_offset", "seed")),
+    *((ExplorerConfig, "explorer.max_timeout", value) for value in (0.0, NAN)),
+    (ExplorerConfig, "explorer.eval_interval", -1),
+    (ExplorerConfig, "explorer.runner", "locl"),
+    (ExplorerConfig, "explorer.ray_address", "auto"),
+    *((OverRolloutConfig, "explorer.over_rollout.ratio", value) for value in (-0.1, 1.0, NAN)),
+    *((OverRolloutConfig, "explorer.over_rollout.wait_after_min", value) for value in (-1.0, NAN, 5.0)),
+    *((DynamicTimeoutConfig, "explorer.dynamic_timeout.ratio", value) for value in (0.5, NAN, 2.0)),
+    *((DynamicTimeoutConfig, "explorer.dynamic_timeout.warmup_min_steps", value) for value in (-1, 3)),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), RANGES)
+def test_a_section_knows_its_ranges(section: Callable[..., Any], key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        section(**{key.rpartition(".")[2]: value})
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(EngineConfig, "engine.kv_cache_gb"), (SynchronizerConfig, "synchronizer.sync_timeout")],
+)
+@pytest.mark.parametrize("value", [-1.0, 0.0, NAN, float("inf")])
+def test_every_refusal_of_a_value_names_the_same_range(section: Callable[..., Any], key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} is {value}; give a (finite )?number above 0\."):
+        section(**{key.rpartition(".")[2]: value})
+
+
+@pytest.mark.parametrize(("section", "key", "value"), REFUSED)
+def test_a_section_refuses_the_value_however_it_is_given(section: Callable[..., Any], key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as in_a_script:
+        section(**{key.rpartition(".")[2]: value})
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", ["+recipe=grpo", "model=tiny", f"{key}={value}"])
+    with pytest.raises(ConfigError) as from_the_command_line:
+        validate(config)
+    assert str(from_the_command_line.value) == str(in_a_script.value)
+
+
+def test_a_section_changed_after_it_was_made_is_refused_by_the_policy() -> None:
+    algorithm, optimizer = AlgorithmConfig(), OptimizerConfig()
+    algorithm.max_grad_norm = -1.0
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        PolicyModule("tiny", algorithm)
+    optimizer.lr = -1.0
+    with pytest.raises(ConfigError, match="lr"):
+        PolicyModule("tiny", optimizer=optimizer)
+
+
+def test_null_never_clips_and_weights_may_be_unbounded() -> None:
+    assert AlgorithmConfig(max_grad_norm=None).max_grad_norm is None
+    assert RolloutCorrectionConfig(high=float("inf")).high == float("inf")

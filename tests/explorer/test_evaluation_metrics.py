@@ -1,0 +1,93 @@
+"""Statistics of an evaluation, against the definition: every subset of a task's rollouts."""
+
+import itertools
+import statistics
+from typing import Any
+
+import pytest
+
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.explorer.evaluation_metrics import evaluation_metrics, expected_best, subset_sizes
+from trinity_lightning.explorer.rollout_metrics import experience_metrics
+
+
+def rollout(task: int, run: int, reward: float | None, step: int = 0, **metrics: Any) -> Experience:
+    eid = EID(batch="1/held", task=task, run=run, step=step)
+    return Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=reward, metrics=metrics)
+
+
+def tasks(*rewards: list[float]) -> list[Experience]:
+    return [rollout(task, run, value) for task, its in enumerate(rewards) for run, value in enumerate(its)]
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 6])
+def test_the_best_of_m_is_the_mean_over_all_draws_of_m(m: int) -> None:
+    values = [0.3, -1.0, 2.5, 0.3, 7.0, 0.0]
+    assert expected_best(values, m) == pytest.approx(statistics.fmean(map(max, itertools.combinations(values, m))))
+
+
+def test_fewer_rollouts_than_a_draw_are_all_drawn() -> None:
+    assert expected_best([1.0, 3.0], 4) == 3.0
+
+
+def test_draws_double_up_to_the_number_of_rollouts() -> None:
+    assert [subset_sizes(k) for k in (1, 2, 3, 4, 6, 8)] == [[1], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+def test_statistics_of_the_reward_are_means_over_tasks() -> None:
+    rewards = [[1.0, 0.0, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25]]
+    metrics = evaluation_metrics("held", tasks(*rewards))
+    assert list(metrics) == [
+        f"eval/held/{name}"
+        for name in ("mean@4", "std@4", "best@2", "best@4", "worst@2", "worst@4", "pass@2", "pass@4")
+    ]
+    assert metrics["eval/held/mean@4"] == 0.3125
+    assert metrics["eval/held/std@4"] == pytest.approx(statistics.pstdev(rewards[0]) / 2)
+    draws = list(itertools.combinations(rewards[0], 2))
+    assert metrics["eval/held/best@2"] == pytest.approx((statistics.fmean(map(max, draws)) + 0.25) / 2)
+    assert metrics["eval/held/worst@2"] == pytest.approx((statistics.fmean(map(min, draws)) + 0.25) / 2)
+    assert (metrics["eval/held/best@4"], metrics["eval/held/worst@4"]) == (0.625, 0.125)
+    assert metrics["eval/held/pass@2"] == pytest.approx(statistics.fmean(max(draw) >= 1 for draw in draws) / 2)
+    assert metrics["eval/held/pass@4"] == 0.5
+
+
+def test_every_metric_has_its_own() -> None:
+    right = [True, False]
+    metrics = evaluation_metrics("held", [rollout(0, run, 1.0, accuracy=value) for run, value in enumerate(right)])
+    of_accuracy = {name: value for name, value in metrics.items() if "accuracy" in name}
+    assert of_accuracy == {
+        "eval/held/accuracy/mean@2": 0.5,
+        "eval/held/accuracy/std@2": 0.5,
+        "eval/held/accuracy/best@2": 1.0,
+        "eval/held/accuracy/worst@2": 0.0,
+    }
+
+
+def test_one_rollout_has_no_spread() -> None:
+    metrics = evaluation_metrics("held", [rollout(0, 0, 0.5, accuracy=1.0)])
+    of_reward = {"eval/held/mean@1": 0.5, "eval/held/best@1": 0.5, "eval/held/worst@1": 0.5, "eval/held/pass@1": 0.0}
+    assert metrics == of_reward | {"eval/held/accuracy/mean@1": 1.0}
+
+
+def test_a_rollout_of_several_steps_counts_once() -> None:
+    long = [rollout(0, 0, 1.0, step, tool_calls=2.0) for step in range(3)]
+    metrics = evaluation_metrics("held", [*long, rollout(0, 1, 0.0, tool_calls=0.0)])
+    assert metrics["eval/held/mean@2"] == 0.5
+    assert metrics["eval/held/tool_calls/mean@2"] == 1.0
+
+
+def test_a_rollout_of_several_steps_is_worth_what_training_takes_it_for() -> None:
+    steps = [rollout(0, 0, reward, step) for step, reward in enumerate([0.0, 0.0, 1.0])]
+    metrics = evaluation_metrics("held", steps)
+    assert metrics["eval/held/mean@1"] == metrics["eval/held/pass@1"] == experience_metrics(steps)["reward/mean"] == 1.0
+
+
+def test_lost_rollouts_and_values_that_are_no_numbers_are_left_out() -> None:
+    lost = tasks([1.0, 0.0, 0.5], [0.25], [float("nan")])
+    metrics = evaluation_metrics("held", lost)
+    assert metrics["eval/held/mean@3"] == 0.375
+    assert (metrics["eval/held/best@3"], metrics["eval/held/worst@3"]) == (0.625, 0.125)
+    assert metrics["eval/held/pass@3"] == 0.5
+    unrewarded = [rollout(0, 0, None, accuracy=float("inf")), rollout(0, 1, None, accuracy=1.0)]
+    assert evaluation_metrics("held", unrewarded) == {"eval/held/accuracy/mean@1": 1.0}
+    assert evaluation_metrics("held", []) == {}

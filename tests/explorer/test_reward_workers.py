@@ -1,0 +1,298 @@
+import asyncio
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT
+from fake_model import FakeModel
+from reward_functions import (
+    Scale,
+    WaitHere,
+    dies,
+    hangs,
+    leaves,
+    length,
+    parts,
+    process_id,
+    raises,
+    returns_text,
+    wait_here,
+)
+
+from trinity_lightning.common.config import ExplorerConfig, SamplingConfig
+from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.explorer import Explorer, Scheduler
+from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score
+from trinity_lightning.explorer.rewards.scoring import SCORER
+from trinity_lightning.explorer.rewards.workers import RewardWorkers, check_importable
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks import Task, Taskset
+
+a_task = Task("simple", {"answer": "12", "more": 1})
+HERE = "reward_functions"
+TWICE = f"{HERE}.twice"
+
+
+@asynccontextmanager
+async def running(seconds: float = 60.0) -> AsyncIterator[RewardWorkers]:
+    workers = RewardWorkers(1, seconds)
+    await workers.start()
+    token = SCORER.set(workers)
+    try:
+        yield workers
+    finally:
+        SCORER.reset(token)
+        await workers.stop()
+
+
+@pytest.fixture(scope="module")
+def with_workers() -> Iterator[Callable[[Callable[[], Awaitable[Any]]], Any]]:
+    """Runs a coroutine function with one worker."""
+    with asyncio.Runner() as runner:
+        context = running(seconds=2.0)
+        workers = runner.run(context.__aenter__())
+
+        async def scored(function: Callable[[], Awaitable[Any]]) -> Any:
+            SCORER.set(workers)
+            return await function()
+
+        yield lambda function: runner.run(scored(function))
+        runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize(
+    "reward_fn",
+    [
+        f"{HERE}.length",
+        length,
+        TWICE,
+        "format",
+        "math",
+        {"accuracy": 1.0, f"{HERE}.parts": 0.5, f"{HERE}.length": -0.25},
+    ],
+)
+def test_workers_say_what_this_process_would(with_workers: Any, reward_fn: Any) -> None:
+    rewards = resolve_rewards(reward_fn)
+    here = asyncio.run(score(rewards, "12", a_task))
+    assert with_workers(lambda: score(rewards, "12", a_task)) == here
+    assert here[0] != 0 or reward_fn == "format"
+
+
+@pytest.mark.parametrize("reward_fn", ["math", "accuracy"])
+def test_workers_compare_by_math_verify(with_workers: Any, reward_fn: str) -> None:
+    task = Task("simple", {"answer": "(x+1)^2"})
+    rewards = resolve_rewards(reward_fn)
+    for response, value in ((r"\boxed{x^2 + 2x + 1}", 1.0), (r"\boxed{x^2 + 2x - 1}", 0.0)):
+        assert with_workers(lambda response=response: score(rewards, response, task))[0] == value
+
+
+def test_rewards_are_called_elsewhere_unless_they_need_this_process(with_workers: Any) -> None:
+    elsewhere, _ = with_workers(lambda: score(resolve_rewards(process_id), "x", a_task))
+    here, _ = with_workers(lambda: score([Reward("judge", process_id)], "x", a_task))
+    assert here == os.getpid() != elsewhere
+
+
+def test_async_functions_wait_beside_each_other_in_this_process(with_workers: Any) -> None:
+    async def together() -> Any:
+        rewards = resolve_rewards([wait_here, WaitHere()])
+        return await asyncio.gather(*(score(rewards, "x", a_task) for _ in range(20)))
+
+    begin = time.perf_counter()
+    scored = with_workers(together)
+    assert time.perf_counter() - begin < 2.0  # one after the other: 20 * 0.4 s
+    assert {total for total, _ in scored} == {2 * os.getpid()}
+    assert with_workers(lambda: score(resolve_rewards(f"{HERE}.wait_here"), "x", a_task))[0] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "reward function 'raises' raised ZeroDivisionError: with x"),
+        (leaves, "reward function 'leaves' raised SystemExit: enough"),
+        (returns_text, "reward function 'returns_text' returned 'one', expected a finite number"),
+    ],
+)
+def test_what_fails_in_a_worker_fails_as_here(with_workers: Any, function: Any, message: str) -> None:
+    for run in (with_workers, lambda coroutine: asyncio.run(coroutine())):
+        with pytest.raises(RolloutError) as caught:
+            run(lambda: score(resolve_rewards(function), "x", a_task))
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (hangs, r"reward function 'hangs' took longer than 2 s \(explorer.reward_timeout\); its process was ended"),
+        (dies, "reward function 'dies' ended its process with exit code 3"),
+    ],
+)
+def test_a_worker_that_hangs_or_dies_fails_the_rollout_and_is_replaced(
+    with_workers: Any, function: Any, message: str
+) -> None:
+    async def both() -> Any:
+        with pytest.raises(RolloutError, match=message):
+            await score(resolve_rewards(function), "x", a_task)
+        return await score(resolve_rewards(length), "x", a_task)
+
+    assert with_workers(both) == (2.0, {"reward/length": 2.0})
+
+
+def test_an_idle_worker_that_somebody_ended_is_replaced() -> None:
+    async def run() -> None:
+        async with running():
+            first, _ = await score(resolve_rewards(process_id), "x", a_task)
+            assert first is not None
+            psutil.Process(int(first)).kill()
+            await asyncio.sleep(1.0)  # until the pool has seen it
+            second, _ = await score(resolve_rewards(process_id), "x", a_task)
+            assert second != first
+
+    asyncio.run(run())
+
+
+def test_a_rollout_that_is_cancelled_ends_its_reward() -> None:
+    async def run() -> None:
+        async with running():
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(score(resolve_rewards(hangs), "x", a_task), 1.0)
+            value, _ = await asyncio.wait_for(score(resolve_rewards(length), "x", a_task), 60.0)
+            assert value == 2.0
+
+    asyncio.run(run())
+
+
+def local() -> Any:
+    return lambda response, task: 1.0
+
+
+@pytest.mark.parametrize("function", [local(), Scale(3.0), functools.partial(length), random.Random(0).random])
+def test_what_cannot_be_imported_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be imported as .*: write it at the top level of a module"):
+        check_importable(resolve_rewards(function)[0])
+    assert check_importable(resolve_rewards(TWICE)[0]) == TWICE
+
+
+def test_an_explorer_refuses_a_function_that_workers_cannot_import() -> None:
+    def explorer(reward_fn: Any, workers: int) -> Explorer:
+        source = TaskSource(Taskset.addition(), "simple", reward_fn, SamplingConfig())
+        return Explorer(ExplorerConfig(reward_workers=workers), [FakeModel()], source)
+
+    explorer(local(), 0)
+    explorer(length, 1)
+    with pytest.raises(ConfigError, match=r"reward function '<lambda>' cannot be imported"):
+        explorer(local(), 1)
+
+
+def test_a_task_that_cannot_be_sent_is_refused(with_workers: Any) -> None:
+    task = Task("simple", {"answer": local()})
+    with pytest.raises(ConfigError, match=r"cannot be sent to the process of reward function 'length'"):
+        with_workers(lambda: score(resolve_rewards(length), "x", task))
+
+
+def test_the_scheduler_has_workers_for_the_rewards_of_its_rollouts() -> None:
+    async def run() -> tuple[list[Any], list[Any]]:
+        scheduler = Scheduler(ExplorerConfig(reward_workers=1, max_retry_times=0), [FakeModel()])
+        await scheduler.start()
+        scheduler.schedule([Task("simple", {"prompt": "x"}, 2, reward_fn=[process_id, parts])], batch_id=1)
+        results = await scheduler.get_results(1)
+        await scheduler.stop()
+        return results
+
+    (status,), experiences = asyncio.run(run())
+    assert status.ok, status.message
+    pids = {experience.metrics["reward/process_id"] for experience in experiences}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+    assert not psutil.pid_exists(int(pids.pop()))
+
+
+def test_workers_that_do_not_start_are_known_before_an_engine_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    async def load(self: OpenAIModel) -> None:
+        begun.append("engine")
+
+    async def start(self: RewardWorkers) -> None:
+        begun.append("workers")
+        raise ConfigError("they do not start")
+
+    monkeypatch.setattr(OpenAIModel, "load", load)
+    monkeypatch.setattr(RewardWorkers, "start", start)
+    source = TaskSource(Taskset.addition(), "simple", length, SamplingConfig())
+    judge = OpenAIModel("http://127.0.0.1:1/v1", "judge")
+    explorer = Explorer(ExplorerConfig(reward_workers=1), [FakeModel()], source, auxiliary_models=[[judge]])
+    with pytest.raises(ConfigError, match="they do not start"):
+        asyncio.run(explorer.prepare())
+    assert begun == ["workers"]
+
+
+def test_workers_are_for_local_runners() -> None:
+    with pytest.raises(ConfigError, match="Ray runners are processes that call reward functions themselves"):
+        ExplorerConfig(reward_workers=2, runner="ray")
+
+
+SCRIPT = """
+import asyncio, os, sys, time
+from trinity_lightning.explorer.rewards import resolve_rewards, score
+from trinity_lightning.explorer.rewards.scoring import SCORER
+from trinity_lightning.explorer.rewards.workers import RewardWorkers
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks import Task, Taskset
+
+def hangs(response, task):
+    print(os.getpid(), flush=True)
+    while True:
+        pass
+
+async def main():
+    workers = RewardWorkers(1, 300.0)
+    await workers.start()
+    SCORER.set(workers)
+    await score(resolve_rewards(hangs), "x", Task("simple"))
+
+{guard}asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_a_script_that_is_killed_or_interrupted(tmp_path: Any, number: int) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{guard}", 'if __name__ == "__main__":\n    '))
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    worker = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    psutil.wait_procs([worker], timeout=20)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_script_that_starts_a_run_when_it_is_imported_is_told_why(tmp_path: Any) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{guard}", ""))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "what starts the run belongs under `if __name__ == '__main__':`" in done.stderr

@@ -1,0 +1,413 @@
+"""Runs that an error ends, wherever it comes: what is whole is saved, and the resumed run equals a whole one."""
+
+import asyncio
+import itertools
+import math
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from run_cases import rows, same_metrics
+
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.config import (
+    AlgorithmConfig,
+    ExplorerConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    SynchronizerConfig,
+)
+from trinity_lightning.common.errors import WorkflowBlockedError
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.model_files import load_tokenizer, resolve_model
+from trinity_lightning.common.weights import WeightStream, parameter_shapes
+from trinity_lightning.explorer import callback as callback_module
+from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own use of torch
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),  # of the run that is resumed
+]
+
+STEPS, ITEMS, TASKS, REPEATS = 3, 2, 4, 4
+HELDOUT = [{"prompt": f"{number} + 1 ="} for number in range(4)]
+COMMAND = "trinity-lightning +recipe=grpo ckpt_path=last"
+
+
+def even(response: str, task: Any) -> float:
+    return float(sum(map(ord, response)) % 2 == 0)
+
+
+class TornError(OSError):
+    """What ends a run in these tests."""
+
+
+class Elsewhere(Engine):
+    """A model of its own beside the trainer's; its answers are drawn from what it was given, without a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(max_model_len=320)
+        self._model: Any = None
+
+    async def load(self) -> None:
+        if self._model is None:
+            from transformers import AutoModelForCausalLM
+
+            path = str(resolve_model("tiny"))
+            self._tokenizer, self._shapes = load_tokenizer("tiny"), parameter_shapes(path)
+            self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    async def shutdown(self) -> None:
+        self._model = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    async def _logprobs(self, token_ids: list[int]) -> list[float]:
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([token_ids])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+    async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        weights = float(self._model.model.embed_tokens.weight.detach().double().sum())
+        made = []
+        for index in range(n):
+            drawn = random.Random(f"{token_ids} {sampling['seed'] + index} {weights}")
+            tokens = [drawn.randrange(self._model.config.vocab_size) for _ in range(6)]
+            made.append(Completion(token_ids, tokens, [-5.0] * 6, str(self._tokenizer.decode(tokens)), "stop"))
+        return made
+
+    async def _take(self, stream: WeightStream, version: int) -> None:
+        with torch.no_grad():
+            parameters = dict(self._model.named_parameters(remove_duplicate=False))
+            for name, tensor in stream:
+                parameters[name].copy_(tensor)
+        self._model_version = version
+
+
+class Run:
+    """A run of three steps with two optimizer steps each, evaluated at its end; `break_it` makes it fail."""
+
+    def __init__(self, folder: Path, offset: int = 0) -> None:
+        lightning.seed_everything(1, verbose=False)
+        self.folder = folder
+        sampling = SamplingConfig(max_tokens=8)
+        source = TaskSource(Taskset.addition(), "simple", even, sampling)
+        heldout = TaskSource(Taskset(HELDOUT, name="heldout"), "simple", even, sampling)
+        config = ExplorerConfig(
+            batch_size=TASKS, repeat_times=REPEATS, eval_on_startup=False, eval_interval=2, sync_offset=offset
+        )
+        config.max_retry_times = 0
+        self.explorer = Explorer(config, [Elsewhere()], source, [heldout])
+        self.stop = StopCheckpoint(folder / "checkpoints", COMMAND)
+        self.monitor = RunMonitor(folder, STEPS)
+        synchronizer = SynchronizerConfig(check_interval=1000, drill=False)
+        self.callback = ExplorerCallback(self.explorer, synchronizer, stop=self.stop)
+        self.data = ExperienceDataModule("grpo", optimizer_steps=ITEMS)
+        self.policy = PolicyModule(
+            "tiny", AlgorithmConfig(optimizer_steps=ITEMS), OptimizerConfig(lr=1e-2), dtype="fp32"
+        )
+        self.checkpoint = folder / "checkpoints" / "interrupted.ckpt"
+        self.logger = MetricsCSVLogger(folder)
+
+    def fit(self, resumed: bool = False, *callbacks: lightning.Callback) -> "Run":
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=STEPS,
+            callbacks=[self.monitor, self.callback, *callbacks, ModelCheckpoint(self.folder / "checkpoints")],
+            logger=self.logger,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            default_root_dir=self.folder,
+        )
+        checkpoint = self.checkpoint if resumed else None
+        trainer.fit(self.policy, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
+        return self
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.policy.policy.state_dict()
+
+
+def equal(a: Run, b: Run, metrics: bool = True) -> None:
+    left, right = a.weights(), b.weights()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    if metrics:
+        same_metrics(a.folder, b.folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("whole")).fit()
+    trained = [row for row in rows(run.folder) if row["actor/grad_norm"]]
+    assert len(trained) == STEPS * ITEMS
+    assert len(trained) == len({row["actor/grad_norm"] for row in trained})
+    return run
+
+
+def nth(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose call of that number (from 1) raises instead."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise TornError("torn")
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def sigterm(run: Run) -> None:
+    run.policy.trainer._signal_connector.received_sigterm = True
+
+
+class SaveInStep(lightning.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "within.ckpt")
+
+
+def breaks(where: Any, name: str, number: int) -> None:
+    setattr(where, name, nth(number, getattr(where, name)))
+
+
+WAYS: dict[str, Callable[[Run], None]] = {
+    "rollouts": lambda run: breaks(run.explorer, "_run", 2),
+    "operators": lambda run: breaks(run.data.pipeline, "process", 2),
+    "sync": lambda run: breaks(run.explorer, "sync_weight", 2),
+    "columns": lambda run: breaks(run.policy, "prepare_step", 2),
+    "first item of the run": lambda run: breaks(run.policy, "_accumulate", 1),
+    "first item of a step": lambda run: breaks(run.policy, "_accumulate", 3),
+    "last item of a step": lambda run: breaks(run.policy, "_clip", 4),
+    "rows of a step": lambda run: breaks(run.logger, "log_metrics", 6),
+    "end of a step": lambda run: breaks(run.monitor, "on_train_epoch_end", 2),
+    "evaluation": lambda run: breaks(run.explorer, "eval", 1),
+    "last evaluation": lambda run: breaks(run.explorer, "eval", 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_an_error_ended_goes_on_as_if_it_had_not(
+    way: str, whole: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    WAYS[way](run)
+    with pytest.raises(TornError):
+        run.fit()
+    assert f"Resume with: {COMMAND}" in caplog.text
+    equal(whole, Run(tmp_path).fit(resumed=True))
+
+
+@pytest.mark.parametrize("item", [1, ITEMS + 1, STEPS * ITEMS])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_an_error_beside_an_item_neither_skips_it_nor_trains_it_twice(
+    hook: str, item: int, whole: Run, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    breaks(run.monitor, hook, item)
+    with pytest.raises(TornError):
+        run.fit()
+    # What is logged of an item is logged after its hooks: that alone is lost where one of them fails.
+    equal(whole, Run(tmp_path).fit(resumed=True), metrics=hook == "on_train_batch_start")
+
+
+def test_it_goes_on_where_it_ended_twice(whole: Run, tmp_path: Path) -> None:
+    for way in ("last item of a step", "evaluation"):
+        run = Run(tmp_path)
+        WAYS[way](run)
+        with pytest.raises(TornError):
+            run.fit(resumed=run.checkpoint.exists())
+    equal(whole, Run(tmp_path).fit(resumed=True))
+
+
+def test_rollouts_begun_ahead_that_failed_are_done_again_with_the_weights_that_they_had(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", offset=1).fit()
+    assert [row["sample/lag/mean"] for row in rows(whole.folder) if row["reward/mean"]] == ["0.0", "1.0", "1.0"]
+    for number in (2, 3):  # both begun while a step before is trained on
+        folder = tmp_path / str(number)
+        run = Run(folder, offset=1)
+        breaks(run.explorer, "_run", number)
+        with pytest.raises(TornError):
+            run.fit()
+        equal(whole, Run(folder, offset=1).fit(resumed=True))
+
+
+def test_sigterm_in_an_evaluation_ends_it_and_a_resumed_run_does_it_again(whole: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    async def endless(step: int) -> dict[str, float]:
+        sigterm(run)
+        await asyncio.sleep(600)
+        return {}
+
+    run.explorer.eval = endless  # type: ignore[method-assign]
+    begun = time.monotonic()
+    with pytest.raises(SIGTERMException):
+        run.fit()
+    assert time.monotonic() - begun < 60
+    equal(whole, Run(tmp_path).fit(resumed=True))
+
+
+@pytest.mark.parametrize("where", ["wait", "checkpoint"])
+def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(where: str, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", offset=1).fit()
+    run = Run(tmp_path, offset=1)
+    settle = run.callback._ahead.settle
+
+    def terminated(limit: float = math.inf) -> None:
+        if run.callback._ahead.under_way:
+            sigterm(run)
+        settle(limit)
+
+    async def endless(*_: Any) -> Any:
+        await asyncio.sleep(600)
+
+    roll_out = run.explorer._run
+
+    async def second_hangs(*args: Any) -> Any:
+        return await (roll_out(*args) if run.explorer.step == 0 else endless())
+
+    run.explorer._run = second_hangs  # type: ignore[method-assign]
+    run.callback._ahead.settle = terminated  # type: ignore[method-assign]
+    callbacks = [SaveInStep()] if where == "checkpoint" else []
+    begun = time.monotonic()
+    with pytest.raises(SIGTERMException):
+        run.fit(False, *callbacks)
+    assert time.monotonic() - begun < 60
+    equal(whole, Run(tmp_path, offset=1).fit(resumed=True))
+
+
+def test_after_an_error_rollouts_in_flight_are_waited_for_shortly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callback_module, "STOP_SECONDS", 0.3)
+    whole = Run(tmp_path / "whole", offset=1).fit()
+    run = Run(tmp_path, offset=1)
+    roll_out = run.explorer._run
+
+    async def second_hangs(*args: Any) -> Any:
+        return await (roll_out(*args) if run.explorer.step == 0 else asyncio.sleep(600))
+
+    run.explorer._run = second_hangs  # type: ignore[method-assign]
+    breaks(run.policy, "_accumulate", 2)
+    begun = time.monotonic()
+    with pytest.raises(TornError):
+        run.fit()
+    assert time.monotonic() - begun < 60
+    equal(whole, Run(tmp_path, offset=1).fit(resumed=True))
+
+
+def test_a_second_fit_is_evaluated_as_the_first_one(tmp_path: Path) -> None:
+    run, evaluated = Run(tmp_path), []
+    evaluate = run.explorer.eval
+
+    async def counting(step: int) -> dict[str, float]:
+        evaluated.append(step)
+        return await evaluate(step)
+
+    run.explorer.eval = counting  # type: ignore[method-assign]
+    run.fit()
+    run.logger = MetricsCSVLogger(tmp_path / "second")
+    run.fit()
+    assert evaluated == [2, 3, 2, 3]
+
+
+def test_half_an_optimizer_step_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+
+    class Tearing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            raise TornError("torn")
+
+    run.policy = PolicyModule("tiny", dtype="fp32", optimizer_factory=lambda groups: Tearing(groups, 0.1))
+    with pytest.raises(TornError):
+        run.fit()
+    assert "stopped within an optimizer step" in caplog.text
+    assert not run.checkpoint.exists()
+
+
+def test_an_error_while_saving_leaves_the_one_that_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    breaks(run.policy, "_accumulate", 2)
+    run.policy.on_save_checkpoint = lambda checkpoint: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(TornError):
+        run.fit()
+    assert "the checkpoint could not be written" in caplog.text
+    assert not run.checkpoint.exists()
+
+
+def test_a_second_ctrl_c_saves_nothing(tmp_path: Path) -> None:
+    class Impatient(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    run = Run(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        run.fit(False, Impatient(), Impatient())
+    assert not run.checkpoint.exists()
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+
+
+def test_ctrl_c_between_two_items_is_resumed(whole: Run, tmp_path: Path) -> None:
+    class Stopping(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == ITEMS + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        Run(tmp_path).fit(False, Stopping())
+    signal.signal(signal.SIGINT, before)
+    equal(whole, Run(tmp_path).fit(resumed=True))
+
+
+def test_a_workflow_that_blocks_everything_ends_the_run_with_a_checkpoint(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.explorer.config.max_timeout = 1.0  # of every attempt, too
+    rendering = Elsewhere._completions
+    asked = itertools.count()
+
+    async def blocking(self: Elsewhere, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        if next(asked) == TASKS * REPEATS:
+            time.sleep(5.0)  # noqa: ASYNC251 - what is to be noticed
+        return await rendering(self, token_ids, n, sampling)
+
+    monkeypatch.setattr(Elsewhere, "_completions", blocking)
+    with pytest.raises(WorkflowBlockedError, match="has blocked all rollouts"):
+        run.fit()
+    assert f"Resume with: {COMMAND}" in caplog.text
+    monkeypatch.setattr(Elsewhere, "_completions", rendering)
+    equal(whole, Run(tmp_path).fit(resumed=True))

@@ -1,0 +1,36 @@
+"""What libraries read from the environment when they are loaded is set before."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+# LD_PRELOAD too: vLLM sets it where an engine ran in this process, and the library is there before Python is.
+SET = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD")
+
+
+def run(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in SET} | variables
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["30000", "1"]),
+        ({"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}, ["7", "0"]),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ["None", "1"]),
+    ],
+)
+def test_importing_the_package_sets_what_the_user_has_not(variables: dict[str, str], expected: list[str]) -> None:
+    code = "import os, trinity_lightning; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'THP_MEM_ALLOC_ENABLE')))"
+    assert run(code, **variables).stdout.split() == expected
+
+
+def test_the_openmp_library_of_torch_takes_the_setting() -> None:
+    shown = run("import trinity_lightning, torch; torch.ones(1)", OMP_DISPLAY_ENV="VERBOSE").stderr
+    assert "GOMP_SPINCOUNT = '30000'" in shown

@@ -1,0 +1,136 @@
+"""Log-probabilities of architectures that do something of their own to their logits, against their own forward pass."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from policy_cases import Prepare, batch_of, fit, make_experiences
+from torch import nn
+
+from trinity_lightning.common.config import AlgorithmConfig, KLConfig, OptimizerConfig
+from trinity_lightning.common.errors import ModelLoadError
+from trinity_lightning.trainer import forward
+from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head
+from trinity_lightning.trainer.logprobs import Head
+from trinity_lightning.trainer.policy import PolicyModule
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+FULL = {"layer_types": ["full_attention", "full_attention"]}
+GEMMA_3N = (
+    PER_LAYER | FULL | {"intermediate_size": [32, 32], "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4}
+)
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+MOE = {"num_local_experts": 2, "intermediate_size_mlp": 32, "num_experts_per_tok": 1}
+INKLING = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+INKLING |= {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+
+HEAD, FORWARD = logprobs_by_head, logprobs_by_forward
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "llama": ("LlamaForCausalLM", {}, HEAD),
+    "granite": ("GraniteForCausalLM", {"logits_scaling": 8.0}, HEAD),
+    "gemma2": ("Gemma2ForCausalLM", {"final_logit_softcapping": 0.5}, HEAD),
+    "gemma3n_text": ("Gemma3nForCausalLM", {"final_logit_softcapping": 0.5} | GEMMA_3N, HEAD),
+    "gemma4_text": ("Gemma4ForCausalLM", {"final_logit_softcapping": 0.5} | PER_LAYER | FULL, HEAD),
+    "falcon_h1": ("FalconH1ForCausalLM", {"lm_head_multiplier": 0.3} | MAMBA, HEAD),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"logits_soft_cap": 0.5, "lru_width": 32}, HEAD),
+    "llama4_text": ("Llama4ForCausalLM", MOE, FORWARD),
+    "hyperclovax": ("HyperCLOVAXForCausalLM", {"logits_scaling": 4.0}, FORWARD),
+    "modernbert-decoder": ("ModernBertDecoderForCausalLM", {}, FORWARD),
+    "inkling_text": ("InklingForCausalLM", INKLING, FORWARD),
+}
+
+
+def build(architecture: str, settings: dict[str, Any]) -> Any:
+    """A random model whose logits are far enough from 0 for what is done to them to show."""
+    model_class: Any = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**(SIZES | settings)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_those_of_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
+    architecture, settings, expected = ARCHITECTURES[name]
+    model = build(architecture, settings).to(dtype).train()
+    function = logprob_function(model)
+    assert function is expected
+    assert model.training
+    tokens = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([3, 4, 10, 15, 18])  # of both rows
+    targets, temperature = torch.tensor([5, 9, 60, 7, 7]), torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0])
+    logprobs, entropies = function(model.eval(), tokens, positions, targets, temperature)
+    whole = model(input_ids=tokens).logits.float().flatten(0, 1)[positions] / temperature[:, None]
+    distribution = torch.distributions.Categorical(logits=whole)
+    tolerance: dict[str, Any] = {} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.03}
+    torch.testing.assert_close(logprobs, distribution.log_prob(targets), **tolerance)
+    torch.testing.assert_close(entropies, distribution.entropy(), **tolerance)
+    if dtype == torch.float32:
+        mine = torch.autograd.grad(logprobs.sum(), model.get_input_embeddings().weight, retain_graph=True)
+        own = torch.autograd.grad(distribution.log_prob(targets).sum(), model.get_input_embeddings().weight)
+        torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-4 * float(own[0].abs().max()))
+
+
+def test_the_softcap_of_a_model_with_a_text_part_is_found() -> None:
+    text = SIZES | GEMMA_3N | {"final_logit_softcapping": 0.5}
+    config = transformers.Gemma3nConfig(text_config=text)
+    model = SimpleNamespace(config=config, get_output_embeddings=nn.Identity)
+    assert Head.of(model).softcap == 0.5  # type: ignore[arg-type]
+
+
+def test_a_model_that_looks_ahead_is_refused_by_name() -> None:
+    with pytest.raises(ModelLoadError, match=r"BertLMHeadModel \(bert\) is no causal model"):
+        logprob_function(build("BertLMHeadModel", {}))
+
+
+def test_a_model_whose_logits_cannot_be_had_for_some_positions_is_refused_by_name() -> None:
+    model = build("LlamaForCausalLM", {})
+    own = model.forward
+    model.forward = lambda input_ids, use_cache: SimpleNamespace(logits=2 * own(input_ids, use_cache=use_cache).logits)
+    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained"):
+        logprob_function(model)
+
+
+def test_a_policy_of_such_a_model_trains_on_its_own_log_probabilities(tmp_path: Path) -> None:
+    model = build("HyperCLOVAXForCausalLM", {"logits_scaling": 4.0, "vocab_size": 100})
+    model.save_pretrained(tmp_path)
+    batches = [batch_of(make_experiences())]
+    algorithm = AlgorithmConfig(optimizer_steps=2, max_tokens_per_micro_batch=64, kl=KLConfig(coef=0.1))
+    policy = PolicyModule(str(tmp_path), algorithm, OptimizerConfig(lr=1e-3), dtype="fp32")
+    policy.configure_model()
+    tokens = [5, 17, 4, 60, 33]
+    own = model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = own.gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1).tolist()
+    assert policy.sequence_logprobs(tokens) == pytest.approx(expected, abs=1e-5)
+    trainer = fit(policy, batches, Prepare(batches))
+    assert trainer.global_step == 1
+    assert trainer.logged_metrics["actor/ppo_kl"] == 0.0
+    assert trainer.logged_metrics["actor/kl_loss"] == 0.0
+
+
+def test_memory_that_does_not_suffice_is_no_property_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(forward, "logprobs_by_head", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        logprob_function(build("LlamaForCausalLM", {}))

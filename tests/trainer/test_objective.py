@@ -1,0 +1,362 @@
+"""What an algorithm of the configuration really minimises: its losses, averages and arguments."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from lightning import Trainer
+from omegaconf import OmegaConf
+from policy_cases import (
+    Gradients,
+    Prepare,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    load_tiny,
+    make_experiences,
+    naive_gradients,
+    naive_grpo,
+    naive_logprobs,
+    padded,
+)
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
+from trinity_lightning.buffer.datamodule import ExperienceDataModule, OfflineExperienceDataModule
+from trinity_lightning.buffer.reader import MemoryReader
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import (
+    AlgorithmConfig,
+    ExplorerConfig,
+    KLConfig,
+    RolloutCorrectionConfig,
+    SamplingConfig,
+    config_dir,
+    options,
+)
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.common.expert import marked
+from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.trainer.objective import Objective
+from trinity_lightning.trainer.packing import collate
+from trinity_lightning.trainer.policy import PolicyModule
+
+LOSSES = sorted(POLICY_LOSS_FN)
+
+
+def composed(*overrides: str) -> AlgorithmConfig:
+    """The algorithm of a training run with these overrides."""
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", list(overrides))
+    return OmegaConf.to_object(config.algorithm)  # type: ignore[return-value]
+
+
+def inputs(seed: int = 0) -> tuple[Any, ...]:
+    """Log-probabilities, entropies, the micro-batch and the optimizer batch of ragged experiences."""
+    experiences = make_experiences(seed=seed)
+    batch = batch_of(experiences)
+    micro = collate(batch, range(len(experiences)), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    shape = micro.action_mask.shape
+    logprobs = -torch.rand(shape, generator=generator)
+    old = logprobs + 0.2 * torch.randn(shape, generator=generator)
+    micro.columns["old_logprobs"] = old
+    return logprobs, torch.rand(shape, generator=generator), micro, batch, batch.num_tokens, batch.num_tokens
+
+
+def loss_of(config: AlgorithmConfig) -> float:
+    config.rollout_correction.level = "none"
+    config.optimizer_steps = 2  # the ratio is not 1
+    return Objective(config)(*inputs())[0].item()
+
+
+def own_loss(name: str, **arguments: Any) -> float:
+    """What the loss itself gives, with the defaults of its signature."""
+    logprobs, _, micro, *_ = inputs()
+    old, mask, advantages = micro.columns["old_logprobs"], micro.action_mask, micro.columns["advantages"]
+    return POLICY_LOSS_FN.get(name)(logprobs, old, mask, advantages, **arguments)[0].item()
+
+
+def test_there_is_a_file_of_each_loss() -> None:
+    assert options("algorithm") == LOSSES
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("group", ["algorithm", "algorithm.policy_loss"])
+def test_a_loss_is_trained_with_its_own_defaults(name: str, group: str) -> None:
+    assert loss_of(composed(f"{group}={name}")) == pytest.approx(own_loss(name), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gspo", "sapo"])
+def test_losses_of_sequences_are_not_averaged_over_tokens(name: str) -> None:
+    token_mean = loss_of(composed(f"algorithm={name}", "algorithm.loss_agg_mode=token-mean"))
+    assert token_mean == pytest.approx(own_loss(name, loss_agg_mode="token-mean"), rel=1e-6)
+    assert token_mean != pytest.approx(own_loss(name), rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
+def test_no_recipe_overrides_how_its_loss_is_averaged(recipe: str) -> None:
+    assert composed(f"+recipe={recipe}").loss_agg_mode is None
+
+
+def test_mix_leaves_the_usual_loss_its_own_average() -> None:
+    mixed = own_loss("mix", usual="gspo")
+    assert mixed == pytest.approx(0.9 * own_loss("gspo"), rel=1e-6)
+    mixed = own_loss("mix", usual="gspo", loss_agg_mode="token-mean")
+    assert mixed == pytest.approx(0.9 * own_loss("gspo", loss_agg_mode="token-mean"), rel=1e-6)
+
+
+def test_arguments_of_the_loss_need_no_plus_sign() -> None:
+    config = composed("+recipe=dapo", "algorithm.policy_loss_args.dual_clip=null")
+    assert config.policy_loss_args == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": None}
+    expected = own_loss("ppo", clip_range_low=0.2, clip_range_high=0.28, dual_clip=None)
+    assert loss_of(config) == pytest.approx(expected, rel=1e-6)
+
+
+def needs_reference(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    weight: float = 1.0,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    max_response_length: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of one's own that moves the policy away from the reference."""
+    loss = aggregate(-weight * advantages * (logprobs - ref_logprobs).square(), action_mask, num_tokens=num_tokens)
+    return loss, {"pg_loss": loss.detach()}
+
+
+def test_a_loss_that_needs_the_reference_is_given_it() -> None:
+    config = AlgorithmConfig(policy_loss="test_objective.needs_reference", policy_loss_args={"weight": 2.0})
+    config.rollout_correction.level = "none"
+    objective = Objective(config)
+    assert objective.needs_reference
+    assert not objective.needs_all_rows  # without advantage it has no gradient
+    arguments = inputs()
+    with pytest.raises(ConfigError, match="ref_logprobs"):
+        objective(*arguments)
+    logprobs, _, micro, *_ = arguments
+    micro.columns["ref_logprobs"] = logprobs - 0.5
+    expected = -2.0 * 0.25 * micro.columns["advantages"][micro.action_mask].mean()
+    assert objective(*arguments)[0].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def may_use_reference(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    max_response_length: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of one's own that reports the reference, if there is one."""
+    loss = aggregate(-advantages * logprobs, action_mask, num_tokens=num_tokens)
+    return loss, {"pg_loss": loss.detach()} | ({} if ref_logprobs is None else {"ref/max": ref_logprobs.amax()})
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_a_loss_that_may_use_the_reference_is_given_the_one_of_the_kl_term(coef: float) -> None:
+    objective = Objective(AlgorithmConfig(policy_loss="test_objective.may_use_reference", kl=KLConfig(coef=coef)))
+    arguments = inputs()
+    arguments[2].columns["ref_logprobs"] = arguments[0] - 0.5
+    assert objective.needs_reference == ("ref/max" in objective(*arguments)[1]) == (coef > 0)
+
+
+def test_only_a_loss_or_a_kl_term_that_needs_it_loads_a_reference() -> None:
+    assert not any(Objective(AlgorithmConfig(policy_loss=name)).needs_reference for name in LOSSES)
+    assert Objective(AlgorithmConfig(kl=KLConfig(coef=0.1))).needs_reference
+
+
+def test_k1_as_a_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for kl in (KLConfig("k1", 0.0), KLConfig("k3", 0.1)):
+        PolicyModule("tiny", AlgorithmConfig(kl=kl))
+    assert not caplog.records
+    PolicyModule("tiny", AlgorithmConfig(kl=KLConfig("k1", 0.1)))
+    [record] = caplog.records
+    assert "expected gradient" in record.message
+
+
+# -- the ratio against the engine --------------------------------------------------------------------------------------
+
+
+def against_engine(**settings: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        old_logprobs="engine", rollout_correction=RolloutCorrectionConfig(level="none"), max_grad_norm=None, **settings
+    )
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 3])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo"])
+def test_the_ratio_is_against_the_engine(name: str, optimizer_steps: int) -> None:
+    """However many optimizer steps there are, nothing is computed before the first."""
+    objective = Objective(against_engine(policy_loss=name, optimizer_steps=optimizer_steps))
+    assert not objective.needs_old_logprobs
+    logprobs, entropy, micro, batch, tokens, _ = inputs()
+    loss, metrics = objective(logprobs, entropy, micro, batch, tokens, tokens)
+    engine = micro.columns["logprobs"]
+    expected, _ = POLICY_LOSS_FN.get(name)(logprobs, engine, micro.action_mask, micro.columns["advantages"])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    difference = (logprobs - engine).abs()[micro.action_mask]  # the alarm compares trainer and engine all the same
+    assert metrics["logprob_diff/mean"].item() == pytest.approx(difference.mean().item(), rel=1e-5)
+    assert metrics["logprob_diff/max"].item() == pytest.approx(difference.max().item(), rel=1e-5)
+    assert "is_weight/mean" not in metrics
+
+
+def test_gradients_against_the_engine_equal_the_naive_ones() -> None:
+    experiences = make_experiences()
+    config = against_engine(max_tokens_per_micro_batch=64)
+    seen, batches = Gradients(), [batch_of(experiences)]
+    fit(PolicyModule("tiny", config, dtype="fp32"), batches, Prepare(batches), seen)
+    assert batches[0].columns == {}
+    tiny = load_tiny()
+    expected = naive_grpo(tiny, experiences, old=padded(experiences, "logprobs"))  # whose weights are then 1
+    assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(seen.steps[0], naive_gradients(tiny, expected))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "opmd", "sft"])
+def test_a_loss_without_a_ratio_has_nothing_to_hold_against_the_engine(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' has no ratio"):
+        Objective(against_engine(policy_loss=name))
+
+
+def test_experiences_without_the_engines_log_probabilities_are_named() -> None:
+    experiences = make_experiences()
+    experiences[5].logprobs = None
+    policy = PolicyModule("tiny", against_engine(), dtype="fp32")
+    with pytest.raises(ExperienceError, match=f"experience {experiences[5].eid} has no log-probabilities"):
+        fit(policy, [batch_of(experiences)])
+
+
+def test_an_experts_rows_need_no_log_probabilities_of_the_engine() -> None:
+    experiences = make_experiences()
+    experts = [marked(each, expert=True) for each in make_experiences(4, seed=7, batch=2)]
+    for each in experts:
+        each.logprobs = None
+    losses = []
+    for settings in ({}, {"policy_loss": "mix", "policy_loss_args": {"mu": 0.25}}):
+        seen = Gradients()
+        rows = experiences + (experts if settings else [])
+        fit(PolicyModule("tiny", against_engine(**settings), dtype="fp32"), [batch_of(rows)], seen)
+        losses.append(seen.losses[0])
+    tiny, mask = load_tiny(), padded(experts, "action_mask")
+    with torch.no_grad():
+        sft = -naive_logprobs(tiny, experts)[mask].mean().item()
+    assert losses[1] == pytest.approx(0.75 * losses[0] + 0.25 * sft, rel=1e-5)
+
+
+def only_reference(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    max_response_length: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of one's own that looks at the reference and at no ratio."""
+    loss = aggregate(-advantages * (logprobs - ref_logprobs).exp(), action_mask, num_tokens=num_tokens)
+    return loss, {"pg_loss": loss.detach()}
+
+
+def test_a_ratio_to_the_reference_is_none_to_the_engine() -> None:
+    with pytest.raises(ConfigError, match="only_reference' has no ratio"):
+        Objective(against_engine(policy_loss="test_objective.only_reference"))
+
+
+def test_kl_and_entropy_of_a_mixture_are_averaged_as_its_rollouts() -> None:
+    arguments = inputs()
+    logprobs, entropy, micro, *_ = arguments
+    micro.columns["ref_logprobs"] = logprobs - 0.5
+    for usual, mode in (("gspo", "seq-mean-token-mean"), ("ppo", "token-mean")):
+        values = []
+        for coef in (0.0, 0.1):
+            config = AlgorithmConfig(policy_loss="mix", policy_loss_args={"usual": usual}, entropy_coef=coef)
+            values.append(Objective(config)(*arguments)[0].item())
+        expected = -0.1 * aggregate(entropy, micro.action_mask, mode).item()
+        assert values[1] - values[0] == pytest.approx(expected, abs=1e-6)
+    config = AlgorithmConfig(
+        policy_loss="mix", policy_loss_args={"usual_args": {"loss_agg_mode": "seq-mean-token-sum"}}, entropy_coef=0.1
+    )
+    whole, without = Objective(config), Objective(replace(config, entropy_coef=0.0))
+    expected = -0.1 * aggregate(entropy, micro.action_mask, "seq-mean-token-sum").item()
+    assert whole(*arguments)[0].item() - without(*arguments)[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+# -- experiences of older weights ----------------------------------------------------------------------------------
+
+
+def uncorrected(**settings: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level="none"), **settings)
+
+
+def test_uncorrected_rollouts_of_older_weights_are_refused_before_anything_is_loaded() -> None:
+    source = TaskSource(Taskset.addition(), "simple", "math", SamplingConfig(max_tokens=8))
+    policy = PolicyModule("tiny", uncorrected())
+    callback = ExplorerCallback(Explorer(ExplorerConfig(sync_interval=4), [TransformersEngine("tiny")], source))
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[callback])
+    with pytest.raises(ConfigError, match="of older weights"):
+        trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
+    assert policy.model is None
+
+
+def offline(policy: PolicyModule, experiences: list[Any]) -> None:
+    """Train on them as on stored ones."""
+    data = OfflineExperienceDataModule(MemoryReader(experiences), batch_size=len(experiences), steps_per_epoch=1)
+    settings: Any = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    settings |= {"enable_progress_bar": False, "enable_model_summary": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # Lightning's own
+        Trainer(**settings).fit(policy, datamodule=data)
+
+
+def test_uncorrected_stored_experiences_are_refused() -> None:
+    with pytest.raises(ConfigError, match="of older weights"):
+        offline(PolicyModule("tiny", uncorrected()), make_experiences())
+
+
+def test_stored_experiences_that_cannot_be_corrected_are_named() -> None:
+    experiences = make_experiences()
+    experiences[5].logprobs = None
+    with pytest.raises(
+        ExperienceError, match=rf"experience {experiences[5].eid} .*algorithm\.rollout_correction needs"
+    ):
+        offline(PolicyModule("tiny", dtype="fp32"), experiences)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "sft"},
+        {"policy_loss": "opmd"},
+        {"policy_loss": "mix", "policy_loss_args": {"usual": "opmd"}},
+        {"policy_loss": "test_objective.may_use_reference"},
+    ],
+)
+def test_losses_for_experiences_of_any_policy_need_no_correction(settings: dict[str, Any]) -> None:
+    experiences = make_experiences()
+    for each in experiences:
+        each.logprobs = None
+    for algorithm in (uncorrected(**settings), AlgorithmConfig(**settings)):
+        policy = PolicyModule("tiny", algorithm, dtype="fp32")
+        offline(policy, experiences)
+        assert policy.skipped_items == 0

@@ -1,0 +1,134 @@
+"""Training without rollouts that an error ends: it goes on as if it had not."""
+
+import signal
+import time
+
+import lightning
+import pytest
+import torch
+from policy_cases import Items, batch_of, make_experiences, make_policy
+
+from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
+from trinity_lightning.buffer.reader import MemoryReader
+from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")
+
+STEPS, ITEMS = 3, 2
+
+
+class TornError(OSError):
+    """What ends a run in these tests."""
+
+
+def read():
+    """Data that are read, by a loader that rewinds."""
+    reader = MemoryReader(make_experiences(count=8 * STEPS * ITEMS))
+    return OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=ITEMS)
+
+
+def listed():
+    """A stateful loader that cannot rewind."""
+    return Items([batch_of(make_experiences(seed=seed)) for seed in range(ITEMS)])
+
+
+def fit(folder, torn=None, resumed=False, data=read):
+    """Six items, of which number `torn` (from 1) fails after its gradient; the weights at the end."""
+    lightning.seed_everything(1, verbose=False)
+    policy = make_policy()
+    count, clip = 0, policy._clip
+
+    def tearing(*args):
+        nonlocal count
+        count += 1
+        if count == torn:
+            torch.rand(3)  # what was drawn for the item is drawn again
+            raise TornError("torn")
+        torch.rand(3)
+        return clip(*args)
+
+    policy._clip = tearing
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=STEPS,
+        callbacks=[StopCheckpoint(folder, "trinity-lightning +recipe=offline ckpt_path=last")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    checkpoint = folder / "interrupted.ckpt" if resumed else None
+    trainer.fit(policy, datamodule=data(), ckpt_path=checkpoint, weights_only=True)
+    assert trainer.global_step == STEPS * ITEMS
+    return policy.policy.state_dict() | {"drawn": torch.rand(3)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_wait_for_data_ends_at_once_and_the_run_goes_on_from_there(number, tmp_path):
+    stop, there = StopCheckpoint(tmp_path), make_experiences(count=16)
+
+    def trained(count, ckpt_path=None):
+        reader, policy = MemoryReader(there[:count]), make_policy()
+        attempt = reader._try_read
+
+        def interrupted(count, whole_groups, last):
+            got = attempt(count, whole_groups, last)
+            if got is None:
+                signal.raise_signal(number)
+            return got
+
+        reader._try_read = interrupted
+        data = OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=2, whole_groups=False, wait=300.0)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            callbacks=[stop],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(policy, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+        return policy.policy.state_dict()
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    begun = time.monotonic()
+    with pytest.raises(SystemExit):
+        trained(8)
+    for each, handler in before.items():
+        signal.signal(each, handler)  # Lightning ignores Ctrl-C from then on
+    assert time.monotonic() - begun < 60
+    resumed, whole = trained(16, tmp_path / "interrupted.ckpt"), trained(16)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_nothing_is_saved_of_what_fails_after_training(tmp_path):
+    stop, policy = StopCheckpoint(tmp_path), make_policy()
+    data = OfflineExperienceDataModule(MemoryReader(make_experiences(count=8)), batch_size=8, steps_per_epoch=1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[stop],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(policy, datamodule=data)
+    stop.on_exception(trainer, policy, TornError("in a test"))
+    assert not stop.wanted
+    assert not (tmp_path / "interrupted.ckpt").exists()
+
+
+@pytest.mark.parametrize("data", [read, listed])
+@pytest.mark.parametrize("item", [1, 2, STEPS * ITEMS])
+def test_an_item_that_failed_is_read_and_trained_on_again(item, data, tmp_path, caplog):
+    whole = fit(tmp_path, data=data)
+    with pytest.raises(TornError):
+        fit(tmp_path, torn=item, data=data)
+    assert "Resume with: trinity-lightning +recipe=offline ckpt_path=last" in caplog.text
+    resumed = fit(tmp_path, resumed=True, data=data)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -1,0 +1,187 @@
+"""Reward functions in processes of their own, with time-outs: pebble's pool, and the far side of it."""
+
+import asyncio
+import atexit
+import ctypes
+import functools
+import inspect
+import logging
+import multiprocessing
+import pickle
+import signal
+import sys
+from collections.abc import Awaitable, Iterable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.common.registry import import_object
+from trinity_lightning.explorer.rewards.scoring import Reward, raised, worth
+from trinity_lightning.explorer.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+class RewardWorkers:
+    """Processes that call reward functions: pure Python there takes no time from torch in this process.
+
+    They are spawned, not forked (this process has threads that hold locks), and import what a reward names; those past
+    their time are ended, and others started. They end with this process, whatever ends it.
+
+    Args:
+        count: processes.
+        timeout: seconds that one call may take.
+    """
+
+    def __init__(self, count: int, timeout: float) -> None:
+        self._count = count
+        self._timeout = timeout
+        self._started = False
+        self._pool: ProcessPool | None = None
+
+    async def start(self) -> None:
+        """Start the processes; nothing happens when they run already.
+
+        Raises:
+            ConfigError: they end at once: a script of one's own starts a run when it is imported.
+        """
+        if self._started:
+            return
+        self._started = True
+        atexit.register(self._abandon)
+        pool = self._running()
+        try:
+            await asyncio.wrap_future(pool.schedule(_ready, timeout=START_SECONDS))
+        except (ProcessExpired, BrokenProcessPool, FutureTimeoutError) as error:
+            await self.stop()
+            raise ConfigError(
+                f"the processes of explorer.reward_workers do not start ({type(error).__name__}: {error}; what they "
+                "wrote is above). They import your script: what starts the run belongs under "
+                "`if __name__ == '__main__':`."
+            ) from error
+
+    async def stop(self) -> None:
+        """End the processes, and what they are at; rollouts that wait for them must have been cancelled before."""
+        self._started = False
+        atexit.unregister(self._abandon)
+        await asyncio.to_thread(self._end)
+
+    async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
+        """What a response is worth by one reward function, before weighting, and its metrics.
+
+        Raises:
+            ConfigError: the function cannot be imported, or the task cannot be sent.
+            RolloutError: the function raised or returned no finite number, took too long, or ended its process.
+        """
+        arguments = (reward.name, check_importable(reward), response, _sendable(reward, task))
+        future = self._running().schedule(_call, args=arguments, timeout=self._timeout)
+        try:
+            return await asyncio.wrap_future(future)
+        except FutureTimeoutError:
+            raise RolloutError(
+                f"reward function '{reward.name}' took longer than {self._timeout:g} s (explorer.reward_timeout); its "
+                "process was ended"
+            ) from None
+        except ProcessExpired as error:
+            raise RolloutError(
+                f"reward function '{reward.name}' ended its process with exit code {error.exitcode}"
+            ) from error
+        except BrokenProcessPool as error:
+            raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
+
+    def _running(self) -> ProcessPool:
+        """The pool; another one where it broke, as pebble's does when a process ends that has nothing to do."""
+        if not self._started:
+            raise RolloutError("the processes of explorer.reward_workers do not run")
+        if self._pool is not None and not self._pool.active:
+            logger.warning("the processes of explorer.reward_workers ended; others are started.")
+            self._end()
+        if self._pool is None:
+            self._pool = ProcessPool(self._count, initializer=_prepare, context=multiprocessing.get_context("spawn"))
+        return self._pool
+
+    def _abandon(self) -> None:
+        """At this process's exit: not waited for, since pebble may take a minute where a process is just starting."""
+        if self._pool is not None:
+            self._pool.stop()
+
+    def _end(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()
+            pool.join()
+
+
+def _sendable(reward: Reward, task: Task) -> bytes:
+    """A pickle of what a reward judges by; functions and classes in the other fields may exist in this process only."""
+    try:
+        return pickle.dumps(replace(task, workflow="", reward_fn=None))
+    except Exception as error:
+        raise ConfigError(
+            f"task {task.batch_id}/{task.task_id} cannot be sent to the process of reward function '{reward.name}': "
+            f"{type(error).__name__}: {error}; set explorer.reward_workers=0."
+        ) from error
+
+
+def check_importable(reward: Reward) -> str:
+    """The path by which another process finds the function; a ConfigError where it does not."""
+    path = reward.path or ""
+    try:
+        found = import_object(path) is reward.function
+    except ValueError:
+        found = False
+    in_a_notebook = path.startswith("__main__.") and not hasattr(sys.modules["__main__"], "__file__")
+    if not found or in_a_notebook:
+        raise ConfigError(
+            f"reward function '{reward.name}' cannot be imported as '{path}', which explorer.reward_workers needs: "
+            "write it at the top level of a module, or set explorer.reward_workers=0."
+        )
+    return path
+
+
+def check_all_importable(rewards: Iterable[Reward]) -> None:
+    """Refuse functions that only this process has, unless they are made for it; a ConfigError."""
+    for reward in rewards:
+        if reward.path is not None:
+            check_importable(reward)
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def _prepare() -> None:
+    """Let the kernel end this process with the one that started it, also where that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _ready() -> None:
+    pass
+
+
+def _call(name: str, path: str, response: str, task: bytes) -> tuple[float, dict[str, float]]:
+    try:
+        function: Any = import_object(path)
+        returned = function(response, pickle.loads(task))  # noqa: S301 - from the process that started this one
+        if inspect.isawaitable(returned):
+            returned = _loop().run_until_complete(_result(returned))
+    except BaseException as error:  # nothing that a reward raises, exit() included, may end the run
+        raise raised(name, error) from None
+    return worth(Reward(name, function), returned)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all calls: what a reward keeps between them (an HTTP client) belongs to it."""
+    return asyncio.new_event_loop()
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

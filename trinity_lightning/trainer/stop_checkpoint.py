@@ -1,0 +1,203 @@
+"""A run that stops early: what is whole is saved, and how to go on is said."""
+
+import copy
+import logging
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from trinity_lightning.common.random_state import random_state, restore_random_state
+
+logger = logging.getLogger(__name__)
+
+FILE = "interrupted.ckpt"
+
+
+class StopCheckpoint(L.Callback):
+    """Writes a checkpoint when training ends by an error, by Ctrl-C or by SIGTERM, and says how to resume.
+
+    What is saved is whole: an item (an optimizer batch) that was handed out and not trained on is handed out again by
+    the resumed run, with the random states that it began with. For that a loader goes back to an item by `rewind`, or
+    else to the state that it had before (Lightning reads one item ahead of a loader without a length: that one is not
+    handed out again). Only where an optimizer step itself was cut short is
+    nothing saved, nor at a second Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
+
+    Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
+
+    Args:
+        folder: where the checkpoint goes; None: beside those of ModelCheckpoint.
+        command: what resumes the run on the command line, to be pasted.
+
+    Attributes:
+        ctrl_c: how often it was pressed.
+    """
+
+    def __init__(self, folder: Path | None = None, command: str | None = None) -> None:
+        self.ctrl_c = CtrlC()
+        self._folder = folder
+        self._command = command
+        self._started = False
+        self._steps_before = 0  # optimizer steps begun before the item under way
+        self._random_state: dict[str, Any] | None = None  # when the item under way began
+        self._loader_states: list[tuple[Any, Any]] = []  # loaders that cannot rewind, and where they stood before it
+
+    # -- Lightning's hooks --------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count Ctrl-C from now on."""
+        self._started, self._random_state, self.ctrl_c.count = False, None, 0
+        self.ctrl_c.install()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From here on there is a state worth saving: a resumed run's is restored."""
+        self._started = True
+        self._steps_before = _optimizer_steps_begun(trainer)
+        self._loader_states = _states_of_loaders(trainer)
+        for loader in _loaders(trainer):
+            if hasattr(loader, "pause"):
+                loader.pause = partial(self._pause, trainer)
+
+    def _pause(self, trainer: L.Trainer, seconds: float) -> None:
+        """Sleep while a loader waits for data: no item is under way, and the run may end."""
+        if self.ctrl_c.count:
+            raise KeyboardInterrupt
+        if trainer.received_sigterm:
+            raise SIGTERMException
+        time.sleep(seconds)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Between two items, Ctrl-C stops the run."""
+        if self.ctrl_c.count:
+            raise KeyboardInterrupt
+        self._random_state = random_state()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The item is done."""
+        self._steps_before, self._random_state = _optimizer_steps_begun(trainer), None
+        self._loader_states = _states_of_loaders(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save what is whole."""
+        try:
+            if self.wanted:
+                self._save(trainer)
+        except Exception as error:  # the one that ended the run is on its way to the user
+            logger.error("the checkpoint could not be written: %s: %s", type(error).__name__, error)
+        finally:
+            self._end()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give Ctrl-C back."""
+        self._end()
+
+    def _end(self) -> None:
+        self._started = False  # what fails from here on, a test say, has nothing to be saved
+        self.ctrl_c.restore()
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a run that ends now leaves a checkpoint: not before training began, nor at a second Ctrl-C."""
+        return self._started and self.ctrl_c.count <= 1
+
+    def _save(self, trainer: L.Trainer) -> None:
+        folder = self._folder or getattr(trainer.checkpoint_callback, "dirpath", None)
+        if folder is None:
+            logger.warning("stopped without a checkpoint: there is no ModelCheckpoint.")
+            return
+        path = Path(str(folder)) / FILE
+        resume = f"Resume with: {self._command}" if self._command else f"Resume with ckpt_path='{path}'."
+        if self._cut_short(trainer):
+            before = f"The last checkpoint before it stands. {resume}" if any(path.parent.glob("*.ckpt")) else ""
+            logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", before)
+            return
+        self._back_to_whole_items(trainer)
+        trainer.save_checkpoint(path)
+        logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, resume)
+
+    def _cut_short(self, trainer: L.Trainer) -> bool:
+        """Whether the item under way has begun to change the weights, and did not come to its end."""
+        items: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        return items.processed < items.ready and _optimizer_steps_begun(trainer) > self._steps_before
+
+    def _back_to_whole_items(self, trainer: L.Trainer) -> None:
+        """Let Lightning's counters and the loaders say what was trained on: a resumed run would skip the rest."""
+        loop = trainer.fit_loop.epoch_loop
+        epoch: Any = trainer.fit_loop.epoch_progress  # Lightning declares its counters narrower than they are
+        items: Any = loop.batch_progress
+        if epoch.current.started > epoch.current.processed:  # within an epoch: the items counted are its own
+            if items.current.processed < items.current.ready:
+                if self._random_state is not None:
+                    restore_random_state(self._random_state)
+                for loader, state in self._loader_states:
+                    loader.load_state_dict(state)
+            for each in (items.total, items.current):
+                each.ready = each.started = each.completed = each.processed
+            for loader in _loaders(trainer):
+                if hasattr(loader, "rewind"):
+                    loader.rewind(items.current.processed)
+            items.is_last_batch = False
+            if items.current.processed == trainer.num_training_batches:
+                epoch.increment_processed()
+        if epoch.current.started == epoch.current.processed:
+            items.reset_on_run()
+        loop._batches_that_stepped = items.total.completed
+
+
+def _optimizer_steps_begun(trainer: L.Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready
+
+
+def _loaders(trainer: L.Trainer) -> list[Any]:
+    loaders = trainer.fit_loop._combined_loader
+    return [] if loaders is None else list(loaders.flattened)
+
+
+def _states_of_loaders(trainer: L.Trainer) -> list[tuple[Any, Any]]:
+    """Those of the training data whose state Lightning saves and which cannot rewind, each with a copy of its state."""
+    stateful = [each for each in _loaders(trainer) if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+    return [(each, copy.deepcopy(each.state_dict())) for each in stateful if not hasattr(each, "rewind")]
+
+
+class CtrlC:
+    """Counts Ctrl-C instead of raising at once: the first asks for an end with a checkpoint, the second for an end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._previous: Any = None
+
+    def install(self) -> None:
+        """Handle Ctrl-C from now on; elsewhere than on the main thread Python lets nobody do that."""
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGINT, self._on_sigint)
+            if self._previous is None:
+                self._previous = previous
+
+    def restore(self) -> None:
+        """Give it back to whoever handled it before; twice is allowed."""
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    def stopping(self) -> None:
+        """The run is ending: the next Ctrl-C ends it at once."""
+        self.count = max(self.count, 1)
+        self.install()  # again: Lightning ignores Ctrl-C from the first one on
+
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+        logger.warning("Ctrl-C: stopping after what is under way, with a checkpoint; press again to stop at once.")
