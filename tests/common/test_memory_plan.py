@@ -1,0 +1,197 @@
+"""Memory plans: what is counted is what real models take, and no plan promises more than the device has."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.memory_plan import (
+    CACHE,
+    GIB,
+    MASTERS,
+    MOMENTS,
+    ModelShape,
+    Rollouts,
+    Training,
+    activations,
+    layer_bytes,
+    micro_batch_tokens,
+    plan,
+    weight_states,
+)
+from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.weights import skeleton
+
+SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
+QWEN_1_5B = ModelShape(1_543_714_304, 151936 * 1536, 28, 1536, 8960, 12, 1536, 256, 151936)
+HOST = 200 * GIB
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def test_shapes_come_from_models_without_weights() -> None:
+    assert ModelShape.of(skeleton(str(resolve_model("smollm2")))) == SMOLLM2
+    settings: dict[str, Any] = {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    }
+    settings |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        assert ModelShape.of(Qwen2ForCausalLM(Qwen2Config(**settings))) == QWEN_1_5B
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_autograd_saves_is_counted(dtype: torch.dtype, attention: str, checkpointing: bool) -> None:
+    rows, length = 2, 200
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention))  # pyright: ignore[reportCallIssue]
+    model.to(dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    training = Training(dtype.itemsize, length, eager=attention == "eager")
+    layers, last_norm = (
+        SMALL["num_hidden_layers"],
+        (4 + dtype.itemsize) * SMALL["hidden_size"],
+    )  # the head saves the rest
+    layer = SMALL["hidden_size"] * dtype.itemsize if checkpointing else layer_bytes(ModelShape.of(model), training)
+    assert sum(saved.values()) == pytest.approx(rows * length * (layers * layer + last_norm), rel=0.03)
+    assert states.requires_grad
+
+
+def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
+    states = weight_states(QWEN_1_5B, Training(2, 1))
+    assert sum(states.values()) == 18 * QWEN_1_5B.parameters
+    split = weight_states(QWEN_1_5B, Training(2, 1, shards=4, reference=True))
+    assert sum(split.values()) == 5 * QWEN_1_5B.parameters
+    assert MASTERS not in weight_states(QWEN_1_5B, Training(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "training", "rollouts", "expected"),
+    [  # micro-batch, GiB of cache, utilization, sleep, offload
+        (SMOLLM2, 139, {}, {}, (16384, 11.2, 0.09, False, False)),
+        (QWEN_1_5B, 139, {}, {}, (16384, 14.0, 0.14, False, False)),
+        (QWEN_1_5B, 78, {}, {}, (8192, 14.0, 0.25, False, False)),
+        (QWEN_1_5B, 78, {"tokens": 2000}, {}, (2000, 14.0, 0.25, False, False)),
+        (QWEN_1_5B, 78, {}, {"kv_cache": 3 * GIB}, (8192, 3.0, 0.11, False, False)),
+        (QWEN_1_5B, 78, {}, {"sleep": True}, (16384, 14.0, 0.25, True, False)),
+        (QWEN_1_5B, 78, {}, {"sleep": False, "max_num_seqs": 1024}, (8192, 20.1, 0.35, False, False)),
+        (QWEN_1_5B, 60, {}, {}, (4096, 14.0, 0.33, False, False)),
+        (QWEN_1_5B, 44, {"checkpointing": True}, {}, (8192, 8.1, 0.32, False, False)),
+        (QWEN_1_5B, 36, {"checkpointing": True}, {}, (16384, 7.6, 0.37, True, False)),
+        (QWEN_1_5B, 32, {"checkpointing": True}, {}, (6144, 14.0, 0.62, True, True)),
+    ],
+)
+def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
+    shape: ModelShape, device: int, training: dict, rollouts: dict, expected: tuple
+) -> None:
+    found = plan(shape, Training(2, 1024, **training), Rollouts(2, 1024, 512, **rollouts), device * GIB, HOST)
+    cache, share = round(found.kv_cache / GIB, 1), round(found.gpu_memory_utilization, 2)
+    assert (found.micro_batch_tokens, cache, share, found.sleep, found.offload) == expected
+
+
+def test_masters_and_moments_move_only_to_a_host_with_room_for_them() -> None:
+    training, rollouts = Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512)
+    assert plan(QWEN_1_5B, training, rollouts, 32 * GIB, HOST).offload
+    assert not plan(QWEN_1_5B, training, rollouts, 32 * GIB, host=4 * GIB).offload
+
+
+def test_servers_on_the_trainers_device_have_caches_of_their_own() -> None:
+    alone = plan(QWEN_1_5B, Training(2, 1024), Rollouts(2, 1024, 512, servers=1), 139 * GIB, HOST)
+    two = plan(QWEN_1_5B, Training(2, 1024), Rollouts(2, 1024, 512, servers=2), 139 * GIB, HOST)
+    assert alone.kv_cache == two.kv_cache == alone.training[CACHE] == two.training[CACHE] // 2
+    assert alone.left > two.left > 0
+
+
+@pytest.mark.parametrize(
+    ("training", "rollouts", "message"),
+    [
+        (
+            {},
+            {},
+            r"While training 3\d\.\d GiB: policy 2\.9, masters 5\.8, .*gradient_checkpointing=true takes 2\.\d GiB",
+        ),
+        ({"checkpointing": True}, {}, r"activations of 1024 tokens .* a device of 30\.\d GiB has room"),
+        ({}, {"sleep": False}, "engine.sleep=auto frees"),
+        ({"tokens": 9000}, {}, "max_tokens_per_micro_batch=auto"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers_and_knobs(training: dict, rollouts: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(QWEN_1_5B, Training(2, 1024, **training), Rollouts(2, 1024, 512, **rollouts), 24 * GIB, HOST)
+
+
+def test_a_cache_that_is_too_large_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"While generating .*key-value cache 90\.0.*engine.kv_cache_gb=null"):
+        plan(SMOLLM2, Training(2, 256), Rollouts(2, 256, 64, kv_cache=90 * GIB), 80 * GIB, HOST)
+
+
+@given(
+    device=st.integers(8, 160),
+    longest=st.integers(64, 8192),
+    requests=st.integers(1, 4096),
+    width=st.sampled_from([2, 4]),
+    checkpointing=st.booleans(),
+    sleep=st.sampled_from([None, True, False]),
+    servers=st.integers(0, 2),
+)
+def test_no_plan_promises_more_than_there_is(
+    device: int, longest: int, requests: int, width: int, checkpointing: bool, sleep: bool | None, servers: int
+) -> None:
+    training = Training(width, longest, checkpointing=checkpointing)
+    rollouts = Rollouts(width, longest, requests, sleep=None if servers else sleep, servers=servers)
+    try:
+        found = plan(SMOLLM2, training, rollouts, device * GIB, HOST)
+    except ConfigError:
+        return
+    assert found.left >= 0
+    assert found.micro_batch_tokens >= longest
+    assert 0 < found.gpu_memory_utilization < 1
+    larger = plan(SMOLLM2, training, rollouts, (device + 40) * GIB, HOST)
+    assert larger.kv_cache >= found.kv_cache
+    assert (larger.sleep, larger.offload) <= (found.sleep, found.offload)
+    assert dict(found.rows())["device memory"].startswith(f"{device}.0 GiB")
+
+
+def test_a_budget_is_as_large_as_fits() -> None:
+    training = Training(2, 1024)
+    free = 10 * GIB
+    tokens = micro_batch_tokens(QWEN_1_5B, training, free)
+    assert activations(QWEN_1_5B, training, tokens) <= free < activations(QWEN_1_5B, training, tokens + 256)
+    assert micro_batch_tokens(QWEN_1_5B, training, GIB) == 0
+    assert micro_batch_tokens(QWEN_1_5B, training, 10**15) == 16384
+
+
+def test_the_table_shows_both_phases_of_a_sleeping_engine() -> None:
+    found = plan(QWEN_1_5B, Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512), 32 * GIB, HOST)
+    names = [name for name, _ in found.rows()]
+    assert names == ["device memory", "while training", "while generating"]
+    assert MOMENTS in found.training
+    assert MOMENTS not in found.generating

@@ -1,0 +1,372 @@
+"""What fits into a device's memory, worked out from a model's shape before any weight is loaded.
+
+Trainer and engine share one device. The trainer keeps weights, float32 masters and Adam's moments all the time, and
+gradients and activations while it trains; vLLM keeps weights and a key-value cache, and computes while it generates.
+`plan` tries three ways, the cheapest first, and takes the first whose cache has room for a step's rollouts at once:
+
+1. side by side: all of it stays where it is;
+2. vLLM sleeps while the trainer trains: its weights move to the host, its cache is given up;
+3. and while vLLM generates, masters and moments are on the host too.
+
+Pure functions of numbers: bytes unless a name says otherwise. The activations are counted from what autograd saves in
+a layer of a transformer with root-mean-square norms and a gated feed-forward part; tests hold them against real models.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trinity_lightning.common.errors import ConfigError
+
+GIB = 1 << 30
+FLOAT = 4  # bytes of a float32
+
+# Tokens of a micro-batch: more than the first gain nothing on a GPU, fewer than the last cost passes over the gradient.
+WANTED_TOKENS = (16384, 8192, 4096)
+TOKEN_STEP = 256
+CHUNK_TOKENS = 512  # of the head: trainer/logprobs.py
+
+BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
+FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
+ENOUGH = 0.5  # of the cache that all requests would need were each as long as it may be
+CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes with torch and vLLM
+CUDA_GRAPHS = GIB  # vLLM's
+FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
+
+MASTERS, MOMENTS, CACHE, RESERVE = "masters", "Adam's moments", "key-value cache", "driver and fragments"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a causal language model's memory follows from.
+
+    Attributes:
+        parameters: all of them; tied ones count once.
+        largest: those of the largest single tensor, usually the embedding.
+        layers, hidden, vocabulary: as in the model's configuration.
+        intermediate: width of the feed-forward part that one token passes through (of a mixture, all chosen experts).
+        heads: heads of the queries.
+        query_width, key_width: heads times their width; of the keys the values have as many.
+    """
+
+    parameters: int
+    largest: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    query_width: int
+    key_width: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelShape":
+        """The shape of a Hugging Face model, which may be on the meta device."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        expert = getattr(config, "moe_intermediate_size", None) or feed_forward
+        chosen = getattr(config, "num_experts_per_tok", None)
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        return cls(
+            parameters=sum(sizes),
+            largest=max(sizes),
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=chosen * expert if chosen else feed_forward,
+            heads=heads,
+            query_width=heads * width,
+            key_width=(getattr(config, "num_key_value_heads", None) or heads) * width,
+            vocabulary=config.vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the policy is trained.
+
+    Attributes:
+        width: bytes of a weight: 2 (bfloat16, with float32 masters) or 4.
+        longest_row: tokens of the longest prompt and response together; a micro-batch holds at least one row.
+        tokens: computed tokens of a micro-batch; None: as many as are useful and fit.
+        reference: whether a frozen copy of the policy is kept.
+        checkpointing: whether activations are computed again in the backward pass.
+        eager: whether attention keeps its weights, which takes the square of the length.
+        shards: devices that the policy's weights, masters, moments and gradients are split over.
+    """
+
+    width: int
+    longest_row: int
+    tokens: int | None = None
+    reference: bool = False
+    checkpointing: bool = False
+    eager: bool = False
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """How vLLM generates.
+
+    Attributes:
+        width: bytes of a weight and of an element of the cache: 2 or 4.
+        context: longest prompt and response together, in tokens.
+        requests: rollouts of a step.
+        max_num_seqs: requests decoded at once; None: those of a step, 256 to 1,024.
+        kv_cache: bytes of the key-value cache; None: what all requests at once may need, or what there is.
+        sleep: whether vLLM sleeps while the trainer trains; None: if there is no room otherwise.
+        servers: how many processes of vLLM share the device with the trainer; 0: it runs in the trainer's own, and the
+            two use the same memory to compute with. Servers never sleep.
+    """
+
+    width: int
+    context: int
+    requests: int
+    max_num_seqs: int | None = None
+    kv_cache: int | None = None
+    sleep: bool | None = None
+    servers: int = 0
+
+    @property
+    def at_once(self) -> int:
+        """Requests that vLLM decodes at once."""
+        return self.max_num_seqs or min(max(self.requests, FEWEST_REQUESTS), MOST_REQUESTS)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Who gets how much of a device.
+
+    Attributes:
+        device: all of its memory.
+        training, generating: bytes by name in each of the two phases; the same where vLLM does not sleep.
+        micro_batch_tokens: computed tokens of a micro-batch.
+        kv_cache: bytes of the key-value cache of each engine.
+        engine: all bytes of each engine, what it computes with included.
+        max_num_seqs: requests that an engine decodes at once.
+        sleep: whether vLLM sleeps while the trainer trains.
+        offload: whether masters and moments are on the host while vLLM generates.
+    """
+
+    device: int
+    training: Mapping[str, int]
+    generating: Mapping[str, int]
+    micro_batch_tokens: int
+    kv_cache: int
+    engine: int
+    max_num_seqs: int
+    sleep: bool = False
+    offload: bool = False
+
+    @property
+    def left(self) -> int:
+        """Bytes that nobody takes in the fuller phase; below 0 if the plan does not fit."""
+        return self.device - max(sum(self.training.values()), sum(self.generating.values()))
+
+    @property
+    def gpu_memory_utilization(self) -> float:
+        """An engine's share of the device, which vLLM checks to be free when it starts."""
+        return self.engine / self.device
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan for the table that a run begins with."""
+        ways = {(False, False): "side by side", (True, False): "vLLM sleeps while the trainer trains"}
+        way = ways.get((self.sleep, self.offload), "vLLM sleeps, and masters and moments move to the host in turns")
+        phases = [("while training", self.training), ("while generating", self.generating)]
+        return [
+            ("device memory", f"{gib(self.device)}: {way}, leaves {gib(self.left)}"),
+            *((name, _listed(parts)) for name, parts in phases[: 2 if self.sleep else 1]),
+        ]
+
+
+def gib(size: float) -> str:
+    """A number of bytes as people read it: `12.3 GiB`."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return f"{gib(sum(parts.values()))}: " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+
+
+def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
+    """Bytes that the trainer keeps for each of its states; gradients are float32, whatever the weights are."""
+    each = -(-shape.parameters // training.shards)
+    states = {
+        "policy": training.width * each,
+        MASTERS: FLOAT * each if training.width < FLOAT else 0,
+        MOMENTS: 2 * FLOAT * each,
+        "gradients": FLOAT * each,
+        "reference": training.width * each if training.reference else 0,
+    }
+    return {name: size for name, size in states.items() if size}
+
+
+def layer_bytes(shape: ModelShape, training: Training) -> int:
+    """Bytes a token that autograd saves in one layer.
+
+    Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
+    result, and of the feed-forward part gate, its activation, the other branch and their product. Eager attention
+    also saves keys and values once for every head, and of each head a weight of every token of the row: in float32, and
+    rounded if they are.
+    """
+    width = training.width
+    norms = 2 * (FLOAT + 2 * width) * shape.hidden
+    attention = 2 * width * (shape.query_width + shape.key_width)
+    if training.eager:
+        weight = FLOAT + (width if width < FLOAT else 0)
+        attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
+    return norms + attention + 4 * width * shape.intermediate
+
+
+def activations(shape: ModelShape, training: Training, tokens: int) -> int:
+    """Bytes that a forward and backward pass over so many computed tokens takes at its peak, gradients aside."""
+    width, layer = training.width, layer_bytes(shape, training)
+    saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
+    last_norm = (FLOAT + 2 * width) * shape.hidden
+    backward = 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden  # of the layer that is under way
+    head = min(CHUNK_TOKENS, tokens) * shape.vocabulary * (2 * FLOAT + 2 * width)
+    largest_gradient = (width + FLOAT) * shape.largest  # as autograd makes it, and added up in float32
+    return tokens * (saved + last_norm + backward) + max(head, largest_gradient)
+
+
+def micro_batch_tokens(shape: ModelShape, training: Training, free: int, most: int = WANTED_TOKENS[0]) -> int:
+    """The most computed tokens, up to `most` and in steps of 256, whose activations fit into `free` bytes; 0: none."""
+    steps = range(1, most // TOKEN_STEP + 1)
+    fitting = bisect_right(steps, free, key=lambda step: activations(shape, training, step * TOKEN_STEP))
+    return fitting * TOKEN_STEP
+
+
+def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> MemoryPlan:
+    """The first way with room enough for all rollouts of a step at once, or else the one with the largest cache.
+
+    Args:
+        shape: the model, which trainer and engine both hold.
+        training, rollouts: what the run is configured to do.
+        device: bytes of the device's memory.
+        host: bytes of the host's memory that are free.
+
+    Raises:
+        ConfigError: no way has room for a micro-batch and for one request; with numbers and the knobs that help.
+    """
+    ways = list(_ways(shape, training, rollouts, device, host))
+    fitting = [way for way in ways if way.left >= 0 and way.kv_cache >= _cache(shape, rollouts, 1)]
+    if not fitting:
+        raise ConfigError(_refusal(shape, training, rollouts, ways[-1]))
+    wanted = ENOUGH * _cache(shape, rollouts, rollouts.at_once) if rollouts.kv_cache is None else rollouts.kv_cache
+    enough = (way for way in fitting if way.kv_cache >= wanted)
+    return next(enough, max(fitting, key=lambda way: way.kv_cache))
+
+
+def _ways(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> Iterator[MemoryPlan]:
+    """Every way that the configuration and the host allow, the cheapest first; each may be too large for the device."""
+    if rollouts.sleep is not True:
+        for tokens in _budgets(training):
+            yield _side_by_side(shape, training, rollouts, device, tokens)
+    weights = rollouts.width * shape.parameters
+    states = weight_states(shape, training)
+    moved = states.get(MASTERS, 0) + states[MOMENTS]
+    if rollouts.sleep is not False and not rollouts.servers:
+        for offload in (False, True):
+            if host >= weights + (moved if offload else 0) or (rollouts.sleep and not offload):
+                yield _in_turns(shape, training, rollouts, device, offload)
+
+
+def _budgets(training: Training) -> list[int]:
+    """Tokens of a micro-batch to try, the best first; a row that is longer than all of them has one of its own."""
+    wanted = (training.tokens,) if training.tokens else WANTED_TOKENS
+    return sorted({max(tokens, training.longest_row) for tokens in wanted}, reverse=True)
+
+
+def _side_by_side(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, tokens: int) -> MemoryPlan:
+    states, engines = weight_states(shape, training), max(rollouts.servers, 1)
+    trains = states["gradients"] + activations(shape, training, tokens)
+    working = _working(shape, rollouts)
+    # In one process they use the same memory in turns: gradients and activations, and what vLLM computes with.
+    shared = max(trains, working) if not rollouts.servers else trains + engines * (working + CUDA_CONTEXT)
+    fixed = {
+        **{name: size for name, size in states.items() if name != "gradients"},
+        "gradients and activations": shared,
+        "vLLM": engines * (rollouts.width * shape.parameters + CUDA_GRAPHS),
+        RESERVE: _reserve(device),
+    }
+    cache = _room(shape, rollouts, (device - sum(fixed.values())) // engines)
+    parts = {**fixed, CACHE: engines * cache}
+    return MemoryPlan(device, parts, parts, tokens, cache, _engine(shape, rollouts, cache), rollouts.at_once)
+
+
+def _in_turns(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, offload: bool) -> MemoryPlan:
+    states = weight_states(shape, training)
+    rest = {"vLLM's graphs": CUDA_GRAPHS, RESERVE: _reserve(device)}
+    free = device - sum(states.values()) - sum(rest.values())
+    tokens = training.tokens or micro_batch_tokens(shape, training, free)
+    tokens = max(tokens, training.longest_row)
+    trains = {**states, f"activations of {tokens} tokens": activations(shape, training, tokens), **rest}
+    away = {"gradients", *((MASTERS, MOMENTS) if offload else ())}
+    fixed = {
+        **{name: size for name, size in states.items() if name not in away},
+        "vLLM's weights": rollouts.width * shape.parameters,
+        "what vLLM computes with": _working(shape, rollouts),
+        **rest,
+    }
+    cache = _room(shape, rollouts, device - sum(fixed.values()))
+    generates = {**fixed, CACHE: cache}
+    engine = _engine(shape, rollouts, cache)
+    return MemoryPlan(device, trains, generates, tokens, cache, engine, rollouts.at_once, sleep=True, offload=offload)
+
+
+def _cache(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
+    """Bytes of the keys and values of so many requests, each as long as it may be."""
+    return requests * rollouts.context * 2 * shape.layers * shape.key_width * rollouts.width
+
+
+def _room(shape: ModelShape, rollouts: Rollouts, free: int) -> int:
+    """Bytes of the cache: as configured, or as much as is of use and free."""
+    if rollouts.kv_cache is not None:
+        return rollouts.kv_cache
+    return max(0, min(free, _cache(shape, rollouts, rollouts.at_once)))
+
+
+def _working(shape: ModelShape, rollouts: Rollouts) -> int:
+    """Bytes that vLLM computes with: a layer of a pass over prompts, and logits of which it samples, in float32."""
+    width = rollouts.width
+    layer = (
+        BATCHED_TOKENS * width * (4 * shape.intermediate + 4 * shape.hidden + shape.query_width + 2 * shape.key_width)
+    )
+    return layer + rollouts.at_once * shape.vocabulary * (width + 4 * FLOAT)
+
+
+def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
+    return rollouts.width * shape.parameters + CUDA_GRAPHS + _working(shape, rollouts) + cache
+
+
+def _reserve(device: int) -> int:
+    return CUDA_CONTEXT + int(FRAGMENTS * device)
+
+
+def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts, way: MemoryPlan) -> str:
+    """Why not even the most frugal way fits, and what to change."""
+    trains = sum(way.training.values()) > way.device
+    phase, parts = ("training", way.training) if trains else ("generating", way.generating)
+    cache = max(way.kv_cache, _cache(shape, rollouts, 1))
+    needed = sum({**parts, **({} if trains else {CACHE: cache})}.values()) - _reserve(way.device)
+    advice = []
+    if trains and not training.checkpointing:
+        spared = replace(training, checkpointing=True)
+        saved = activations(shape, training, way.micro_batch_tokens) - activations(
+            shape, spared, way.micro_batch_tokens
+        )
+        advice.append(f"model.gradient_checkpointing=true takes {gib(saved)} less")
+    if trains and training.tokens and training.tokens > training.longest_row:
+        advice.append("algorithm.max_tokens_per_micro_batch=auto computes fewer tokens at once")
+    if not trains and rollouts.kv_cache is not None:
+        advice.append("engine.kv_cache_gb=null takes what there is")
+    if rollouts.sleep is False and not rollouts.servers:
+        advice.append("engine.sleep=auto frees vLLM's memory for training")
+    advice.append(f"a device of {gib((needed + CUDA_CONTEXT) / (1 - FRAGMENTS))} has room")
+    return (
+        f"the model does not fit into the {gib(way.device)} of this device (one request of engine.max_model_len="
+        f"{rollouts.context} needs {gib(_cache(shape, rollouts, 1))} of cache). While {phase} {_listed(parts)}. "
+        f"{'; '.join(advice)}."
+    )
