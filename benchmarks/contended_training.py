@@ -1,12 +1,12 @@
 """A training step beside busy processes: the OpenMP waiting time that this package sets against libgomp's default.
 
-    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 3]
+    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 5]
 
-Steps in bfloat16 by `PolicyModule` under Lightning's Trainer, in two processes that take turns: one of them as the
-package sets itself up, the other with the default of libgomp. Beside them run as many single-threaded busy processes as
-said: 0, 1 and 2. Seconds are the least of the rounds without busy processes (the cost of the setting) and the median
-with them. Prints one JSON line: `quiet_cost` is the package's time divided by the default's, `gain` the default's
-divided by the package's.
+Steps in bfloat16 by `PolicyModule` under Lightning's Trainer, in processes that take turns: one as the package sets
+itself up, one with the default of libgomp, and one with a single thread, which never waits. Beside them run as many
+single-threaded busy processes as said: 0, 1 and 2. Seconds are medians, without busy processes of three times as many
+rounds. Prints one JSON line: `quiet_cost` is the package's time divided by the default's, `gain` the default's divided
+by the package's.
 """
 
 import argparse
@@ -20,8 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
-SETTINGS = {"package": {}, "libgomp": {"GOMP_SPINCOUNT": "300000"}}  # what libgomp does where nothing is set
-SET_BY_PACKAGE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # unless it is set already
+SETTINGS = {
+    "package": {},
+    "libgomp": {"GOMP_SPINCOUNT": "300000"},  # its own default
+    "one_thread": {"OMP_NUM_THREADS": "1"},
+}
+INHERITED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")  # from the environment: not part of the comparison
 BUSY = "while True: pass"
 
 
@@ -52,7 +56,7 @@ class Trainer:
     """A process that trains when it is asked to."""
 
     def __init__(self, model: str, rows: int, setting: dict[str, str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in SET_BY_PACKAGE}
+        environment = {name: value for name, value in os.environ.items() if name not in INHERITED}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--train", "--model", model, "--rows", str(rows)],
             env=environment | setting,
@@ -106,7 +110,7 @@ def measure(model: str, rows: int, rounds: int, busy: list[int]) -> dict[int, di
         for trainer in trainers.values():
             trainer.until_ready()
         for count in busy:
-            for _ in range(rounds if count else 3 * rounds):  # a cost of 3% needs more than a gain of 300%
+            for _ in range(rounds if count else 3 * rounds):  # a cost of 3% needs more rounds than a gain of 300%
                 with busy_processes(count):
                     for name, trainer in trainers.items():
                         seen[count][name].append(trainer.step())
@@ -114,8 +118,7 @@ def measure(model: str, rows: int, rounds: int, busy: list[int]) -> dict[int, di
         for trainer in trainers.values():
             trainer.close()
     return {
-        count: {name: (statistics.median if count else min)(values) for name, values in by_name.items()}
-        for count, by_name in seen.items()
+        count: {name: statistics.median(values) for name, values in by_name.items()} for count, by_name in seen.items()
     }
 
 
@@ -123,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -136,7 +139,7 @@ def main() -> None:
         "model": args.model,
         "rows": args.rows,
         "cores": len(os.sched_getaffinity(0)),
-        "seconds": {count: {name: round(value, 2) for name, value in by.items()} for count, by in seconds.items()},
+        "seconds": {count: {name: round(value, 3) for name, value in by.items()} for count, by in seconds.items()},
         "quiet_cost": {count: round(by["package"] / by["libgomp"], 3) for count, by in seconds.items() if not count},
         "gain": {count: round(by["libgomp"] / by["package"], 2) for count, by in seconds.items() if count},
     }

@@ -21,7 +21,7 @@ def run(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, ["30000", "1"]),
+        ({}, ["3000", "1"]),
         ({"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}, ["7", "0"]),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, ["None", "1"]),
     ],
@@ -33,4 +33,4 @@ def test_importing_the_package_sets_what_the_user_has_not(variables: dict[str, s
 
 def test_the_openmp_library_of_torch_takes_the_setting() -> None:
     shown = run("import trinity_lightning, torch; torch.ones(1)", OMP_DISPLAY_ENV="VERBOSE").stderr
-    assert "GOMP_SPINCOUNT = '30000'" in shown
+    assert "GOMP_SPINCOUNT = '3000'" in shown

@@ -8,20 +8,18 @@ import os
 __version__ = "0.1.0.dev0"
 
 # What libraries read when they are loaded, hence here; a value of your own stays.
-# libgomp's threads spin 300,000 turns (16 ms) at a barrier before they sleep, and where something else runs too hold
-# the core that the thread they wait for needs. Seconds of a training step, beside one busy process on two cores and
-# alone, and tokens/s of rollouts:
-#   turns     beside    alone    rollouts, alone
-#   300,000     14.6     1.45    618
-#   100,000     10.3     1.49    628 (one reading)
-#    50,000        -        -    588 (one reading)
-#    30,000      5.2     1.45      -
-#    10,000      3.4     1.51    560
-#     1,000        -     1.79      -
-# One or two readings each; a later run of benchmarks/contended_training.py cost 3.4% alone and gained nothing beside
-# one busy process. 30,000 is a compromise; on a machine that is always shared try GOMP_SPINCOUNT=10000.
+# libgomp's threads spin 300,000 turns (about 16 ms) at a barrier before they sleep, and while something else runs too
+# they hold the core that the thread they wait for needs. 3,000 turns outlast the gaps between torch's operations, so
+# that a quiet machine loses next to nothing. Seconds of a training step on two cores, median of 3 to 10 steps:
+#   turns     alone    beside one busy process    beside two    rollouts alone, tokens/s
+#   300,000    0.88              2.4                  6.0             634 and 666
+#    30,000    0.90              6.3                  2.0             665
+#    10,000    0.89              3.5                  1.9
+#     3,000    0.89              2.2                  2.3             601 and 650
+# On another machine the step beside one busy process took 14.6 s with 300,000 turns, 5.2 with 30,000 and 3.4 with
+# 10,000; 1,000 cost a quarter alone. benchmarks/contended_training.py measures a machine.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # A layer needs about 20 compiled primitives for each shape of micro-batch, and all layers have the same. Micro-batches
