@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -241,6 +242,12 @@ def test_workers_are_for_local_runners() -> None:
         ExplorerConfig(reward_workers=2, runner="ray")
 
 
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
 SCRIPT = """
 import asyncio, os, sys, time
 from trinity_lightning.explorer.rewards import resolve_rewards, score
@@ -283,16 +290,44 @@ def test_workers_end_with_a_script_that_is_killed_or_interrupted(tmp_path: Any, 
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
+SLOW_TO_END = """
+import atexit, multiprocessing.util, time
+atexit.register(time.sleep, 0.5)  # something between pebble's own exit and that of multiprocessing
+
+import asyncio, os, signal
+from trinity_lightning.explorer.rewards import resolve_rewards
+from trinity_lightning.explorer.rewards.workers import RewardWorkers
+from trinity_lightning.explorer.tasks import Task
+
+def ends_slowly(*_):
+    time.sleep(1.0)
+    os._exit(1)
+
+def hangs(response, task):
+    signal.signal(signal.SIGTERM, ends_slowly)
+    time.sleep(100)
+
+async def main():
+    workers = RewardWorkers(1, 300.0)
+    await workers.start()
+    call = asyncio.create_task(workers.worth(resolve_rewards(hangs)[0], "x", Task("simple")))
+    await asyncio.sleep(1.0)
+    call.cancel()
+    await asyncio.sleep(0.3)  # pebble is ending its process now, and starts another one after that
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_script_ends_while_a_worker_is_replaced(tmp_path: Any) -> None:
+    (tmp_path / "script.py").write_text(SLOW_TO_END)
+    done = run_script(tmp_path / "script.py")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_script_that_starts_a_run_when_it_is_imported_is_told_why(tmp_path: Any) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("{guard}", ""))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_script(tmp_path / "script.py")
     assert done.returncode != 0
     assert "what starts the run belongs under `if __name__ == '__main__':`" in done.stderr

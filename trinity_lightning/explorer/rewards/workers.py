@@ -55,7 +55,7 @@ class RewardWorkers:
         if self._started:
             return
         self._started = True
-        atexit.register(self._abandon)
+        atexit.register(self._end)  # before multiprocessing's own, which waits for each process, idle ones too
         pool = self._running()
         try:
             await asyncio.wrap_future(pool.schedule(_ready, timeout=START_SECONDS))
@@ -70,7 +70,7 @@ class RewardWorkers:
     async def stop(self) -> None:
         """End the processes, and what they are at; rollouts that wait for them must have been cancelled before."""
         self._started = False
-        atexit.unregister(self._abandon)
+        atexit.unregister(self._end)
         await asyncio.to_thread(self._end)
 
     async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
@@ -107,12 +107,8 @@ class RewardWorkers:
             self._pool = ProcessPool(self._count, initializer=_prepare, context=multiprocessing.get_context("spawn"))
         return self._pool
 
-    def _abandon(self) -> None:
-        """At this process's exit: not waited for, since pebble may take a minute where a process is just starting."""
-        if self._pool is not None:
-            self._pool.stop()
-
     def _end(self) -> None:
+        """End the pool and wait until it is: its thread may be replacing a process, which would then be left over."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
