@@ -18,6 +18,8 @@ from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.operator_config import OperatorConfig, operator_configs
 from trinity_lightning.common.runs import judged
+from trinity_lightning.common.untrained import UNTRAINED
+from trinity_lightning.monitor.completions import CompletionsWriter
 from trinity_lightning.parts import strategies_of
 
 DAPO = (("dapo", {}), ("grpo", {}))
@@ -62,7 +64,7 @@ def fill(experiences, strategy=DAPO, operators=(), more=None, all_rows=False):
 
 
 def reasons(experiences):
-    return [exp.info.get("untrained") for exp in experiences]
+    return [exp.info.get(UNTRAINED) for exp in experiences]
 
 
 def answers(task, rewards, lengths, name="math"):
@@ -242,6 +244,25 @@ def test_a_workflow_may_have_a_metric_of_any_name(value, operators):
     data, _ = fill(exps, DAPO, operators)
     assert len(data.experiences) == 2
     assert all(exp.metrics["raw_reward"] == value for exp in exps)
+
+
+def test_a_workflow_may_have_an_entry_of_info_named_untrained(tmp_path):
+    exps = make_group(0, 2, rewards=[0.0, 1.0])
+    for exp in exps:
+        exp.info["untrained"] = "words that were never seen"
+    fill(exps)
+    assert all(row["trained"] for row in CompletionsWriter(tmp_path).write(1, exps))
+    assert all(exp.info["untrained"] == "words that were never seen" for exp in exps)
+
+
+def test_a_reason_noted_by_an_earlier_pipeline_does_not_count():
+    exps = make_group(0, 2, rewards=[0.0, 0.0])
+    fill(exps)
+    assert reasons(exps) == ["filtered by dapo"] * 2
+    for exp in exps:
+        exp.reward = float(exp.eid.run)
+    fill(exps)
+    assert reasons(exps) == [None, None]
 
 
 def test_a_reward_noted_by_an_earlier_pipeline_does_not_count():

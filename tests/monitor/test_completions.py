@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.untrained import UNTRAINED
 from trinity_lightning.monitor.completions import CompletionsWriter
 
 
@@ -49,7 +50,7 @@ def test_every_completion_is_one_object(tmp_path: Path) -> None:
 
 
 def test_what_is_not_trained_on_says_why(tmp_path: Path) -> None:
-    (row,) = CompletionsWriter(tmp_path).write(3, [experience(info={"untrained": "equal rewards"})])
+    (row,) = CompletionsWriter(tmp_path).write(3, [experience(info={UNTRAINED: "equal rewards"})])
     assert (row["trained"], row["reason"]) == (False, "equal rewards")
     (row,) = CompletionsWriter(tmp_path).write(3, [experience()], kind="eval/held")
     assert not {"trained", "reason"} & row.keys()  # nobody trains on it

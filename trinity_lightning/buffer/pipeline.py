@@ -13,7 +13,7 @@ from trinity_lightning.buffer.refill import merged, refill
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.runs import forget_raw_reward
-from trinity_lightning.common.untrained import Untrained
+from trinity_lightning.common.untrained import Untrained, forget_reason
 from trinity_lightning.common.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class ExperiencePipeline:
     ) -> dict[str, float]:
         """Tidy, weigh and write an explore step; the metrics of every stage.
 
-        Experiences that are not trained on get the reason in their info (`untrained`); a step of which none is trained
+        Experiences that are not trained on get the reason in their info (`UNTRAINED`); a step of which none is trained
         on is logged with the reasons.
 
         Args:
@@ -111,6 +111,7 @@ class ExperiencePipeline:
             all_of_them.extend(some)
             for experience in some:
                 forget_raw_reward(experience)
+                forget_reason(experience)
             metrics: dict[str, float] = {}
             if len(self._chain):
                 start = time.perf_counter()

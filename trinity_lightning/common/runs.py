@@ -13,8 +13,10 @@ from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
 
 Run = list[Experience]
 
-# Metric of an experience: its first valid reward, before operators shaped it. No workflow has one of such a name.
-RAW_REWARD = "trinity_lightning/raw_reward"
+# Metrics and entries of info whose names begin so are this package's notes; all other names belong to workflows.
+RESERVED = "trinity_lightning/"
+# Metric of an experience: its first valid reward, before operators shaped it.
+RAW_REWARD = f"{RESERVED}raw_reward"
 
 
 def runs_of(experiences: Iterable[Experience]) -> list[Run]:
@@ -92,7 +94,8 @@ class Criterion:
         self._seen |= any(value is not None for group in values.values() for value in group)
         if self.metric is not None and values and not self._seen:
             first = next(experience for group in groups.values() for experience in group)
-            has = ", ".join(sorted(map(str, (first.metrics.keys() - {RAW_REWARD}) | first.info.keys()))) or "nothing"
+            names = sorted(map(str, first.metrics.keys() | first.info.keys()))
+            has = ", ".join(name for name in names if not name.startswith(RESERVED)) or "nothing"
             raise ExperienceError(
                 f"no experience has '{self.metric}' to judge it by: name a reward function, another metric or an entry "
                 f"of info. {first.eid} has {has}."

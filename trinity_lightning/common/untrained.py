@@ -8,15 +8,21 @@ from collections.abc import Iterable, Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
-from trinity_lightning.common.runs import last_step, runs_of
+from trinity_lightning.common.runs import RESERVED, last_step, runs_of
 
-# Entry of `Experience.info`: the reason; not there where the experience is trained on.
-UNTRAINED = "untrained"
+# Entry of `Experience.info`: the reason; absent if the experience is trained on.
+UNTRAINED = f"{RESERVED}untrained"
 
 
 def mark_untrained(experience: Experience, reason: str) -> None:
     """Note the reason. The info is a new dict: experiences may share one."""
     experience.info = experience.info | {UNTRAINED: reason}
+
+
+def forget_reason(experience: Experience) -> None:
+    """Remove such a note, which an experience that went through a pipeline before still has."""
+    if UNTRAINED in experience.info:
+        experience.info = {name: value for name, value in experience.info.items() if name != UNTRAINED}
 
 
 class Untrained:
