@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from trinity_lightning.trainer.logprobs import CHUNK_TOKENS, Head, token_logprobs
+import trinity_lightning.trainer.logprobs as logprobs_module
+from trinity_lightning.trainer.logprobs import Head, token_logprobs
 
 HIDDEN, VOCABULARY = 8, 13
+CHUNK, BLOCK = 12, 5  # tokens
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Few tokens are several chunks, and each of them several blocks."""
+    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", CHUNK * VOCABULARY * 4)
+    monkeypatch.setattr(logprobs_module, "BLOCK_BYTES", BLOCK * VOCABULARY * 4)
 
 
 def case(n, seed=0, bias=True):
@@ -38,7 +47,7 @@ def naive(c, softcap, scale):
     return logprobs, entropies, [hidden.grad, weight.grad, bias.grad]
 
 
-@pytest.mark.parametrize("n", [1, 5, CHUNK_TOKENS, CHUNK_TOKENS + 1])
+@pytest.mark.parametrize("n", [1, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (2.0, 1.0), (None, 0.25), (1.5, 3.0)])
 def test_values_and_gradients_equal_float64(n, softcap, scale):
     c = case(n)
@@ -78,13 +87,34 @@ def test_no_targets_give_an_empty_result_that_is_still_part_of_the_graph():
 
 
 def test_without_gradients_the_values_are_the_same():
-    c = case(CHUNK_TOKENS + 3)
+    c = case(CHUNK + 3)
     with_graph = token_logprobs(Head(c.projection), c.hidden, c.targets, c.temperature)
     with torch.no_grad():
         without = token_logprobs(Head(c.projection), c.hidden, c.targets, c.temperature)
     for a, b in zip(with_graph, without, strict=True):
         assert torch.equal(a, b)
         assert not b.requires_grad
+
+
+def test_logits_of_the_first_chunk_are_kept_and_those_of_others_computed_again():
+    c = case(2 * CHUNK + 1)
+    tokens = []
+    c.projection.register_forward_hook(lambda module, inputs, output: tokens.append(len(output)))
+    logprobs, _ = token_logprobs(Head(c.projection), c.hidden, c.targets, c.temperature)
+    assert tokens == [CHUNK, CHUNK, 1]
+    logprobs.sum().backward()
+    assert sorted(tokens) == sorted([CHUNK, CHUNK, 1, CHUNK, 1])
+
+
+def test_logits_that_their_module_needs_again_are_left_alone():
+    """The backward pass of a tanh reads its result."""
+    c = case(CHUNK + 1)
+    head = Head(nn.Sequential(c.projection, nn.Tanh()))
+    logprobs, entropies = token_logprobs(head, c.hidden, c.targets, c.temperature)
+    (c.weights[0] * logprobs + c.weights[1] * entropies).sum().backward()
+    expected = naive(c, 1.0, 1.0)[2]
+    for mine, other in zip([c.hidden.grad, *(p.grad for p in c.projection.parameters())], expected, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
 def test_bfloat16_states_give_float32_results_and_float32_softmax():

@@ -29,7 +29,7 @@ FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
 def logprobs_by_head(
     model: Any, tokens: Tensor, positions: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """From hidden states of the base model, by `Head.of`: logits of a few hundred tokens at a time."""
+    """From hidden states of the base model, by `Head.of`: of the logits one chunk at a time."""
     states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     return token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, temperature)
 
