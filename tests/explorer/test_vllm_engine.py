@@ -246,6 +246,36 @@ def test_a_stop_string_ends_a_response_and_is_cut_from_its_text(engine: VLLMEngi
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
+def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, host: Host) -> None:
+    """Decoded at the end, or by vLLM on the way, as it does when it looks for a stop string."""
+    for seed in range(5):
+        decoded, looked_at = (ask(engine, host, seed=seed, max_tokens=30, stop=stop) for stop in (None, ["\x00"]))
+        assert decoded == looked_at
+        assert decoded.text
+
+
+def test_samples_of_a_prompt_share_its_blocks(
+    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch, reference: Any
+) -> None:
+    executor = engine._engine.model_executor
+    execute = executor.execute_model
+    computed: list[int] = []
+
+    def count(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        computed.append(scheduled.total_num_scheduled_tokens)
+        return execute(scheduled, *args, **kwargs)
+
+    monkeypatch.setattr(executor, "execute_model", count)
+    prompt = [5 + i % 90 for i in range(100)]  # three blocks of 32, and four tokens more
+    together = host.run(engine.generate(prompt, n=5, seed=0, max_tokens=20, ignore_eos=True))
+    assert computed[0] == 100 + 4 * 4
+    alone = [host.run(engine.generate(prompt, seed=i, max_tokens=20, ignore_eos=True))[0] for i in range(5)]
+    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
+    for sample in together:
+        expected = plain_logprobs(reference, prompt, sample.token_ids)
+        torch.testing.assert_close(list(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -158,14 +158,17 @@ def test_perturbed_moves_every_tensor_and_restores_it_bit_for_bit(dtype: torch.d
     model = nn.Module.to(model, dtype)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    with perturbed(model, 0.1):
+    with perturbed(model) as perturb:
+        perturb(0.1)
         assert not [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
         first = copy.deepcopy(model.state_dict())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with perturbed(model, 0.1):  # seeded
+        perturb(0.4)
+        assert not [name for name, value in model.state_dict().items() if torch.equal(value, first[name])]
+        perturb(0.1)  # seeded, and from the weights as they were
         assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
-    with pytest.raises(LookupError), perturbed(model, 0.1):
-        raise LookupError
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(LookupError), perturbed(model) as perturb:
+        raise LookupError(perturb(0.1))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -206,6 +209,20 @@ def test_the_drill_catches_an_engine_that_takes_weights_only_once(model: Any, pr
     engine.change = lambda name, tensor: tensor if engine.syncs == 1 else None
     with pytest.raises(WeightSyncError, match=f"probe of weight sync 1.*{WRONG}"):
         synchronizer(model, engine, probe).sync()
+
+
+def test_a_drill_begins_with_the_scale_that_was_enough_before(model: Any, probe: list[int]) -> None:
+    first = synchronizer(model, CopyEngine(), probe)
+    first.sync()
+    scale = first.drill_scale
+    assert scale in weight_sync.DRILL_SCALES[1:]
+    again = synchronizer(model, CopyEngine(), probe)
+    again.drill_scale = scale
+    asked: list[int] = []
+    again._trainer_logprobs = lambda: asked.append(0) or logprobs(model, probe)
+    again.sync()
+    assert again.drill_scale == scale
+    assert len(asked) == 3  # before and after the noise, and the probe
 
 
 def test_a_model_that_does_not_depend_on_its_weights_is_no_drill(model: Any, probe: list[int]) -> None:

@@ -76,6 +76,8 @@ class ExplorerCallback(L.Callback):
         self._step = 0  # what is prepared to be trained on
         self._ended = 0  # the last step whose end, with its evaluation, is done
         self._step_began = 0.0
+        self._synchronizer: Synchronizer | None = None
+        self._drill_scale: float | None = None  # that was enough before this run was resumed
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -116,7 +118,8 @@ class ExplorerCallback(L.Callback):
         if self._sync_config.method in WEIGHT_GROUPS:
             address = self._sync_config.address
             self._run_in_time(self.explorer.setup_weight_sync_group(address, free_port(address)))
-        self._sync.synchronize = self._make_synchronizer(policy, engines).sync
+        self._synchronizer = self._make_synchronizer(policy, engines)
+        self._sync.synchronize = self._synchronizer.sync
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop the runners, free the engines, give Ctrl-C back."""
@@ -147,6 +150,7 @@ class ExplorerCallback(L.Callback):
             ),
             check_interval=self._sync_config.check_interval,
             with_drill=self._sync_config.drill and not any(engine.shares_weights for engine in engines),
+            drill_scale=self._drill_scale,
         )
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -355,6 +359,7 @@ class ExplorerCallback(L.Callback):
             "ended": self._ended,
             "metrics": dict(self.metrics),
             "ahead": ahead,
+            "drill_scale": self._drill_scale if self._synchronizer is None else self._synchronizer.drill_scale,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -369,6 +374,7 @@ class ExplorerCallback(L.Callback):
         self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
         self._ahead.load_state_dict(state_dict["ahead"])
+        self._drill_scale = state_dict.get("drill_scale")
 
 
 def _items_done(trainer: L.Trainer) -> int:

@@ -50,15 +50,15 @@ class MasterWeights(Optimizer):
             for parameter, master in zip(group["params"], inner["params"], strict=True):
                 master.grad = parameter.grad
         self._inner.step()
-        for parameter, master in self._pairs():
-            parameter.copy_(master)
+        for master in self.masters:
             master.grad = None
+        self._round()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The masters beside the inner optimizer's state: tensors and plain containers only."""
         return {
-            "state": {"inner": self._inner.state_dict(), "masters": [master.data for _, master in self._pairs()]},
+            "state": {"inner": self._inner.state_dict(), "masters": [master.data for master in self.masters]},
             "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
         }
 
@@ -66,12 +66,28 @@ class MasterWeights(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore masters and inner state; the policy's weights become the masters, rounded."""
         self._inner.load_state_dict(state_dict["state"]["inner"])
-        for (parameter, master), saved in zip(self._pairs(), state_dict["state"]["masters"], strict=True):
+        for master, saved in zip(self.masters, state_dict["state"]["masters"], strict=True):
             master.copy_(saved)
-            parameter.copy_(master)
+        self._round()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        groups = zip(self.param_groups, self._inner.param_groups, strict=True)
-        return [pair for outer, inner in groups for pair in zip(outer["params"], inner["params"], strict=True)]
+    @property
+    def masters(self) -> list[Tensor]:
+        """The float32 copies, in the order of the parameters."""
+        return [master for group in self._inner.param_groups for master in group["params"]]
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """What the inner optimizer remembers of each parameter; nothing before the first step."""
+        return [value for state in self._inner.state.values() for value in state.values() if is_moment(value)]
+
+    def _round(self) -> None:
+        """Make the weights their masters, rounded: all tensors of a device in one go."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        torch._foreach_copy_(parameters, self.masters)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_moment(value: object) -> bool:
+    """Whether a value of an optimizer's state is as large as its parameter: a count of steps has no dimension."""
+    return isinstance(value, Tensor) and value.ndim > 0

@@ -5,6 +5,7 @@ compares engine and trainer on a fixed text. A sync that does nothing would pass
 equal, hence the *drill*: once, before the first step, both sides are given perturbed weights.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,22 +135,27 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
 
 
 @contextmanager
-def perturbed(model: nn.Module, scale: float) -> Iterator[None]:
-    """Every parameter plus seeded noise of `scale` times its root mean square; restored bit for bit at the end."""
-    parameters = list(model.parameters())
-    saved = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
-    generator = torch.Generator().manual_seed(DRILL_SEED)
+def perturbed(model: nn.Module) -> Iterator[Callable[[float], None]]:
+    """A function that gives every parameter its own value plus seeded noise of `scale` times its root mean square.
+
+    The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host.
+    """
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    saved = [parameter.to("cpu", copy=True) for parameter in parameters]
+
+    def perturb(scale: float) -> None:
+        generator = torch.Generator(parameters[0].device).manual_seed(DRILL_SEED)
+        for parameter, original in zip(parameters, saved, strict=True):
+            parameter.copy_(original)
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            size = torch.linalg.vector_norm(parameter, dtype=torch.float32) / math.sqrt(parameter.numel())
+            parameter.add_(noise.mul_(scale * size.clamp_min(DRILL_FLOOR)).to(parameter.dtype))
+
     try:
-        with torch.no_grad():
-            for parameter, original in zip(parameters, saved, strict=True):
-                noise = torch.randn(original.shape, generator=generator, dtype=torch.float32)
-                size = original.float().square().mean().sqrt().clamp_min(DRILL_FLOOR)
-                parameter.add_((scale * size * noise).to(parameter.device, parameter.dtype))
-        yield
+        yield perturb
     finally:
-        with torch.no_grad():
-            for parameter, original in zip(parameters, saved, strict=True):
-                parameter.copy_(original)
+        for parameter, original in zip(parameters, saved, strict=True):
+            parameter.copy_(original)
 
 
 class Synchronizer:
@@ -163,6 +169,10 @@ class Synchronizer:
         tolerance: how far they may differ.
         check_interval: syncs between probes; the first is always probed.
         with_drill: whether the first sync is preceded by the drill.
+        drill_scale: a scale of the drill's noise that was enough in an earlier part of the run, to begin with.
+
+    Attributes:
+        drill_scale: the scale that was enough; None before the drill.
     """
 
     def __init__(
@@ -174,6 +184,7 @@ class Synchronizer:
         tolerance: Tolerance,
         check_interval: int,
         with_drill: bool,
+        drill_scale: float | None = None,
     ) -> None:
         self._model = model
         self._send = send
@@ -182,6 +193,7 @@ class Synchronizer:
         self._tolerance = tolerance
         self._check_interval = check_interval
         self._with_drill = with_drill
+        self.drill_scale = drill_scale
         self._syncs = 0
 
     def sync(self) -> dict[str, float]:
@@ -203,12 +215,15 @@ class Synchronizer:
 
     def _drill(self) -> None:
         before = torch.tensor(self._trainer_logprobs())
-        for scale in DRILL_SCALES:
-            with perturbed(self._model, scale):
+        least = self.drill_scale or 0.0
+        with perturbed(self._model) as perturb:
+            for scale in (scale for scale in DRILL_SCALES if scale >= least):
+                perturb(scale)
                 after = self._trainer_logprobs()
                 if float((torch.tensor(after) - before).abs().mean()) > DRILL_CONTRAST:
                     self._send()
                     self._compare(after, "drill with perturbed weights")
+                    self.drill_scale = scale
                     return
         raise WeightSyncError(
             "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "

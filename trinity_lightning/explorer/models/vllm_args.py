@@ -9,6 +9,7 @@ from trinity_lightning.common.validate_engines import PARALLEL
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 GIB = 1 << 30
+CPU_BLOCK_TOKENS = 32  # the fewest that its kernels for AMX take
 TCP_EXTENSION = "trinity_lightning.explorer.models.tcp_transfer.Registered"
 
 
@@ -34,6 +35,8 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_model_len, 4096),
+            # The rollouts of a group share the blocks that their prompt fills: vLLM's own 128 tokens few prompts fill.
+            "block_size": CPU_BLOCK_TOKENS,
         }
     return arguments | dict(config.args)
 

@@ -103,10 +103,12 @@ class VLLMEngine(InProcessEngine):
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         chosen = {name: value for name, value in sampling.items() if value is not None}
-        self._submit(request_id, token_ids, n=n, logprobs=0, **chosen)
+        # Text is looked at on the way only for stop strings: after every token, in the thread that drives the engine.
+        self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": bool(chosen.get("stop"))} | chosen))
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
-        self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0)  # vLLM samples at least one token
+        # vLLM samples at least one token.
+        self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
     def _submit(self, request_id: str, token_ids: list[int], **sampling: Any) -> None:
         from vllm import SamplingParams
@@ -127,7 +129,28 @@ class VLLMEngine(InProcessEngine):
 
     def _step(self) -> Iterable[tuple[str, Any]]:
         with self._own_random_stream():
-            return [(out.request_id, _result(out)) for out in self._engine.step() if out.finished]
+            return [(out.request_id, self._result(out)) for out in self._engine.step() if out.finished]
+
+    def _result(self, output: Any) -> list[Completion] | list[float]:
+        """Completions of a request, or the prompt's log-probabilities where those were asked for."""
+        if output.prompt_logprobs is not None:
+            return _own_logprobs(output.prompt_logprobs[1:])  # the first token has none
+        return [
+            Completion(
+                prompt_token_ids=output.prompt_token_ids,
+                token_ids=list(sample.token_ids),
+                logprobs=_own_logprobs(sample.logprobs),
+                text=self._text(sample),
+                finish_reason=sample.finish_reason,
+                stop_reason=sample.stop_reason,
+            )
+            for sample in sorted(output.outputs, key=lambda sample: sample.index)
+        ]
+
+    def _text(self, sample: Any) -> str:
+        if sample.text or isinstance(sample.stop_reason, str):  # vLLM looked for stop strings
+            return sample.text
+        return self._tokenizer.decode(sample.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:
@@ -165,23 +188,6 @@ class VLLMEngine(InProcessEngine):
 
             destroy_model_parallel()
             destroy_distributed_environment()
-
-
-def _result(output: Any) -> list[Completion] | list[float]:
-    """Completions of a request, or the prompt's log-probabilities where those were asked for."""
-    if output.prompt_logprobs is not None:
-        return _own_logprobs(output.prompt_logprobs[1:])  # the first token has none
-    return [
-        Completion(
-            prompt_token_ids=output.prompt_token_ids,
-            token_ids=list(sample.token_ids),
-            logprobs=_own_logprobs(sample.logprobs),
-            text=sample.text,
-            finish_reason=sample.finish_reason,
-            stop_reason=sample.stop_reason,
-        )
-        for sample in sorted(output.outputs, key=lambda sample: sample.index)
-    ]
 
 
 def _own_logprobs(flat: Any) -> list[float]:
