@@ -13,6 +13,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ TEXT = list(range(100, 164))
 
 async def compare(engine: VLLMServerEngine, model: Any, rounds: int) -> dict[str, Any]:
     await engine.load()
-    shapes = weight_stream(model).shapes
-    group = await WeightGroup.form([engine], HERE, free_port(HERE), torch.device("cpu"), shapes)
+    shapes, held = weight_stream(model).shapes, partial(weight_stream, model)
+    group = await WeightGroup.form([engine], HERE, free_port(HERE), torch.device("cpu"), shapes, held)
     seconds: dict[str, list[float]] = {"tcp": [], "checkpoint": []}
     for version in range(rounds):
         with torch.no_grad():

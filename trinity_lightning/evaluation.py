@@ -46,9 +46,10 @@ class Evaluation:
     def run(self) -> dict[int, dict[str, float]]:
         """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
         engines = [engine for engine in self.engines if isinstance(engine, InProcessEngine)]
-        host = Host(engines, max_block=self.explorer.config.max_timeout)
+        host = Host(engines)
         try:
             host.run(self.explorer.prepare())
+            host.limit_blocking(self.explorer.config.max_timeout)
             results: dict[int, dict[str, float]] = {}
             for weights in [self._weights(path) for path in self.checkpoints] or [None]:
                 found = host.run(self.explorer.benchmark(weights and [weights]))

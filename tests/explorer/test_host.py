@@ -494,7 +494,8 @@ async def asleep(seconds: float) -> None:
 
 
 def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    host = Host(max_block=0.6, warn_block=0.2)
+    host = Host()
+    host.limit_blocking(0.6, 0.2)
     begun = time.monotonic()
     with pytest.raises(WorkflowBlockedError, match=r"workflow 'Sleepy' has blocked .*asyncio\.to_thread.*`def run`"):
         host.run(asleep(3.0))
@@ -512,21 +513,24 @@ def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line() -> None
     async def gathering() -> None:
         await asyncio.gather(helper(3.0))
 
-    host = Host(max_block=0.3, warn_block=0.2)
+    host = Host()
+    host.limit_blocking(0.3, 0.2)
     with pytest.raises(WorkflowBlockedError, match=r"test_host\.py:\d+ helper' has blocked .*asyncio\.to_thread"):
         host.run(gathering())
     host.close()
 
 
 def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
-    host = Host(max_block=0.0)
+    host = Host()
+    host.limit_blocking(0.0)
     host.run(asyncio.sleep(0.05))
     assert host._watch.blocker() is None
     host.close()
 
 
 def test_what_blocks_shortly_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    host = Host(max_block=5.0, warn_block=1.0)
+    host = Host()
+    host.limit_blocking(5.0, 1.0)
     host.run(asleep(0.1))
     host.close()
     assert "blocks" not in caplog.text

@@ -4,10 +4,16 @@ import asyncio
 from typing import Any
 
 import pytest
-from judge_server import judge_server
+from fake_model import FakeModel
+from judge_server import JudgeServer, judge_server
 
+from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner
+from trinity_lightning.explorer.workflows import Workflow
 
 pytest.importorskip("openai")
 
@@ -64,3 +70,42 @@ def test_a_failure_names_the_endpoint() -> None:
             RolloutError, match=rf"{server.url} \(model 'some-model'\) failed: InternalServerError.*order"
         ):
             asyncio.run(talk_and_end(model))
+
+
+class Asking(Workflow):
+    async def run(self) -> list[Experience]:
+        model: Any = self.auxiliary_models[0]
+        client, blocking = model.get_openai_async_client(), model.get_openai_client()
+        first = await client.chat.completions.create(model=client.model_path, messages=HI, temperature=0.5)
+        second = await asyncio.to_thread(
+            blocking.chat.completions.create, model=blocking.model_path, messages=HI, temperature=0.25
+        )
+        texts = [answer.choices[0].message.content for answer in (first, second)]
+        texts += [card.id async for card in client.models.list()]
+        return [Experience(tokens=[1, 2], prompt_length=1, info={"texts": texts})]
+
+
+def asked(server: JudgeServer) -> tuple[Status, list[Experience]]:
+    runner = WorkflowRunner(ExplorerConfig(), FakeModel(), [OpenAIModel(server.url, "some-model")])
+    return asyncio.run(runner.run_task(Task(Asking)))
+
+
+def test_a_workflow_talks_to_an_endpoint_with_openais_client() -> None:
+    with judge_server(lambda body: (200, f"at {body.get('temperature')}"), ["some-model"]) as server:
+        _, [experience] = asked(server)
+    assert experience.info["texts"] == ["at 0.5", "at 0.25", "some-model"]
+    assert [request["model"] for request in server.requests] == ["some-model"] * 2
+    assert all("seed" in request for request in server.requests)
+
+
+def test_openais_client_tells_the_error_of_an_endpoint() -> None:
+    with judge_server(lambda body: (422, "too polite")) as server:
+        status, _ = asked(server)
+    assert "UnprocessableEntityError: Error code: 422 - " in str(status.message)
+    assert f"the endpoint {server.url} (model 'some-model') failed" in str(status.message)
+    assert "too polite" in str(status.message)
+
+
+def test_a_stream_of_an_endpoint_is_refused() -> None:
+    status, body = asyncio.run(OpenAIModel(URL, "m").answer("/v1/chat/completions", {"stream": True}))
+    assert (status, body["error"]["message"]) == (400, "stream=True is not supported here: leave it out.")

@@ -31,6 +31,7 @@ from trinity_lightning.common.validate import validate
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer import ray_runner as ray_runner_module
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.ray_runner import RayRunner
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.tasks import Task
@@ -354,6 +355,18 @@ def test_a_runner_needs_ray_to_run_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     attempt = asyncio.run(runner.attempt(scripted(succeed), [0], 1.0))
     assert isinstance(attempt.errors[0], RolloutError)
     assert "await Scheduler.start() first" in str(attempt.errors[0])
+
+
+class Dead(VLLMServerEngine):
+    async def load(self) -> None:
+        raise RolloutError("the vLLM server died 4 times in 600 s.")
+
+
+def test_servers_that_died_are_started_again_here_where_they_were_started(cluster: Cluster) -> None:
+    dead, alive = Dead("tiny", url="http://127.0.0.1:9"), FakeModel()
+    for models in ([dead, []], [alive, [dead]]):
+        attempt = cluster.wait(RayRunner(ExplorerConfig(), *models).attempt(scripted(succeed), [0], 1.0))
+        assert str(attempt.errors[0]) == "the vLLM server died 4 times in 600 s."
 
 
 def test_an_engine_that_cannot_be_sent_is_refused_at_start(cluster: Cluster) -> None:

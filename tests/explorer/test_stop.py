@@ -397,17 +397,23 @@ def test_a_workflow_that_blocks_everything_ends_the_run_with_a_checkpoint(
 ) -> None:
     run = Run(tmp_path)
     run.explorer.config.max_timeout = 1.0  # of every attempt, too
-    rendering = Elsewhere._completions
+    loading, rendering = Elsewhere.load, Elsewhere._completions
     asked = itertools.count()
+
+    async def slowly(self: Elsewhere) -> None:
+        if self._model is None:
+            time.sleep(1.5)  # noqa: ASYNC251 - an engine may take its time to load
+        await loading(self)
 
     async def blocking(self: Elsewhere, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         if next(asked) == TASKS * REPEATS:
             time.sleep(5.0)  # noqa: ASYNC251 - what is to be noticed
         return await rendering(self, token_ids, n, sampling)
 
+    monkeypatch.setattr(Elsewhere, "load", slowly)
     monkeypatch.setattr(Elsewhere, "_completions", blocking)
     with pytest.raises(WorkflowBlockedError, match="has blocked all rollouts"):
         run.fit()
     assert f"Resume with: {COMMAND}" in caplog.text
-    monkeypatch.setattr(Elsewhere, "_completions", rendering)
+    monkeypatch.undo()
     equal(whole, Run(tmp_path).fit(resumed=True))

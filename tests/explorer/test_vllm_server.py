@@ -5,9 +5,10 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from tiny_policy import logprobs, tiny_model
 
-from trinity_lightning.common.config import EngineDtype
+from trinity_lightning.common.config import EngineDtype, ExplorerConfig, SamplingConfig
 from trinity_lightning.common.errors import (
     ConfigError,
     ModelLoadError,
@@ -23,13 +24,17 @@ from trinity_lightning.common.errors import (
     RolloutError,
     WeightSyncError,
 )
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.weight_folder import WeightFolder
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.weight_sync import weight_stream
 
 pytest.importorskip("vllm")
@@ -53,7 +58,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(host: Host, log: Path) -> Iterator[VLLMServerEngine]:
-    engine = VLLMServerEngine("tiny", log=log, args={"enable_log_requests": True}, **SETTINGS)
+    """Of the tiny model, in a folder with sampling settings of its own."""
+    model = log.parent / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    engine = VLLMServerEngine(str(model), log=log, args={"enable_log_requests": True}, **SETTINGS)
     host.run(engine.load())
     yield engine
     host.run(engine.shutdown())
@@ -84,16 +94,8 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(engine: VLLMServerEngine, 
     assert host.run(engine.generate(PROMPT, seed=7, max_tokens=10))[0] == singles[7][0]
 
 
-def test_the_models_own_sampling_settings_are_not_taken(host: Host, tmp_path: Path) -> None:
-    for file in Path(resolve_model("tiny")).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
-    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    engine = VLLMServerEngine(str(tmp_path), **SETTINGS)
-    try:
-        [completion] = host.run(engine.generate(PROMPT, max_tokens=8, seed=5))
-    finally:
-        host.run(engine.shutdown())
+def test_the_models_own_sampling_settings_are_not_taken(engine: VLLMServerEngine, host: Host) -> None:
+    [completion] = host.run(engine.generate(PROMPT, max_tokens=8, seed=5))
     expected = logprobs(tiny_model(), [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
     assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
@@ -174,8 +176,8 @@ def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, host: Host) -> N
         writer.close()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert engine._socket is not None
-        there = await asyncio.open_unix_connection(engine._socket)
+        assert engine._address is not None
+        there = await asyncio.open_unix_connection(engine._address)
         await asyncio.gather(pipe(reader, there[1]), pipe(there[0], writer))
 
     async def through_a_port() -> Any:
@@ -324,7 +326,8 @@ def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPa
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_a_url_where_nothing_answers(host: Host) -> None:
+def test_a_url_where_nothing_answers(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.5)
     engine = VLLMServerEngine("tiny", url="http://127.0.0.1:9", **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"127\.0\.0\.1:9 does not answer\. Is it started\?"):
         host.run(engine.load())
@@ -336,33 +339,87 @@ def test_a_server_that_does_not_start_says_why(host: Host) -> None:
         host.run(engine.load())
 
 
-def test_a_server_that_dies_is_started_again_with_the_weights_that_it_had(  # the last one
-    engine: VLLMServerEngine, host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def kill(engine: VLLMServerEngine) -> None:
+    assert engine._process is not None
+    os.killpg(engine._process._process.pid, signal.SIGKILL)
+
+
+def an_explorer(engine: VLLMServerEngine, on_progress: Callable[[int], None]) -> tuple[Explorer, list[Experience]]:
+    """One that rolls out eight tasks a step, two at a time, and what came of them."""
+    source = TaskSource(Taskset.addition(), "simple", "exact_match", SamplingConfig(max_tokens=24))
+    explorer = Explorer(ExplorerConfig(batch_size=8, repeat_times=4, runner_per_model=2), [engine], source)
+    experiences: list[Experience] = []
+
+    async def sink(found: list[Experience], step: int, more: Any) -> dict[str, float]:
+        experiences.extend(found)
+        return {}
+
+    explorer.connect(sink, progress=lambda batch, done, tasks: on_progress(done))
+    return explorer, experiences
+
+
+def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
+    engine: VLLMServerEngine, host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = tiny_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
+    model = tiny_model(1.5)
     host.run(engine.sync_weights(weight_stream(model), 11))
-    before = host.run(engine.logprobs(PROMPT))
+    elsewhere = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
+    host.run(elsewhere.load())
+    killed = asyncio.Event()
+
+    def kill_once(done: int) -> None:
+        if done == 2 and not killed.is_set():
+            kill(engine)
+            killed.set()
+
+    async def first_answer() -> list[float]:
+        await killed.wait()
+        while True:
+            try:
+                return await elsewhere.logprobs(PROMPT)
+            except RolloutError:
+                await asyncio.sleep(0.01)
+
+    async def step(explorer: Explorer) -> None:
+        await explorer.prepare()
+        await explorer.explore_step()
+
+    whole, expected = an_explorer(engine, lambda done: None)
+    host.run(step(whole))
+    explorer, experiences = an_explorer(engine, kill_once)
+
+    async def disturbed() -> list[float]:
+        _, answer = await asyncio.gather(step(explorer), first_answer())
+        return answer
+
+    answer = host.run(disturbed())
+    assert (whole.metrics["rollout/engine_restarts"], explorer.metrics["rollout/engine_restarts"]) == (0, 1)
+    assert explorer.metrics["rollout/failed_tasks"] == 0
+    found, wanted = ([(e.eid.task, e.eid.run, e.tokens.tolist()) for e in each] for each in (experiences, expected))
+    assert len(found) == 32
+    assert found == wanted
+    assert {e.info["model_version"] for e in experiences} == {engine.model_version} == {11}
+    assert "the vLLM server died and is started again (1). It was ended by signal 9" in caplog.text
+    # Nobody was ever answered with the weights that it began with.
+    assert answer == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
+    host.run(elsewhere.shutdown())
+
+
+def test_a_server_that_dies_too_often_is_given_up(  # the last one
+    engine: VLLMServerEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 1)
 
     async def killed() -> None:
         call = asyncio.create_task(engine.generate(PROMPT, max_tokens=300, ignore_eos=True))
         await asyncio.sleep(0.1)
-        assert engine._process is not None
-        os.killpg(engine._process._process.pid, signal.SIGKILL)
+        kill(engine)
         with pytest.raises(RolloutError, match=r"the vLLM server does not answer.*ended by signal 9"):
             await call
 
     host.run(killed())
-    after = [host.run(engine.logprobs(PROMPT)), host.run(engine.logprobs(PROMPT))]
-    assert after == [pytest.approx(before, abs=1e-5)] * 2
-    assert (engine.restarts, engine.model_version) == (1, 11)
-    assert "the vLLM server died and is started again (1). It was ended by signal 9" in caplog.text
-    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 1)
-    host.run(killed())
     start = time.monotonic()
     for _ in range(2):
-        with pytest.raises(RolloutError, match=r"the vLLM server died \d times in 600 s"):
+        with pytest.raises(RolloutError, match="the vLLM server died 2 times in 600 s"):
             host.run(engine.generate(PROMPT, max_tokens=3))
     assert time.monotonic() - start < 30

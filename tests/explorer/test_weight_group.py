@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +137,15 @@ class Receiver(VLLMServerEngine):
         self.ended: BaseException | None = None
 
     link: TCPReceiver | None = None
+    dead = False
+    again: Callable[[], Awaitable[None]]
 
     async def load(self) -> None:
-        """There is nothing to start."""
+        """There is nothing to start; where `dead`, what it had is sent again."""
+        if self.dead:
+            self.dead = False
+            self.received.clear()
+            await self.again()
 
     async def workers(self) -> int:
         return 1
@@ -149,7 +155,10 @@ class Receiver(VLLMServerEngine):
             self.link.close()
         self.link = await run_in_thread(lambda: TCPReceiver(**invitation))
 
-    async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
+    async def receive_weights(
+        self, shapes: Mapping[str, Shape], version: int, again: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.again = again
         link = self.link
         assert link is not None
 
@@ -223,11 +232,31 @@ def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
     end(explorer, receivers)
 
 
+def test_servers_that_died_at_once_are_sent_what_they_had_and_join_again(host: Host) -> None:
+    model, receivers = tiny_model(), [Receiver(), Receiver()]
+    tensors = len(weight_stream(model).shapes)
+    explorer = connected(receivers, lambda: weight_stream(model))
+    host.run(joined(explorer))
+    host.run(explorer.sync_weight(1))
+
+    async def both() -> None:
+        await asyncio.gather(*(receiver.load() for receiver in receivers))
+
+    for receiver in receivers:
+        receiver.dead = True
+    host.run(both())
+    assert [len(receiver.received) for receiver in receivers] == [tensors] * 2
+    receivers[1].dead = True  # it is found so by the next sync
+    host.run(explorer.sync_weight(2))
+    assert [len(receiver.received) for receiver in receivers] == [2 * tensors] * 2
+    end(explorer, receivers)
+
+
 async def joined_by(kind: type[ServerClient], there: VLLMServerEngine) -> None:
     """A group with that server, asked by another kind of client."""
-    assert there._socket is not None
+    assert there._address is not None
     other = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS)
-    other._client, other._weight_shapes = kind(there._socket), there.weight_shapes
+    other._client, other._weight_shapes = kind(there._address), there.weight_shapes
     try:
         await joined(connected([other], lambda: weight_stream(tiny_model())))
     finally:
@@ -243,17 +272,21 @@ def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEn
         host.run(joined_by(Refusing, servers[0]))
 
 
+def nothing() -> WeightStream:
+    return WeightStream.of([])
+
+
 @pytest.mark.parametrize("transfers", [[None], ["tcp", None], ["tcp", "nccl"]])
 def test_servers_that_take_weights_in_different_ways(transfers: list[str | None]) -> None:
     engines = [VLLMServerEngine("tiny", transfer=transfer, **SETTINGS) for transfer in transfers]
     with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or tcp"):
-        asyncio.run(WeightGroup.form(engines, HERE, 1, torch.device("cpu"), {}))
+        asyncio.run(WeightGroup.form(engines, HERE, 1, torch.device("cpu"), {}, nothing))
 
 
 def test_nccl_sends_from_no_cpu() -> None:
     engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
     with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take tcp"):
-        asyncio.run(WeightGroup.form([engine], HERE, 1, torch.device("cpu"), {}))
+        asyncio.run(WeightGroup.form([engine], HERE, 1, torch.device("cpu"), {}, nothing))
 
 
 def test_an_address_of_another_machine() -> None:
@@ -278,7 +311,7 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypat
         engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
         engine._client, engine._dtype = Listening(str(tmp_path / "socket")), torch.bfloat16
         await engine.join_group(group.invitation(2))
-        await engine.receive_weights({"a.weight": (2, 3), "b": (4,)}, 8)
+        await engine.receive_weights({"a.weight": (2, 3), "b": (4,)}, 8, again=engine.load)
         assert engine.model_version == 8
         await engine.shutdown()
 
@@ -316,14 +349,37 @@ def test_a_server_without_the_requests_for_development(servers: list[VLLMServerE
         host.run(joined_by(Closed, servers[0]))
 
 
+def test_a_server_that_dies_is_sent_again_what_it_had_not_what_the_trainer_has(
+    servers: list[VLLMServerEngine], host: Host
+) -> None:
+    given, present = tiny_model(1.5), tiny_model(0.5)
+    explorer = Explorer(ExplorerConfig(sync_interval=2), servers, None)
+    trained = tiny_model(1.5)
+    explorer.connect(weights=lambda: weight_stream(trained))
+    host.run(joined(explorer))
+    host.run(explorer.sync_weight(20))
+    trained.load_state_dict(present.state_dict())
+    kill(servers[1])
+    assert_hold(host, servers, given)
+    assert [(server.restarts, server.model_version) for server in servers] == [(0, 20), (1, 20)]
+    host.run(explorer.sync_weight(21))
+    assert_hold(host, servers, present)
+    explorer.engines.leave()
+
+
+def kill(server: VLLMServerEngine) -> None:
+    assert server._process is not None
+    os.killpg(server._process._process.pid, signal.SIGKILL)
+    server._process._process.wait()
+
+
 def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine], host: Host) -> None:  # the last one
-    model, process = tiny_model(), servers[1]._process
-    assert process is not None
+    model = tiny_model()
 
     def killing() -> Iterator[tuple[str, Tensor]]:
         for i, named in enumerate(weight_stream(model)):
             if i == 5:
-                os.killpg(process._process.pid, signal.SIGKILL)
+                kill(servers[1])
             yield named
 
     explorer = connected(servers, lambda: WeightStream(weight_stream(model).shapes, killing))

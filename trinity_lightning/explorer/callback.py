@@ -106,7 +106,7 @@ class ExplorerCallback(L.Callback):
         self._step = 0
         self._sync.begin()
         driven = [engine for engine in engines if isinstance(engine, InProcessEngine)]
-        self._host = Host(driven, lambda: self._interruption(trainer), self.explorer.config.max_timeout)
+        self._host = Host(driven, lambda: self._interruption(trainer))
         self._stop.on_fit_start(trainer, pl_module)
         watchers = self._watchers
         stream = parameter_stream if all(engine.shares_weights for engine in engines) else weight_stream
@@ -114,6 +114,7 @@ class ExplorerCallback(L.Callback):
         self.explorer.connect(fill, lambda: stream(policy.policy), watchers.observe, watchers.progress)
         self._run(data.prepare())
         self._run(self.explorer.prepare())
+        self._host.limit_blocking(self.explorer.config.max_timeout)
         keep_sigterm()
         if self._sync_config.method in WEIGHT_GROUPS:
             address = self._sync_config.address

@@ -36,16 +36,12 @@ class Host:
     Args:
         engines: the in-process engines to drive; others need no driving.
         interrupted: asked between steps; an exception that it returns stops what runs (SIGTERM, say).
-        max_block: seconds for which a workflow, or whatever else, may block the loop.
-        warn_block: seconds after which whatever blocks it is logged.
     """
 
     def __init__(
         self,
         engines: Sequence[InProcessEngine] = (),
         interrupted: Callable[[], BaseException | None] = lambda: None,
-        max_block: float = math.inf,
-        warn_block: float = WARN_SECONDS,
     ) -> None:
         self._engines = list(engines)
         self._interrupted = interrupted
@@ -53,11 +49,20 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._thread.start()
-        self._watch = LoopWatch(self._loop, self._thread, warn_block, max_block)
+        self._watch = LoopWatch(self._loop, self._thread)
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_interval, SWITCH_SECONDS))
         for engine in self._engines:
             engine.attach(self._wake.set)
+
+    def limit_blocking(self, seconds: float, warn_after: float = WARN_SECONDS) -> None:
+        """From now on a workflow, or whatever else, may block the loop for so long: not engines that are loaded.
+
+        Args:
+            seconds: after which `wait` raises WorkflowBlockedError.
+            warn_after: seconds after which whatever blocks it is logged.
+        """
+        self._watch.fail_after, self._watch.warn_after = seconds, warn_after
 
     def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
         """The coroutine's result. An exception of its own is raised here.
@@ -129,7 +134,7 @@ class Host:
 
     def hurry(self) -> None:
         """The run is ending: do not wait for long where something blocks the loop."""
-        self._watch.fail_after = min(self._watch.fail_after, BLOCKED_SECONDS)
+        self.limit_blocking(min(self._watch.fail_after, BLOCKED_SECONDS))
 
     def _stuck(self) -> bool:
         """Whether there is no point in waiting for the loop."""

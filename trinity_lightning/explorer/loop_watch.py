@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import sys
 import sysconfig
 import threading
@@ -25,17 +26,16 @@ class LoopWatch:
     Args:
         loop: which one.
         thread: where it runs.
+
+    Attributes:
         warn_after: seconds without an answer after which the stack of its thread is logged, once.
-        fail_after: seconds for which anything may block it; also an attribute.
+        fail_after: seconds for which anything may block it.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, warn_after: float, fail_after: float
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         self._loop = loop
         self._thread = thread
-        self._warn_after = warn_after
-        self.fail_after = fail_after
+        self.warn_after = self.fail_after = math.inf
         self._asked = 0.0
         self._answered = True
         self._warned = False
@@ -57,10 +57,10 @@ class LoopWatch:
             WorkflowBlockedError: something blocks it, and has for too long.
         """
         silent = self.silent()
-        if silent <= min(self._warn_after, self.fail_after):
+        if silent <= min(self.warn_after, self.fail_after):
             return
         blocker = self.blocker()
-        if not self._warned and silent > self._warn_after:
+        if not self._warned and silent > self.warn_after:
             self._warned = True
             stack = "".join(traceback.format_stack(self._frame()))
             what = blocker or "something"

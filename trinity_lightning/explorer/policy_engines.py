@@ -31,7 +31,7 @@ class PolicyEngines:
         self.version = 0
         self.source: Callable[[], WeightStream] | None = None
         self._keeps_copy = keeps_copy
-        self._given: dict[str, Tensor] = {}
+        self._given: WeightStream | None = None
         self._restored: tuple[dict[str, Tensor], int] | None = None
         self._group: WeightGroup | None = None
 
@@ -47,7 +47,7 @@ class PolicyEngines:
         device = next((tensor.device for _, tensor in stream), torch.device("cpu"))
         self.leave()
         self._group = await WeightGroup.form(
-            self.models, address, port, device, stream.shapes if shapes is None else shapes
+            self.models, address, port, device, stream.shapes if shapes is None else shapes, self._present
         )
 
     def leave(self) -> None:
@@ -61,15 +61,19 @@ class PolicyEngines:
         stream = self._trainers()
         await self.send(stream, version)
         if self._keeps_copy:
-            self._given = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
+            self._given = WeightStream.of({name: tensor.to("cpu", copy=True) for name, tensor in stream}.items())
 
     async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every engine these weights."""
+        """Give every engine these weights; a server that is started again before the next ones reads them once more."""
         if self._group is not None:
             await self._group.send(stream, version)
         else:
             await asyncio.gather(*(model.sync_weights(stream, version) for model in self.models))
-        self.version = version
+        self.version, self._given = version, stream
+
+    def _present(self) -> WeightStream:
+        """The weights that the engines were last given; before that, the trainer's."""
+        return self._trainers() if self._given is None else self._given
 
     def weight(self, name: str) -> Tensor:
         """The weight of that name that the engines were last given, or the trainer's present one where no copy is kept.
@@ -78,7 +82,7 @@ class PolicyEngines:
             KeyError: unknown name; the message has the nearest match.
             RuntimeError: the trainer's weights are not connected.
         """
-        stream = WeightStream.of(self._given.items()) if self._given else self._trainers()
+        stream = self._present()
         if name not in stream.shapes:
             match = nearest(name, stream.shapes)
             hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(stream.shapes), None)}'."
@@ -94,7 +98,8 @@ class PolicyEngines:
 
     def state_dict(self) -> dict[str, Any]:
         """The copy that is kept, and its version; of fresh engines what `restore` is still to give."""
-        weights, version = self._restored or (self._given, self.version)
+        given = dict(self._given) if self._keeps_copy and self._given is not None else {}
+        weights, version = self._restored or (given, self.version)
         return {"version": version, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,8 +110,8 @@ class PolicyEngines:
         """Give fresh engines the weights that they had when the state was taken, once; whether there were any."""
         if self._restored is None:
             return False
-        (self._given, version), self._restored = self._restored, None
-        await self.send(WeightStream.of(self._given.items()), version)
+        (weights, version), self._restored = self._restored, None
+        await self.send(WeightStream.of(weights.items()), version)
         return True
 
     def forget_restored(self) -> None:

@@ -12,6 +12,7 @@ from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.ray_worker import PACKAGE, Answer, RayWorker
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task
@@ -110,6 +111,8 @@ class RayRunner:
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
+            async with asyncio.timeout(limit):
+                await self._start_dead_servers()
             await self.ready()
             answer = await self._ask(_sendable(task), list(runs), limit)
             experiences = Experience.deserialize_many(answer.experiences)
@@ -118,6 +121,12 @@ class RayRunner:
         for name, level, text in answer.log:
             logging.getLogger(name).log(level, "runner %s: %s", self.runner_id, text)
         return Attempt(experiences, answer.errors, answer.seconds)
+
+    async def _start_dead_servers(self) -> None:
+        """The worker's copies of the models cannot: this process has started the servers."""
+        for model in (self.model, *self.auxiliary_models):
+            if isinstance(model, Engine):
+                await model.load()
 
     async def _ask(self, task: bytes, runs: list[int], limit: float | None) -> Answer:
         """The worker's answer; WorkerDiedError or TimeoutError where there is none, RolloutError where it failed."""

@@ -15,6 +15,7 @@ from trinity_lightning.common.sampling import DEFAULT_TEMPERATURE, check_trained
 from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.explorer.models.history import History
 from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client, blocking_client
+from trinity_lightning.explorer.models.openai_model import OpenAIModel
 
 T = TypeVar("T")
 
@@ -129,6 +130,8 @@ class BoundModel:
 
     async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of the response to a request of OpenAI's API."""
+        if isinstance(self._model, OpenAIModel):  # it tells no tokens to keep
+            return await self._model.answer(path, self._next_call(body) if body else body)
         return await self._completions.answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:

@@ -22,6 +22,7 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 # Is told of every call: messages, tools, sampling settings, completions.
 Record = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any], list[Completion]], None]
 
+ROOT = "/v1"  # of the paths of requests
 MODEL_ID = "policy"  # there is one model: whatever `model=` says, it answers
 
 # Passed to the engine by the same name, unless they have the value that changes nothing.
@@ -72,14 +73,15 @@ class ChatCompletions:
             if path.endswith("/models"):
                 return 200, {"object": "list", "data": [_model_card()]}
             if not path.endswith("/chat/completions"):
-                return 404, _error(f"there is no {path} here: only chat.completions.create and models.list.", "unknown")
+                message = f"there is no {path} here: only chat.completions.create and models.list."
+                return 404, api_error(message, "unknown")
             return 200, await self._complete(body)
         except PromptTooLongError as error:
-            return 400, _error(str(error), "context_length_exceeded")
+            return 400, api_error(str(error), "context_length_exceeded")
         except ValueError as error:  # ConfigError is one, and so is what engines refuse
-            return 400, _error(str(error), "invalid_request")
+            return 400, api_error(str(error), "invalid_request")
         except Exception as error:
-            return 500, _error(f"{type(error).__name__}: {error}", "engine_failed")
+            return 500, api_error(f"{type(error).__name__}: {error}", "engine_failed")
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         _check(body)
@@ -186,7 +188,7 @@ def _named(client: Any) -> Any:
 # A run has a time-out of its own, and a retried call would draw another sample: both only where they are asked for.
 _ADDRESS: dict[str, Any] = {
     "api_key": "none",
-    "base_url": "http://in-this-process/v1",
+    "base_url": f"http://in-this-process{ROOT}",
     "timeout": None,
     "max_retries": 0,
 }
@@ -235,5 +237,6 @@ def _model_card() -> dict[str, Any]:
     return {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": "trinity_lightning"}
 
 
-def _error(message: str, code: str) -> dict[str, Any]:
+def api_error(message: str, code: str) -> dict[str, Any]:
+    """The body of a response of OpenAI's API that says what failed."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code, "param": None}}

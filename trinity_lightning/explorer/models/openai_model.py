@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.explorer.models.openai_client import ROOT, api_error
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,7 @@ class OpenAIModel:
                 model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
             )
         except (OpenAIError, ValueError) as error:  # a body that is no JSON comes as a ValueError
-            raise RolloutError(
-                f"the endpoint {self._url} (model '{self._model}') failed: {type(error).__name__}: {error}"
-            ) from error
+            raise RolloutError(self._failure(error)) from error
         return [
             Completion((), (), (), choice.message.content or "", choice.finish_reason) for choice in response.choices
         ]
@@ -104,6 +103,24 @@ class OpenAIModel:
         client = AsyncOpenAI(base_url=self._url, api_key=self._key())
         client.model_path = self._model  # type: ignore[attr-defined]
         return client
+
+    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of the endpoint's response to a request, which is for this model whatever it says."""
+        from openai import APIStatusError, OpenAIError
+
+        if body.get("stream"):
+            return 400, api_error("stream=True is not supported here: leave it out.", "invalid_request")
+        client, place = self._opened(), path.removeprefix(ROOT)
+        try:
+            if not body:
+                return 200, await client.get(place, cast_to=object)
+            return 200, await client.post(place, cast_to=object, body=body | {"model": self._model})
+        except (OpenAIError, ValueError) as error:
+            status = error.status_code if isinstance(error, APIStatusError) else 500
+            return status, api_error(self._failure(error), "endpoint_failed")
+
+    def _failure(self, error: Exception) -> str:
+        return f"the endpoint {self._url} (model '{self._model}') failed: {type(error).__name__}: {error}"
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> NoReturn:
         """Refused: ConfigError."""

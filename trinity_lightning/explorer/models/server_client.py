@@ -18,17 +18,17 @@ class ServerClient:
 
     Args:
         where: a URL, or the path of a Unix socket.
-        told: asked for what else is known where the server does not answer: how its process ended, say.
+        why: asked for what else is known after the server has failed: how its process ended, say.
     """
 
-    def __init__(self, where: str, told: Callable[[], Awaitable[str]] = _nothing) -> None:
+    def __init__(self, where: str, why: Callable[[], Awaitable[str]] = _nothing) -> None:
         is_url = where.startswith(("http://", "https://"))
         # No limit of connections: how many requests are decoded at once is the server's to decide.
         connector = aiohttp.TCPConnector(limit=0) if is_url else aiohttp.UnixConnector(where, limit=0)
         self._session = aiohttp.ClientSession(
             where if is_url else "http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
-        self._told = told
+        self._why = why
 
     @property
     def closed(self) -> bool:
@@ -67,12 +67,14 @@ class ServerClient:
             async with self._session.request(method, path, **body) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError) as error:
-            told = await self._told()
-            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{told}") from error
+            why = await self._why()
+            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{why}") from error
         if response.status == 200:
             return json.loads(text) if text else None
         message = f"{path.partition('?')[0]}: status {response.status}: {_message(text)}"
-        raise (ValueError if 400 <= response.status < 500 else RolloutError)(message)
+        if 400 <= response.status < 500:
+            raise ValueError(message)
+        raise RolloutError(message + await self._why())
 
 
 def _message(text: str) -> str:

@@ -15,7 +15,6 @@ from trinity_lightning.common.errors import ModelLoadError
 
 MAIN = Path(__file__).with_name("server_main.py")
 END_SECONDS = 10.0
-ENDING_LOOKS, LOOK_SECONDS = 10, 0.05  # a process that was killed is still there for a moment after its connections
 LOG_LINES = 15
 
 
@@ -29,28 +28,48 @@ class ServerProcess:
         flags: command line of vLLM's server.
         environment: variables on top of this process's.
         log: where its output goes; None for the private folder.
-        append: after what is there, of one that died.
 
     Attributes:
-        socket: path of the Unix socket.
+        address: path at which other processes find the server once it is `publish`ed; it stays when it starts again.
     """
 
-    def __init__(
-        self, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None, append: bool = False
-    ) -> None:
+    def __init__(self, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-"))  # mode 0700
-        self.socket = self._folder / "socket"
+        self.address = self._folder / "socket"
+        self._flags, self._environment = list(flags), dict(environment)
         self._log = log or self._folder / "server.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a" if append else "w") as output:
+        self._log.write_bytes(b"")
+        self._starts = 0
+        self._start()
+
+    @property
+    def socket(self) -> Path:
+        """Where the server of the last start listens."""
+        return self._folder / f"socket-{self._starts}"
+
+    def _start(self) -> None:
+        self._starts += 1
+        with self._log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(MAIN), "--uds", str(self.socket), *flags],
-                env=os.environ | dict(environment),
+                [sys.executable, "-P", str(MAIN), "--uds", str(self.socket), *self._flags],
+                env=os.environ | self._environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    async def start_again(self) -> None:
+        """Start it once more; the log goes on."""
+        await self.stop()  # what it started may live
+        self._start()
+
+    def publish(self) -> None:
+        """Have `address` lead to this server: it has the weights that it should."""
+        new = self._folder / "new"
+        new.symlink_to(self.socket)
+        new.replace(self.address)
 
     @property
     def has_ended(self) -> bool:
@@ -58,20 +77,18 @@ class ServerProcess:
         return self._process.poll() is not None
 
     def check(self) -> None:
-        """Raise ModelLoadError, with the end of its log, where the process has ended."""
-        if (code := self._process.poll()) is not None:
-            raise ModelLoadError(f"the vLLM server ended with exit code {code}. The end of its log:\n{self.log_end()}")
+        """Raise ModelLoadError, with the end of its log, if the process has ended."""
+        if self.has_ended:
+            raise ModelLoadError(f"the vLLM server does not start.{self.last_words()}")
 
-    async def ended(self) -> str:
-        """How it ended, " It was ended by signal 9." say; nothing while it runs."""
-        for _ in range(ENDING_LOOKS):
-            if (code := self._process.poll()) is not None:
-                break
-            await asyncio.sleep(LOOK_SECONDS)
-        else:
+    def last_words(self) -> str:
+        """How it ended, " It was ended by signal 9." say, and the end of its log; nothing while it runs."""
+        code = self._process.poll()
+        if code is None:
             return ""
         killed = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f" It was ended by signal {-code}{killed}." if code < 0 else f" It ended with exit code {code}."
+        how = f"was ended by signal {-code}{killed}" if code < 0 else f"ended with exit code {code}"
+        return f" It {how}. The end of its log:\n{self.log_end()}"
 
     def log_end(self) -> str:
         """The last lines of its output."""
@@ -82,6 +99,11 @@ class ServerProcess:
         return "\n".join(lines[-LOG_LINES:])
 
     async def end(self) -> None:
+        """Stop it for good; twice is allowed."""
+        await self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def stop(self) -> None:
         """Stop it and wait for its end; twice is allowed."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
@@ -91,7 +113,6 @@ class ServerProcess:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

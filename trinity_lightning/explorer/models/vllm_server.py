@@ -1,10 +1,12 @@
 """vLLM in a process of its own, or on another machine: it generates while the trainer trains."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
 HEALTH_SECONDS = 0.2
+ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # for a server that fails to end, or to answer again
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # so often within so many seconds is a server that died started again
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
@@ -66,10 +69,11 @@ class VLLMServerEngine(Engine):
     together with `--logprobs-mode processed_logprobs` and a folder that both machines see: let nobody but the run reach
     such a server, its requests that change weights ask for no password).
 
-    A server started here that dies is started again by the next request, with the weights that it had: those written
-    last, not the trainer's of now. Where they were sent without a file they are gone, and requests go on failing.
+    A server started here that dies is started again by the next request, and answers once it has the weights that it
+    had: a request is never answered with others than `model_version` says.
 
-    A copy that is sent to another process (a Ray runner) talks to the same server, and never ends it.
+    A copy that is sent to another process (a Ray runner) talks to the same server, also after it was started again, but
+    never starts or ends it.
 
     Args:
         model: `smollm2`, `tiny`, a folder, or a hub name: what the server serves.
@@ -116,78 +120,105 @@ class VLLMServerEngine(Engine):
         self._cores = cores
         self._gpus = gpus
         self._log = log
-        self._socket: str | None = None
+        self._address: str | None = None  # of a server started here, for copies in other processes
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self.restarts = 0
         self._deaths: list[float] = []  # when it was found dead, lately
-        self._taken: Path | None = None  # the weights that it has, where they are in a folder
-        self._received = False  # whether they were sent without one
+        self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Start the server, or find the one of the url, and wait until it answers."""
-        died = self._process is not None and self._process.has_ended
-        if self._loading is None and self._client is not None and not self._client.closed and not died:
-            return
+        """Start the server, or find the one of the url, and wait until it answers; one that died is started again.
+
+        Raises:
+            RolloutError: it died too often.
+        """
         if self._loading is None:  # several may ask at the same time
-            self._loading = asyncio.create_task(self._restart() if died else self._load())
+            process = self._process
+            if process is not None and process.has_ended:
+                self._loading = asyncio.create_task(self._restart(process))
+            elif self._client is None:
+                self._loading = asyncio.create_task(self._load())
+            else:
+                return
         try:
             await asyncio.shield(self._loading)
         finally:
             if self._loading is not None and self._loading.done():
                 self._loading = None
 
-    async def _restart(self) -> None:
-        """Start the server again that died.
-
-        Raises:
-            RolloutError: it died too often, or its weights are gone.
-        """
-        now = time.monotonic()
-        self._deaths = [*(death for death in self._deaths if now - death < RESTART_WINDOW), now]
-        end = await self._end_of_process()
-        if self._received:
-            raise RolloutError(f"the vLLM server died, and its weights with it: resume the run.{end}")
-        if len(self._deaths) > MAX_RESTARTS:
-            raise RolloutError(f"the vLLM server died {len(self._deaths)} times in {RESTART_WINDOW:g} s.{end}")
-        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts + 1, end)
-        if self._client is not None:
-            await self._client.close()
-        await self._end_process()
-        self.restarts += 1
-        await self._load()
-
     async def _load(self) -> None:
         path = str(await asyncio.to_thread(resolve_model, self._model))
+        if self._url is None and self._address is None:
+            self._process = ServerProcess(self._flags(path), self._environment(), self._log)
+            self._address = str(self._process.address)
+        try:
+            self._read_model(path)  # while the server starts
+            await self._connect()
+        except BaseException:
+            await self._disconnect()  # a server that was refused is refused the next time, too
+            await self._end_process()
+            raise
+
+    def _read_model(self, path: str) -> None:
         self._tokenizer = load_tokenizer(self._model)
         self._weight_shapes = parameter_shapes(path)
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
         own: Any = AutoConfig.from_pretrained(path).dtype
         self._dtype: torch.dtype = own if dtype is None else dtype
-        if self._url is None and self._socket is None:
-            self._process = ServerProcess(self._flags(path), self._environment(), self._log, self.restarts > 0)
-            self._socket = str(self._process.socket)
-        self._client = client = ServerClient(self._socket or self._url or "", self._end_of_process)
+
+    async def _restart(self, process: ServerProcess) -> None:
+        now = time.monotonic()
+        lately = [death for death in self._deaths if now - death < RESTART_WINDOW]
+        why = process.last_words()
+        if len(lately) >= MAX_RESTARTS:
+            raise RolloutError(f"the vLLM server died {len(lately) + 1} times in {RESTART_WINDOW:g} s.{why}")
+        self._deaths = [*lately, now]
+        self.restarts += 1
+        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts, why)
+        await self._disconnect()
         try:
-            await self._until_healthy(client)
-            await self._check_model(client)
-            if self._url is not None:
-                await self._check_settings(self._url)
-            elif self._taken is not None:
-                await self._update([_reload(self._taken)], self._model_version)
+            await process.start_again()
+            await self._connect()
         except BaseException:
-            self._client = None  # a server that was refused is refused the next time, too
-            await client.close()
-            await self._end_process()
+            await process.stop()  # it may have other weights: the next request tries again
             raise
 
-    async def _end_of_process(self) -> str:
-        """How the server that was started here ended, and the end of its log."""
-        process = self._process
-        return f"{await process.ended()} The end of its log:\n{process.log_end()}" if process is not None else ""
+    async def _connect(self) -> None:
+        """Wait until the server answers, check that it is the right one, and give it the weights that it had."""
+        where = self._address or self._url or "" if self._process is None else str(self._process.socket)
+        self._client = client = ServerClient(where, self._why)
+        await self._until_healthy(client)
+        await self._check_model(client)
+        if self._url is not None:
+            await self._check_settings(self._url)
+        if self._again is not None:
+            await self._again()
+        if self._process is not None:
+            self._process.publish()
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def _why(self) -> str:
+        """After a request failed: how the server that was started here ended; nothing where it goes on.
+
+        One that is ending is waited for, for the next request to start it again: where vLLM's own engine process was
+        killed, the server refuses everything for a while first.
+        """
+        process, client = self._process, self._client
+        if process is None or client is None:
+            return ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_SECONDS):
+                while self._client is client and not process.has_ended and not await client.answers():  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_SECONDS)
+        return process.last_words()
 
     def _running(self) -> ServerClient:
         if self._client is None:
@@ -268,10 +299,12 @@ class VLLMServerEngine(Engine):
 
     async def shutdown(self) -> None:
         """End the server, where it was started here; twice is allowed."""
-        self._taken, self._received = None, False
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.cancel()
+            await asyncio.wait([loading])
+        self._again, self._model_version = None, 0
+        await self._disconnect()
         await self._end_process()
         if self._weights is not None:
             self._weights.close()
@@ -279,14 +312,14 @@ class VLLMServerEngine(Engine):
     async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            self._socket = None
+            self._address = None
             await process.end()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process connects anew, to the server that runs by then."""
-        if self._url is None and self._socket is None:
+        """A copy in another process has connections of its own, and leaves the server's life to this one."""
+        if self._url is None and self._address is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
-        apart = {"_process": None, "_client": None, "_loading": None, "_weights": None, "_log": None}
+        apart = {"_process": None, "_client": None, "_loading": None, "_weights": None, "_log": None, "_again": None}
         return {**self.__dict__, **apart}
 
     # -- what an engine implements ------------------------------------------------------------------------------------
@@ -334,8 +367,8 @@ class VLLMServerEngine(Engine):
         if self._weights is None:
             self._weights = WeightFolder()
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
-        await self._update([_reload(folder)], version)
-        self._taken = folder
+        self._again = partial(self._update, [_reload(folder)], version)
+        await self._again()
 
     async def _update(self, requests: Sequence[tuple[str, dict[str, Any]]], version: int) -> None:
         """Requests that change the weights, and the end of what the old ones have computed."""
@@ -367,8 +400,15 @@ class VLLMServerEngine(Engine):
         await self._running().post("/shutdown_weight_transfer_engine", {})  # of a run before: vLLM would keep it, too
         await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
-    async def receive_weights(self, shapes: Mapping[str, Shape], version: int) -> None:
+    async def receive_weights(
+        self, shapes: Mapping[str, Shape], version: int, again: Callable[[], Awaitable[None]]
+    ) -> None:
         """Take over the weights that the trainer sends, one after the other in this order, in the engine's dtype.
+
+        Args:
+            shapes: of the weights.
+            version: theirs.
+            again: sends them once more, if the server is started again.
 
         Raises:
             WeightSyncError: the server failed.
@@ -378,9 +418,9 @@ class VLLMServerEngine(Engine):
             "dtype_names": [str(self._dtype).removeprefix("torch.")] * len(shapes),
             "shapes": [list(shape) for shape in shapes.values()],
         }
-        self._received = True
         update = ("/update_weights", {"update_info": announced})
         await self._update([("/start_weight_update", {}), update, ("/finish_weight_update", {})], version)
+        self._again = again
 
 
 def _reload(folder: Path) -> tuple[str, dict[str, Any]]:
