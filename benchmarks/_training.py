@@ -1,12 +1,14 @@
 """Training steps for benchmarks: `PolicyModule` under Lightning's Trainer, a step whenever one is asked for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from _rollouts import Rollout
 from torch.utils.data import DataLoader, IterableDataset
 
+from trinity_lightning.common.config import AlgorithmConfig
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.policy import PolicyModule
@@ -35,8 +37,32 @@ def make_batch(rows: int) -> OptimizerBatch:
     return OptimizerBatch.of(experiences, explore_step=1)
 
 
-def fit(model: str, batches: Iterator[OptimizerBatch]) -> None:
-    """One optimizer step in bfloat16 a batch; the iterator goes on when it is done."""
+def batch_of(groups: Sequence[Sequence[Rollout]]) -> OptimizerBatch:
+    """Rollouts that no engine has log-probabilities of, so that nothing is corrected."""
+    experiences = [
+        Experience(
+            eid=EID(batch=1, task=task, run=run),
+            tokens=torch.tensor(row.prompt + row.response),
+            prompt_length=len(row.prompt),
+            action_mask=torch.ones(len(row.response), dtype=torch.bool),
+            advantages=torch.full((len(row.response),), row.advantage),
+            info={"temperature": 1.0},
+        )
+        for task, group in enumerate(groups)
+        for run, row in enumerate(group)
+    ]
+    return OptimizerBatch.of(experiences, explore_step=1)
+
+
+def fit(
+    model: str,
+    batches: Iterator[OptimizerBatch],
+    dtype: str = "bf16",
+    algorithm: AlgorithmConfig | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    accelerator: str = "cpu",
+) -> None:
+    """One optimizer step a batch; the iterator goes on when it is done."""
 
     class Steps(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -50,11 +76,13 @@ def fit(model: str, batches: Iterator[OptimizerBatch]) -> None:
             return batch
 
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
+        devices=1,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=list(callbacks),
     )
-    trainer.fit(PolicyModule(model, dtype="bf16"), Data())
+    trainer.fit(PolicyModule(model, algorithm, dtype=dtype), Data())

@@ -18,7 +18,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import Any
+
+from _turns import Requests, Side
 
 SETTINGS = {
     "package": {},
@@ -33,18 +35,20 @@ BUSY = "while True: pass"
 
 
 def train(model: str, rows: int) -> None:
-    """A training step for each line of standard input, after the first ones; its seconds are printed."""
+    """A training step a request, after the first ones; the answer is its seconds."""
     from _training import WARM_UP, fit, make_batch
+
+    requests = Requests()
 
     def batches() -> Iterator[Any]:
         batch = make_batch(rows)
         for _ in range(WARM_UP):
             yield batch
-        print("ready", flush=True)
-        for _ in sys.stdin:
+        requests.answer("ready")
+        for _ in requests:
             start = time.perf_counter()
             yield batch
-            print(time.perf_counter() - start, flush=True)
+            requests.answer(time.perf_counter() - start)
 
     fit(model, batches())
 
@@ -52,39 +56,10 @@ def train(model: str, rows: int) -> None:
 # -- the process that measures ----------------------------------------------------------------------------------------
 
 
-class Trainer:
+def start(model: str, rows: int, setting: dict[str, str]) -> Side:
     """A process that trains when it is asked to."""
-
-    def __init__(self, model: str, rows: int, setting: dict[str, str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in INHERITED}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--train", "--model", model, "--rows", str(rows)],
-            env=environment | setting,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def until_ready(self) -> None:
-        """Wait for the model and its first steps."""
-        while (line := self._line()) != "ready\n":
-            if not line:
-                raise RuntimeError("the process that trains ended; `--train` in a terminal shows why")
-
-    def step(self) -> float:
-        """Seconds of one training step."""
-        stdin = cast(IO[str], self._process.stdin)
-        stdin.write("\n")
-        stdin.flush()
-        return float(self._line())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _line(self) -> str:
-        return cast(IO[str], self._process.stdout).readline()
+    environment = {name: value for name, value in os.environ.items() if name not in INHERITED}
+    return Side([__file__, "--train", "--model", model, "--rows", str(rows)], environment | setting)
 
 
 @contextmanager
@@ -102,18 +77,18 @@ def busy_processes(count: int) -> Iterator[None]:
 
 def measure(model: str, rows: int, rounds: int, busy: list[int]) -> dict[int, dict[str, float]]:
     """Seconds of a step, by the number of busy processes and by setting."""
-    trainers: dict[str, Trainer] = {}
+    trainers: dict[str, Side] = {}
     seen: dict[int, dict[str, list[float]]] = {count: {name: [] for name in SETTINGS} for count in busy}
     try:
         for name, setting in SETTINGS.items():
-            trainers[name] = Trainer(model, rows, setting)
+            trainers[name] = start(model, rows, setting)
         for trainer in trainers.values():
-            trainer.until_ready()
+            trainer.answer()
         for count in busy:
             for _ in range(rounds if count else 3 * rounds):  # a cost of 3% needs more rounds than a gain of 300%
                 with busy_processes(count):
                     for name, trainer in trainers.items():
-                        seen[count][name].append(trainer.step())
+                        seen[count][name].append(trainer.ask("step"))
     finally:
         for trainer in trainers.values():
             trainer.close()

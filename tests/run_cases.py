@@ -46,7 +46,16 @@ def steps_done(folder: Path, name: str) -> int:
 
 
 # What is measured in seconds, tokens a second or bytes differs between runs.
-MEASURED = ("time/", "perf/peak", "perf/tok", "perf/trained", "rollout/tokens_per_second", "rollout/overlap", "sync/")
+MEASURED = (
+    "time/",
+    "perf/peak",
+    "perf/mfu",
+    "perf/tok",
+    "perf/trained",
+    "rollout/tokens_per_second",
+    "rollout/overlap",
+    "sync/",
+)
 
 
 def same_metrics(a: Path, b: Path) -> None:

@@ -1,10 +1,12 @@
 """Benchmarks run; what they measure is judged by people, what they check is checked here too."""
 
+import importlib
 import json
 import subprocess
 import sys
 from typing import Any
 
+import pytest
 from conftest import ROOT, environment
 
 
@@ -54,3 +56,24 @@ def test_reward_workers_measures_training_beside_a_reward_in_each_place() -> Non
     assert set(found["seconds"]) == {"none", "thread", "process"}
     assert set(found["rewards_per_second"]) == {"thread", "process"}
     assert found["gain"] > 0
+
+
+def test_vs_trl_computes_the_same_on_both_sides() -> None:
+    found = run_benchmark("vs_trl.py", "--quick", "--models", "tiny", "--cases", "ragged", "--dtype", "fp32")
+    assert (found["case"], found["rows"], found["rounds"]) == ("ragged", 8, 1)
+    assert set(found["seconds"]) == {"ours", "trl"}
+    assert set(found["peak_gb"]) == {"ours", "trl", "ours_same_tokens"}
+    assert all(gb > 0.1 for gb in found["peak_gb"].values())
+    assert found["gradient_difference"] < 1e-5
+
+
+@pytest.mark.parametrize("norms", [{"a": 1.0, "b": 2.001}, {"a": 1.0}, {"a": 1.0, "b": float("nan")}])
+def test_vs_trl_refuses_sides_that_compute_something_else(
+    norms: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    compare_steps = importlib.import_module("vs_trl").compare_steps
+    same = {"loss": 0.5, "norms": {"a": 1.0, "b": 2.0}}
+    assert compare_steps(same, same) == {"loss_difference": 0, "gradient_difference": 0}
+    with pytest.raises(RuntimeError, match=r"something else|other parameters"):
+        compare_steps({"loss": 0.5, "norms": norms}, same)

@@ -24,11 +24,13 @@ from policy_cases import (
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+import trinity_lightning.trainer.policy as policy_module
 from trinity_lightning.common.config import AlgorithmConfig, KLConfig, OptimizerConfig
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.faults import describe_fault
+from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.optimization import parameter_groups
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
@@ -188,6 +190,26 @@ def test_costs_are_logged():
     assert metrics["perf/tokens_per_second"] == pytest.approx(tokens / float(metrics["time/train"]), rel=1e-5)
     assert metrics["perf/trained_tokens_per_second"] == pytest.approx(trained / float(metrics["time/train"]), rel=1e-5)
     assert metrics["perf/padding_ratio"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [("fp32", None, torch.float32), ("bf16", None, torch.bfloat16), ("fp32", "bf16-mixed", torch.bfloat16)],
+)
+def test_utilization_is_a_share_of_the_peak_of_the_products_dtype(dtype, precision, expected, monkeypatch):
+    peaks = {expected: 1e9}  # another dtype's is not known
+    monkeypatch.setattr(policy_module, "peak_flops", lambda device, dtype: peaks.get(dtype))
+    experiences, policy = make_experiences(), make_policy(dtype=dtype, max_tokens_per_micro_batch=10_000)
+    metrics = fit(policy, [batch_of(experiences)], precision=precision).logged_metrics
+    rows, width = len(experiences), max(len(e.tokens) for e in experiences)
+    trained = sum(int(e.action_mask.sum()) for e in experiences)
+    operations = ModelSize.of(policy.policy).training_flops(Work(rows * width, trained, rows * attended(width)))
+    assert metrics["perf/mfu"] == pytest.approx(operations / float(metrics["time/train"]) / 1e9, rel=1e-5)
+
+
+def test_utilization_of_an_unknown_device_is_left_out(monkeypatch):
+    monkeypatch.setattr(policy_module, "peak_flops", lambda device, dtype: None)
+    assert "perf/mfu" not in fit(make_policy(), [batch_of(make_experiences())]).logged_metrics
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "sapo", "mix"])

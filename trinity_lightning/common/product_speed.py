@@ -1,6 +1,8 @@
-"""Which dtype multiplies matrices faster on this machine's CPU, timed within milliseconds."""
+"""How fast this machine's CPU multiplies matrices, and in which dtype faster: timed within milliseconds."""
 
+import math
 import time
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -11,20 +13,33 @@ TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float3
 
 # Tokens of a micro-batch, and a layer of a small model: with AMX, AVX512-BF16 or neither, larger ones rank alike.
 SHAPE = (512, 576, 1536)
+LARGE_SHAPE = (1024, 1024, 2048)  # nearer to what the CPU can do at best
 WARM_UPS, ROUNDS = 2, 7
 
 
 @cache
 def product_seconds() -> dict[WeightDtype, float]:
-    """Seconds of one matrix product of `SHAPE` in each dtype, with as many threads as torch uses; once a process.
+    """Seconds of one matrix product of `SHAPE` in each dtype, with as many threads as torch uses; once a process."""
+    seconds = _least_seconds(SHAPE, list(TORCH_DTYPES.values()))
+    return {dtype: seconds[torch_dtype] for dtype, torch_dtype in TORCH_DTYPES.items()}
 
-    The least of several, which take turns: whatever else runs on the machine only ever adds to it.
+
+@cache
+def product_flops(dtype: torch.dtype, threads: int) -> float:
+    """Floating-point operations a second of the best matrix product found, once a process and number of threads.
+
+    Args:
+        dtype: of both factors.
+        threads: as many as torch uses now.
     """
-    rows, inner, columns = SHAPE
-    pairs = {
-        d: (torch.ones(rows, inner, dtype=t), torch.ones(inner, columns, dtype=t)) for d, t in TORCH_DTYPES.items()
-    }
-    times: dict[WeightDtype, list[float]] = {dtype: [] for dtype in pairs}
+    return max(2 * math.prod(shape) / _least_seconds(shape, [dtype])[dtype] for shape in (SHAPE, LARGE_SHAPE))
+
+
+def _least_seconds(shape: tuple[int, int, int], dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
+    """Of several products, which take turns: whatever else runs on the machine only ever adds to it."""
+    rows, inner, columns = shape
+    pairs = {d: (torch.ones(rows, inner, dtype=d), torch.ones(inner, columns, dtype=d)) for d in dtypes}
+    times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in pairs}
     with torch.inference_mode():
         for _ in range(WARM_UPS + ROUNDS):
             for dtype, (left, right) in pairs.items():

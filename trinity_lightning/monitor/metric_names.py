@@ -190,6 +190,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "perf/padding_ratio", "", "Tokens computed over tokens there are: 1 is no padding; below 1, prompts are shared."
     ),
+    Metric(
+        "perf/mfu",
+        "",
+        "Model FLOPs utilization: operations that the training computed (forward and backward, padding included) over "
+        "what the device could; its peak is measured on a CPU, and on an unknown GPU the metric is absent.",
+    ),
     Metric("perf/peak_memory_gb", "GB", "Peak memory of the process and its children so far (10^9 bytes)."),
 )
 

@@ -31,8 +31,10 @@ from trinity_lightning.common.random_state import random_state, restore_random_s
 from trinity_lightning.common.trainer_settings import HALF, check_trainer_settings
 from trinity_lightning.trainer.attention import attention_implementation
 from trinity_lightning.trainer.cpu_memory import reuse_large_buffers
+from trinity_lightning.trainer.device_peak import peak_flops
 from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.faults import describe_fault
+from trinity_lightning.trainer.flops import ModelSize, Work
 from trinity_lightning.trainer.forward import LogprobFn, logprob_function
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.objective import Objective
@@ -107,6 +109,7 @@ class PolicyModule(L.LightningModule):
         self._gradient_checkpointing = gradient_checkpointing
         self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
+        self._peak: float | None = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -197,6 +200,18 @@ class PolicyModule(L.LightningModule):
     def _logprob_fn(self) -> LogprobFn:
         """How log-probabilities of this architecture are computed."""
         return logprob_function(self.policy)
+
+    @cached_property
+    def _size(self) -> ModelSize:
+        """What `perf/mfu` counts."""
+        return ModelSize.of(self.policy)
+
+    def _peak_flops(self) -> float | None:
+        """Operations a second of the device in the dtype of this fit's products."""
+        kind = self.device.type
+        with self.trainer.precision_plugin.forward_context():  # autocast, if precision=bf16-mixed
+            products = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.policy.dtype
+        return peak_flops(self.device, products)
 
     def training_step(self, batch: OptimizerBatch, batch_idx: int) -> dict[str, Tensor] | None:
         """One optimizer step over a whole optimizer batch; an item with nothing to train takes none and is counted.
@@ -293,12 +308,20 @@ class PolicyModule(L.LightningModule):
     def _costs(self, batch: OptimizerBatch, parts: list[list[int]], seconds: float) -> dict[str, float]:
         """What the optimizer step cost: of the rows computed, without padding."""
         lengths = [len(e.tokens) for e in batch.experiences]
-        return self._counts(parts) | {
-            "perf/padding_ratio": padding_ratio(lengths, parts),
-            "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part) / seconds,
-            "perf/trained_tokens_per_second": _trained_tokens(batch, parts) / seconds,
-            "time/train": seconds,
-        }
+        return (
+            self._counts(parts)
+            | {
+                "perf/padding_ratio": padding_ratio(lengths, parts),
+                "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part) / seconds,
+                "perf/trained_tokens_per_second": _trained_tokens(batch, parts) / seconds,
+                "time/train": seconds,
+            }
+            | self._utilization(Work.padded(lengths, parts, _trained_tokens(batch, parts)), seconds)
+        )
+
+    def _utilization(self, work: Work, seconds: float) -> dict[str, float]:
+        """Share of what the device could compute meanwhile; nothing where that is not known."""
+        return {} if self._peak is None else {"perf/mfu": self._size.training_flops(work) / seconds / self._peak}
 
     def _counts(self, parts: list[list[int]]) -> dict[str, float]:
         """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
@@ -384,6 +407,7 @@ class PolicyModule(L.LightningModule):
         """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
         if self.device.type == "cpu":
             reuse_large_buffers()
+        self._peak = self._peak_flops()
         _ = self._logprob_fn  # a model that cannot be trained is refused before rollouts; on its device, by now
         self._restore_random_state()
 

@@ -1,0 +1,270 @@
+"""The training phase (forward, backward, optimizer step) against TRL's GRPOTrainer: same rollouts, same loss.
+
+    python benchmarks/vs_trl.py [--models smollm2 qwen2] [--cases short ragged uniform no_shared_prompt]
+
+Each case is 8 groups of 8 rollouts: random tokens of the lengths in `_rollouts.CASES`, all with an advantage. Ours is
+`PolicyModule` under Lightning's Trainer with its defaults. TRL's has no gradient checkpointing and 8 rows a pass; it is
+fed with the rollouts, and generates nothing. `qwen2` is a Qwen2 of 4M random parameters, made on the spot. Each side is
+a process of its own, and they take turns. Seconds are the median (least, largest) of two rounds, or of as many as fit
+into `--seconds`. Peak memory is that of the process in these rounds, or of the GPU where there is one;
+`ours_same_tokens` is ours with as many tokens a micro-batch as TRL's 8 padded rows have. The dtype `auto` is the one
+whose products are faster here; TRL's bf16 is autocast over float32 weights, its default, and its bf16_weights has no
+float32 weights at all, so that small updates are lost.
+
+Afterwards both compute a step of the first two groups in float32, and the benchmark fails unless the losses and the
+norms of all gradients agree. Prints one JSON line a case: `ratio` is TRL's time divided by ours, `memory_ratio` is our
+peak at the same number of tokens divided by TRL's.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _rollouts import CASES, Rollout
+from _turns import Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
+
+Groups = list[list[Rollout]]
+
+GROUPS, GROUP_SIZE = 8, 8
+CHECKED_GROUPS = 2
+TOLERANCE = 1e-4  # of float32 gradients, summed in another order
+ENVIRONMENT = dict(os.environ)  # before this package sets what libraries read, which is none of TRL's
+QWEN2 = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+# -- the processes that train -----------------------------------------------------------------------------------------
+
+
+def work(spec: dict[str, Any]) -> None:
+    """Announce to be ready, take a step a request; at any other request report peak memory, then a step in float32."""
+    requests = Requests()
+    warnings.simplefilter("ignore")
+    take_steps, check = {"ours": (our_steps, our_check), "trl": (trl_steps, trl_check)}[spec["side"]]
+    groups = CASES[spec["case"]].rollouts(spec["groups"], spec["group_size"], spec["vocabulary"])
+    take_steps(spec, groups, requests)
+    requests.answer(peak_gb())
+    requests.answer(check(spec, groups[:CHECKED_GROUPS]))
+
+
+def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
+    from _training import batch_of, fit
+
+    from trinity_lightning.common.config import AlgorithmConfig
+
+    def batches() -> Iterator[Any]:
+        yield batch_of(groups[:CHECKED_GROUPS])
+        reset_peak()
+        requests.answer("ready")
+        batch = batch_of(groups)
+        for request in requests:
+            if request != "step":
+                return
+            start = clock()
+            yield batch
+            requests.answer(clock() - start)
+
+    fit(spec["model"], batches(), spec["dtype"], AlgorithmConfig(**spec["algorithm"]), accelerator="auto")
+
+
+def our_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    import lightning as L
+    from _training import batch_of, fit
+
+    from trinity_lightning.common.config import AlgorithmConfig
+
+    found: dict[str, Any] = {}
+
+    class Look(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            found["norms"] = gradient_norms(pl_module.policy)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found["loss"] = float(outputs["loss"])
+
+    algorithm = AlgorithmConfig(**spec["algorithm"] | {"max_grad_norm": None})
+    fit(spec["model"], iter([batch_of(groups)]), "fp32", algorithm, [Look()], accelerator="auto")
+    return found
+
+
+def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
+    from _trl import EnoughError, OnStep, feed, make_trainer, train
+
+    started = 0.0
+
+    def before() -> None:
+        nonlocal started
+        if trainer.state.global_step == 0:  # the warm-up
+            return
+        if trainer.state.global_step == 1:
+            trainer.fed = feed(groups)
+            reset_peak()
+            requests.answer("ready")
+        if next(iter(requests), "") != "step":
+            raise EnoughError
+        started = clock()
+
+    def after() -> None:
+        if trainer.state.global_step > 1:
+            requests.answer(clock() - started)
+
+    rows = spec["groups"] * spec["group_size"]
+    trainer = make_trainer(spec["model"], spec["dtype"], rows, spec["rows_a_pass"], OnStep(before, after=after))
+    train(trainer, groups[:CHECKED_GROUPS])
+
+
+def trl_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    from _trl import EnoughError, OnStep, make_trainer, train
+
+    found: dict[str, Any] = {}
+
+    def look() -> None:
+        found.update(norms=gradient_norms(trainer.model), loss=trainer.loss)
+        raise EnoughError
+
+    rows = sum(map(len, groups))
+    callback = OnStep(gradient=look)
+    trainer = make_trainer(spec["model"], "fp32", rows, spec["rows_a_pass"], callback, max_grad_norm=0.0)
+    train(trainer, groups)
+    return found
+
+
+def gradient_norms(model: Any) -> dict[str, float]:
+    return {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None}
+
+
+# -- the process that measures ----------------------------------------------------------------------------------------
+
+
+def start(spec: dict[str, Any]) -> Side:
+    return Side([__file__, "--work", json.dumps(spec)], ENVIRONMENT)
+
+
+def compare(spec: dict[str, Any], dtypes: dict[str, str], seconds: float, rounds: int) -> dict[str, Any]:
+    """What is printed of a case."""
+    sides = {name: start(spec | {"side": name, "dtype": dtype}) for name, dtype in dtypes.items()}
+    try:
+        for side in sides.values():
+            side.answer()
+        taken = take_turns(sides, seconds, rounds)
+        peaks = {name: side.ask("peak") for name, side in sides.items()}
+        differences = compare_steps(*(side.answer() for side in sides.values()))
+    finally:
+        for side in sides.values():
+            side.close()
+    peaks["ours_same_tokens"] = peak_at_same_tokens(spec | {"side": "ours", "dtype": dtypes["ours"]})
+    median = {name: statistics.median(values) for name, values in taken.items()}
+    return {
+        "rounds": len(taken["ours"]),
+        "seconds": {name: spread(values) for name, values in taken.items()},
+        "ratio": round(median["trl"] / median["ours"], 2),
+        "peak_gb": {name: round(value, 2) for name, value in peaks.items()},
+        "memory_ratio": round(peaks["ours_same_tokens"] / peaks["trl"], 2),
+        **differences,
+    }
+
+
+def peak_at_same_tokens(spec: dict[str, Any]) -> float:
+    """Peak memory of ours with as many tokens a micro-batch as TRL's rows are padded to."""
+    tokens = spec["rows_a_pass"] * CASES[spec["case"]].longest
+    side = start(spec | {"algorithm": spec["algorithm"] | {"max_tokens_per_micro_batch": tokens}})
+    try:
+        side.answer()
+        side.ask("step")
+        return side.ask("peak")
+    finally:
+        side.close()
+
+
+def compare_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Relative differences of the loss and of the norms of gradients (the largest); an error where one is too large."""
+    if ours["norms"].keys() != theirs["norms"].keys():
+        raise RuntimeError(f"other parameters have gradients: {sorted(ours['norms'].keys() ^ theirs['norms'].keys())}")
+    of_loss = abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
+    of_gradients = {name: abs(ours["norms"][name] - norm) / norm for name, norm in theirs["norms"].items()}
+    if not all(value <= TOLERANCE for value in (of_loss, *of_gradients.values())):
+        raise RuntimeError(
+            f"the sides compute something else, beyond rounding ({TOLERANCE}): loss {of_loss}, {of_gradients}"
+        )
+    found = {"loss_difference": of_loss, "gradient_difference": max(of_gradients.values())}
+    return {name: float(f"{value:.1e}") for name, value in found.items()}
+
+
+def folder_of(model: str, scratch: Path) -> tuple[str, int]:
+    """The folder of a model and the size of its vocabulary; `qwen2` is made in `scratch`."""
+    import torch
+    from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+
+    from trinity_lightning.common.model_files import load_tokenizer, resolve_model
+
+    folder = Path(resolve_model(model)) if model != "qwen2" else scratch / model
+    if not folder.exists():
+        torch.manual_seed(0)
+        load_tokenizer("tiny").save_pretrained(folder)
+        Qwen2ForCausalLM(Qwen2Config(**QWEN2)).save_pretrained(folder)
+    return str(folder), AutoConfig.from_pretrained(folder).vocab_size
+
+
+def dtype_here() -> str:
+    from trinity_lightning.common.product_speed import faster_dtype
+
+    return faster_dtype().value
+
+
+def main() -> None:
+    args = arguments()
+    if args.work:
+        work(json.loads(args.work))
+        return
+    chosen = {"ours": args.dtype, "trl": args.trl_dtype}
+    dtypes = {side: dtype_here() if dtype == "auto" else dtype for side, dtype in chosen.items()}
+    groups, group_size = (2, 4) if args.quick else (GROUPS, GROUP_SIZE)
+    seconds, rounds = (0.0, 1) if args.quick else (args.seconds, 2)
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in args.models:
+            folder, vocabulary = folder_of(model, Path(scratch))
+            for case in args.cases:
+                spec = {"model": folder, "vocabulary": vocabulary, "case": case, "algorithm": args.algorithm}
+                spec |= {"groups": groups, "group_size": group_size, "rows_a_pass": group_size}
+                result = {
+                    "benchmark": "vs_trl",
+                    "trl": importlib.metadata.version("trl"),
+                    "model": model,
+                    "case": case,
+                    "rows": groups * group_size,
+                    "dtypes": dtypes,
+                    "algorithm": args.algorithm,
+                    "cores": len(os.sched_getaffinity(0)),
+                }
+                print(json.dumps(result | compare(spec, dtypes, seconds, rounds)), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["smollm2", "qwen2"], help="qwen2, or any of this package's")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a case's rounds")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    parser.add_argument("--trl-dtype", choices=("auto", "bf16", "fp32", "bf16_weights"), default="auto")
+    parser.add_argument("--algorithm", type=json.loads, default={}, help="settings of ours, as JSON")
+    parser.add_argument("--quick", action="store_true", help="two groups of four, one round: whether it works")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

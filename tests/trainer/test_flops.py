@@ -1,0 +1,103 @@
+"""Operations of a training step, held against those that torch counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from trinity_lightning.trainer.device_peak import known_bfloat16_flops, peak_flops
+from trinity_lightning.trainer.flops import ModelSize, Work, attended
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def small_qwen(tied: bool) -> Any:
+    config = Qwen2Config(**SMALL, tie_word_embeddings=tied)
+    config._attn_implementation = "eager"
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_those_that_torch_counts(tied: bool) -> None:
+    model, (rows, width) = small_qwen(tied), (3, 40)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(rows, width, dtype=torch.int64)).logits.sum().backward()
+    # Attention without a kernel of its own computes all pairs, and masks half of them.
+    work = Work(tokens=rows * width, predicted=rows * width, pairs=rows * width**2)
+    assert ModelSize.of(model).training_flops(work) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_token_is_multiplied_by_its_experts_only() -> None:
+    config = MixtralConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=False)
+    expert = 3 * SMALL["hidden_size"] * SMALL["intermediate_size"]
+    all_weights = sum(p.numel() for p in MixtralForCausalLM(config).parameters())
+    size = ModelSize.of(MixtralForCausalLM(config))
+    head = SMALL["vocab_size"] * SMALL["hidden_size"]
+    assert size == ModelSize(
+        body=all_weights - 2 * head - 6 * expert * SMALL["num_hidden_layers"], head=head, attention=3 * 64
+    )
+
+
+def test_layers_that_do_not_attend_are_not_counted() -> None:
+    model = small_qwen(tied=True)
+    model.config.layer_types = ["linear_attention", "full_attention", "sliding_attention"]
+    assert ModelSize.of(model).attention == 2 * SMALL["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "before", "pairs"), [(0, 5, 0), (1, 0, 1), (4, 0, 1 + 2 + 3 + 4), (3, 10, 11 + 12 + 13)]
+)
+def test_a_token_attends_to_itself_and_to_all_before(tokens: int, before: int, pairs: int) -> None:
+    assert attended(tokens, before) == pairs
+
+
+def test_rows_are_computed_to_the_longest_of_their_micro_batch() -> None:
+    work = Work.padded([3, 7, 5, 100], [[1, 2], [0]], predicted=4)
+    assert work == Work(tokens=2 * 7 + 3, predicted=4, pairs=2 * attended(7) + attended(3))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA GH200 480GB", 989.5e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(gpu: str, flops: float | None) -> None:
+    assert known_bfloat16_flops(gpu) == flops
+
+
+def test_the_peak_of_a_cpu_is_measured_once() -> None:
+    peak = peak_flops(torch.device("cpu"), torch.float32)
+    assert peak is not None
+    assert 1e8 < peak < 1e15
+    assert peak == peak_flops(torch.device("cpu"), torch.float32)
+
+
+def test_an_unknown_device_or_dtype_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == 989.5e12
+    assert peak_flops(torch.device("cuda"), torch.float32) is None
+    assert peak_flops(torch.device("mps"), torch.bfloat16) is None

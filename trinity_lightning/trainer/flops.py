@@ -1,0 +1,103 @@
+"""How many floating-point operations a training step needs, by the shape of the model and of what it computes.
+
+Operations of matrix products, forward and backward, as in appendix B of PaLM (arXiv 2204.02311): a product of a token
+with a weight takes 2 forward and 4 backward. Computing activations again (gradient checkpointing, the head) is no part
+of what a step needs, and does not count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Names that configurations have for the number of experts of a layer.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step sends through the model.
+
+    Attributes:
+        tokens: tokens through the layers, padding included.
+        predicted: positions through the head.
+        pairs: of a token and one that it attends to (itself, or one before), in one layer.
+    """
+
+    tokens: int
+    predicted: int
+    pairs: int
+
+    @classmethod
+    def padded(cls, lengths: Sequence[int], parts: Sequence[Sequence[int]], predicted: int) -> "Work":
+        """Micro-batches whose rows are padded to the longest of each.
+
+        Args:
+            lengths: tokens of each row.
+            parts: the rows of each micro-batch.
+            predicted: positions through the head.
+        """
+        shapes = [(len(part), max(lengths[row] for row in part)) for part in parts]
+        return cls(
+            sum(rows * width for rows, width in shapes),
+            predicted,
+            sum(rows * attended(width) for rows, width in shapes),
+        )
+
+
+def attended(tokens: int, before: int = 0) -> int:
+    """Pairs of so many tokens under a causal mask, each of which also attends to all tokens before them."""
+    return tokens * before + tokens * (tokens + 1) // 2
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Weights that a token is multiplied by.
+
+    Attributes:
+        body: those of the layers; of a mixture's experts the share that a token is sent to.
+        head: those of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
+        attention: width of all queries of a token, over all layers that attend.
+    """
+
+    body: int
+    head: int
+    attention: int
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelSize":
+        """Of a causal language model of transformers."""
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings().weight
+        tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} | {id(head)}
+        share = _expert_share(config)
+        body = sum(
+            parameter.numel() * (share if ".experts." in name else 1.0)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in tables
+        )
+        return cls(round(body), head.numel(), _attention_layers(config) * _query_width(config))
+
+    def training_flops(self, work: Work) -> int:
+        """Operations of forward and backward: 6 a token and weight; 4 + 8 a pair and unit of the queries' width."""
+        weights = self.body * work.tokens + self.head * work.predicted
+        return 6 * weights + 12 * self.attention * work.pairs
+
+
+def _expert_share(config: Any) -> float:
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    return config.num_experts_per_tok / experts if experts else 1.0
+
+
+def _query_width(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+
+
+def _attention_layers(config: Any) -> int:
+    """Layers that attend to every token before, or to a window of them; others (`linear_attention`) are not counted."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return config.num_hidden_layers
+    return sum(kind in ("full_attention", "sliding_attention") for kind in kinds)
