@@ -10,7 +10,7 @@ from policy_cases import make_policy
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trinity_lightning.trainer.attention import SHORT_TOKENS, attention_implementation, short_attention
+from trinity_lightning.trainer.attention import SHORT_TOKENS, attention, attention_implementation
 
 MODULE: Any = SimpleNamespace(is_causal=True, num_key_value_groups=3)
 
@@ -36,7 +36,7 @@ def errors(results, exact):
 def test_short_sequences_are_computed_in_float32(length):
     inputs = tensors(length, torch.bfloat16)
     exact = run(sdpa_attention_forward, [each.double() for each in inputs])
-    mine, theirs = run(short_attention, inputs), run(sdpa_attention_forward, inputs)
+    mine, theirs = run(attention, inputs), run(sdpa_attention_forward, inputs)
     assert all(result.dtype == torch.bfloat16 for result in mine)
     assert max(errors(mine[:1], exact[:1])) < 0.003
     if length > 1:
@@ -48,7 +48,7 @@ def test_a_mask_is_obeyed():
     diagonal = torch.eye(5, dtype=torch.bool)[None, None]  # each token attends to itself: its own value comes out
     additive = torch.zeros(1, 1, 5, 5, dtype=torch.bfloat16).masked_fill(~diagonal, float("-inf"))
     for mask in (diagonal, additive):
-        output = run(short_attention, inputs, mask)[0]
+        output = run(attention, inputs, mask)[0]
         torch.testing.assert_close(output, inputs[2].detach().repeat_interleave(3, 1).transpose(1, 2), rtol=0, atol=0)
 
 
@@ -59,7 +59,7 @@ def test_a_mask_is_obeyed():
 )
 def test_everything_else_is_transformers_own(length, dtype, queries):
     inputs = tensors(length, dtype, queries)
-    for mine, theirs in zip(run(short_attention, inputs), run(sdpa_attention_forward, inputs), strict=True):
+    for mine, theirs in zip(run(attention, inputs), run(sdpa_attention_forward, inputs), strict=True):
         assert torch.equal(mine, theirs)
 
 

@@ -9,6 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 
 from trinity_lightning.trainer.device_peak import known_bfloat16_flops, peak_flops
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
+from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -61,8 +62,15 @@ def test_a_token_attends_to_itself_and_to_all_before(tokens: int, before: int, p
 
 
 def test_rows_are_computed_to_the_longest_of_their_micro_batch() -> None:
-    work = Work.padded([3, 7, 5, 100], [[1, 2], [0]], predicted=4)
+    parts = cut_padded([3, 7, 5, 100], [0, 1, 2], 14)
+    work = Work.of([3, 7, 5, 100], parts, predicted=4)
     assert work == Work(tokens=2 * 7 + 3, predicted=4, pairs=2 * attended(7) + attended(3))
+
+
+def test_a_shared_prefix_is_computed_once_and_attended_to_by_every_row() -> None:
+    part = Part((2, 0, 1), tokens=14, groups=(PrefixGroup((2,), 0, 5), PrefixGroup((0, 1), 4, 9)))
+    work = Work.of([7, 6, 5], [part], predicted=8)
+    assert work == Work(tokens=14, predicted=8, pairs=attended(5) + attended(4) + attended(3, 4) + attended(2, 4))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(name: str, dtype: 
     tokens = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([3, 4, 10, 15, 18])  # of both rows
     targets, temperature = torch.tensor([5, 9, 60, 7, 7]), torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0])
-    logprobs, entropies = function(model.eval(), tokens, positions, targets, temperature)
+    logprobs, entropies = function(model.eval(), {"input_ids": tokens}, positions, targets, temperature)
     whole = model(input_ids=tokens).logits.float().flatten(0, 1)[positions] / temperature[:, None]
     distribution = torch.distributions.Categorical(logits=whole)
     tolerance: dict[str, Any] = {} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.03}

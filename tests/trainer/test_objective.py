@@ -33,6 +33,7 @@ from trinity_lightning.common.config import (
     AlgorithmConfig,
     ExplorerConfig,
     KLConfig,
+    Layout,
     RolloutCorrectionConfig,
     SamplingConfig,
     config_dir,
@@ -46,8 +47,9 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.trainer.layout import cut
+from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.packing import collate
 from trinity_lightning.trainer.policy import PolicyModule
 
 LOSSES = sorted(POLICY_LOSS_FN)
@@ -65,7 +67,8 @@ def inputs(seed: int = 0) -> tuple[Any, ...]:
     """Log-probabilities, entropies, the micro-batch and the optimizer batch of ragged experiences."""
     experiences = make_experiences(seed=seed)
     batch = batch_of(experiences)
-    micro = collate(batch, range(len(experiences)), torch.device("cpu"))
+    (part,) = cut(batch, range(len(experiences)), 10_000, Layout.padded)
+    micro = collate(batch, part, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     shape = micro.action_mask.shape
     logprobs = -torch.rand(shape, generator=generator)

@@ -22,6 +22,7 @@ from trinity_lightning.common.config_sections import Dropout as Dropout
 from trinity_lightning.common.config_sections import DynamicTimeoutConfig as DynamicTimeoutConfig
 from trinity_lightning.common.config_sections import ExplorerConfig as ExplorerConfig
 from trinity_lightning.common.config_sections import KLConfig as KLConfig
+from trinity_lightning.common.config_sections import Layout as Layout
 from trinity_lightning.common.config_sections import ModelConfig as ModelConfig
 from trinity_lightning.common.config_sections import OptimizerConfig as OptimizerConfig
 from trinity_lightning.common.config_sections import OverRolloutConfig as OverRolloutConfig

@@ -27,6 +27,18 @@ class Dropout(Enum):
     keep = "keep"
 
 
+class Layout(Enum):
+    """How the rows of a micro-batch lie in memory; all are exact.
+
+    `padded`: side by side, padded to the longest. `shared_prefix`: what several prompts begin with is computed once,
+    each row's rest behind it, without padding. `auto`: that which computes fewer tokens, for each optimizer batch.
+    """
+
+    auto = "auto"
+    padded = "padded"
+    shared_prefix = "shared_prefix"
+
+
 @dataclass
 class ModelConfig:
     """The policy.
@@ -319,7 +331,11 @@ class AlgorithmConfig:
             corrects, and level must be none.
         optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
         inner_epochs: passes over them.
-        max_tokens_per_micro_batch: padded tokens of one forward and backward pass: what bounds memory.
+        layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
+            with computed once, each row's rest behind it, without padding; `auto`, whichever computes fewer tokens.
+            The loss is the same. Models whose layers are not plain full attention keep `padded`.
+        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
+            prefixes once: what bounds memory.
         max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
         max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
 
@@ -336,6 +352,7 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     optimizer_steps: int = 1
     inner_epochs: int = 1
+    layout: Layout = Layout.auto
     max_tokens_per_micro_batch: int = 4096
     max_grad_norm: float | None = 1.0
     max_bad_steps: int = 5
@@ -353,6 +370,9 @@ class AlgorithmConfig:
         at_least(0, "algorithm.entropy_coef", self.entropy_coef)
         at_least(1, "algorithm.optimizer_steps", self.optimizer_steps)
         at_least(1, "algorithm.inner_epochs", self.inner_epochs)
+        if not isinstance(self.layout, Layout):  # a script may give its name
+            one_of("algorithm.layout", self.layout, [each.value for each in Layout])
+            self.layout = Layout(self.layout)
         at_least(1, "algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
         above_zero("algorithm.max_grad_norm", self.max_grad_norm)
         at_least(1, "algorithm.max_bad_steps", self.max_bad_steps)

@@ -196,6 +196,10 @@ METRICS: tuple[Metric, ...] = (
         "Model FLOPs utilization: operations that the training computed (forward and backward, padding included) over "
         "what the device could; its peak is measured on a CPU, and on an unknown GPU the metric is absent.",
     ),
+    Metric(
+        "perf/computed_tokens", "tokens", "Tokens of the forward passes trained on: with padding, shared prefixes once."
+    ),
+    Metric("perf/shared_prefix", "", "1 if the optimizer step shared prefixes (algorithm.layout), 0 if it was padded."),
     Metric("perf/peak_memory_gb", "GB", "Peak memory of the process and its children so far (10^9 bytes)."),
 )
 

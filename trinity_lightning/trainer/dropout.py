@@ -16,20 +16,26 @@ def switch_off_dropout(model: nn.Module) -> None:
 
     Training mode stays what it is otherwise. Noise that routers of experts add to their input goes, too.
     """
+    for holder, name in _shares(model):
+        setattr(holder, name, 0.0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether `switch_off_dropout` would change anything."""
+    return any(getattr(holder, name) for holder, name in _shares(model))
+
+
+def _shares(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Every share of dropout, as an object and its attribute."""
     module: Any
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):  # torch's own, and those made after them
-            module.p = 0.0
-        _set_zero(module)
-        for config in _configs(getattr(module, "config", None)):
-            _set_zero(config)
-
-
-def _set_zero(holder: Any) -> None:
-    for name, value in vars(holder).items():
-        # A share of 1 may be written as an integer; other integers, and flags such as token_dropout, are no shares.
-        if (isinstance(value, float) or (type(value) is int and value == 1)) and _RANDOM.search(name):
-            setattr(holder, name, 0.0)
+            yield module, "p"
+        for holder in (module, *_configs(getattr(module, "config", None))):
+            for name, value in list(vars(holder).items()):
+                # A share of 1 may be written as an integer; other integers, and flags such as token_dropout, are none.
+                if (isinstance(value, float) or (type(value) is int and value == 1)) and _RANDOM.search(name):
+                    yield holder, name
 
 
 def _configs(config: Any) -> Iterator[Any]:

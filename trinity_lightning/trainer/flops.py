@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from trinity_lightning.trainer.layout import Part, computed_tokens
+
 # Names that configurations have for the number of experts of a layer.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -30,20 +32,24 @@ class Work:
     pairs: int
 
     @classmethod
-    def padded(cls, lengths: Sequence[int], parts: Sequence[Sequence[int]], predicted: int) -> "Work":
-        """Micro-batches whose rows are padded to the longest of each.
+    def of(cls, lengths: Sequence[int], parts: Sequence[Part], predicted: int) -> "Work":
+        """Of these micro-batches.
 
         Args:
             lengths: tokens of each row.
-            parts: the rows of each micro-batch.
+            parts: the micro-batches.
             predicted: positions through the head.
         """
-        shapes = [(len(part), max(lengths[row] for row in part)) for part in parts]
-        return cls(
-            sum(rows * width for rows, width in shapes),
-            predicted,
-            sum(rows * attended(width) for rows, width in shapes),
-        )
+        return cls(computed_tokens(parts), predicted, sum(_pairs(lengths, part) for part in parts))
+
+
+def _pairs(lengths: Sequence[int], part: Part) -> int:
+    if not part.groups:  # rows padded to the longest
+        return len(part.rows) * attended(part.tokens // len(part.rows))
+    return sum(
+        attended(group.prefix) + sum(attended(lengths[row] - group.prefix, group.prefix) for row in group.rows)
+        for group in part.groups
+    )
 
 
 def attended(tokens: int, before: int = 0) -> int:

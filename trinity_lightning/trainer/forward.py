@@ -1,7 +1,8 @@
 """How a model's log-probabilities are computed: by its base model and a head of ours, or by its own forward pass.
 
 The head runs on trained positions only and in chunks, which saves most of the memory. Not every architecture's logits
-are what its configuration's common names say, so both ways are held against the model's own logits before one is used.
+are what its configuration's common names say, so both ways are held against the model's own logits before one is used;
+and shared prefixes against rows that are whole.
 """
 
 import inspect
@@ -12,14 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.errors import ModelLoadError
+from trinity_lightning.common.config import Layout
+from trinity_lightning.common.errors import ConfigError, ModelLoadError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.trainer.attention import NAME
+from trinity_lightning.trainer.dropout import has_dropout
+from trinity_lightning.trainer.layout import cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
+from trinity_lightning.trainer.micro_batch import collate
 
 logger = logging.getLogger(__name__)
 
-# (model, tokens [B, S], positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n].
-# A position is the place in the flattened tokens of the state that predicts the target.
-LogprobFn = Callable[[Any, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
+# are arguments of the forward pass, among them `input_ids` [B, S]; a position is the place in the flattened tokens of
+# the state that predicts the target.
+LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 CHECKED_TOKENS = 16
 # Mean differences that are rounding, as a share of the largest logit.
@@ -27,20 +36,21 @@ FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
 
 
 def logprobs_by_head(
-    model: Any, tokens: Tensor, positions: Tensor, targets: Tensor, temperature: Tensor
+    model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """From hidden states of the base model, by `Head.of`: of the logits one chunk at a time."""
-    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    states = model.base_model(**inputs, use_cache=False).last_hidden_state
     return token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, temperature)
 
 
 def logprobs_by_forward(
-    model: Any, tokens: Tensor, positions: Tensor, targets: Tensor, temperature: Tensor
+    model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """From the model's own logits, at every place of the sequence where any row has a target: all in memory at once."""
-    rows, places = positions // tokens.shape[1], positions % tokens.shape[1]
+    length = inputs["input_ids"].shape[1]
+    rows, places = positions // length, positions % length
     kept, columns = places.unique(return_inverse=True)
-    logits = model(input_ids=tokens, use_cache=False, logits_to_keep=kept).logits
+    logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
 
 
@@ -54,9 +64,9 @@ def logprob_function(model: Any) -> LogprobFn:
     was_training = model.training
     model.eval()
     try:
-        tokens = _random_tokens(model)
+        tokens = _random_tokens(model, alike=CHECKED_TOKENS - 1)
         logits = model(input_ids=tokens, use_cache=False).logits.float()
-        limit = (FULL_LIMIT if model.dtype == torch.float32 else HALF_LIMIT) * max(1.0, float(logits.abs().max()))
+        limit = _limit(model, logits)
         if float((logits[0, :-1] - logits[1, :-1]).abs().mean()) > limit:  # the rows differ in their last token
             raise ModelLoadError(f"{_name(model)} is no causal model: what it predicts depends on later tokens.")
         if _agrees(logprobs_by_head, model, tokens, logits, limit):
@@ -73,26 +83,96 @@ def logprob_function(model: Any) -> LogprobFn:
     )
 
 
-def _random_tokens(model: Any) -> Tensor:
-    """Two rows [2, S] of the same token ids but for the last."""
+def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
+    """The layout, or `padded` if it is `auto` and the model's log-probabilities differ with shared prefixes.
+
+    Args:
+        layout: the layout asked for.
+        model: the policy.
+        function: how its log-probabilities are computed.
+
+    Raises:
+        ConfigError: it is `shared_prefix`, and they do; the message says why.
+    """
+    obstacle = None if layout is Layout.padded else _obstacle(model, function)
+    if obstacle is None:
+        return layout
+    if layout is Layout.shared_prefix:
+        raise ConfigError(f"algorithm.layout=shared_prefix: {_name(model)} {obstacle}. Set algorithm.layout=padded.")
+    logger.info("%s %s: the padded layout is used.", _name(model), obstacle)
+    return Layout.padded
+
+
+def _obstacle(model: Any, function: LogprobFn) -> str | None:
+    """Why the model's rows cannot share prefixes; None if they can."""
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if layers or getattr(config, "sliding_window", None):
+        kinds = ", ".join(sorted(layers)) or "sliding_attention"
+        return f"has layers of {kinds}, and only full attention can share prefixes"
+    if config._attn_implementation != NAME:
+        return "shares prefixes only with model.attn_implementation=sdpa"
+    if model.device.type != "cpu":
+        return f"shares prefixes on a CPU only, not on {model.device.type}"
+    if has_dropout(model):
+        return "has dropout (model.dropout=keep), which would drop a shared prefix for all of its rows alike"
+    return None if _shares_prefixes(model, function) else "computes other log-probabilities if prefixes are shared"
+
+
+@torch.no_grad()
+def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
+    """Whether two random responses to one prompt have the same log-probabilities in both layouts."""
+    tokens = _random_tokens(model, CHECKED_TOKENS // 2)
+    batch = OptimizerBatch.of([Experience(tokens=row, prompt_length=CHECKED_TOKENS // 2) for row in tokens.cpu()], 0)
+    was_training = model.training
+    model.eval()
+    try:
+        found = []
+        for layout in (Layout.padded, Layout.shared_prefix):
+            (part,) = cut(batch, [0, 1], tokens.numel(), layout)
+            micro = collate(batch, part, model.device)
+            call = (model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
+            found.append(_tried(function, *call))
+    finally:
+        model.train(was_training)
+    whole, shared = found
+    return shared is not None and _close(shared, whole, _limit(model, whole[0]))
+
+
+def _random_tokens(model: Any, alike: int) -> Tensor:
+    """Two rows [2, S] of token ids, of which so many at the beginning are the same."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0)).repeat(2, 1)
-    rows[1, -1] = (rows[0, -1] + 1) % vocabulary
+    rows[1, alike:] = (rows[0, alike:].flip(0) + 1) % vocabulary
     return rows.to(model.device)
+
+
+def _limit(model: Any, values: Tensor) -> float:
+    """The largest mean difference from these values that is rounding."""
+    return (FULL_LIMIT if model.dtype == torch.float32 else HALF_LIMIT) * max(1.0, float(values.abs().max()))
+
+
+def _tried(function: LogprobFn, model: Any, *arguments: Any) -> tuple[Tensor, Tensor] | None:
+    """What the function yields; None if the architecture is another than it is for."""
+    try:
+        return function(model, *arguments)
+    except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the architecture
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such output, argument or shape
+        logger.info("%s has no %s: %s", _name(model), function.__name__, error)
+        return None
 
 
 def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, limit: float) -> bool:
     """Whether it runs, and yields the log-probabilities and entropies that follow from the logits [2, S, V]."""
     positions = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)[:, :-1].flatten()
     targets, temperature = tokens[:, 1:].flatten(), torch.ones(len(positions), device=tokens.device)
-    try:
-        found = function(model, tokens, positions, targets, temperature)
-    except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the architecture
-        raise
-    except (AttributeError, TypeError, RuntimeError) as error:  # no such output, argument or shape
-        logger.info("%s has no %s: %s", _name(model), function.__name__, error)
-        return False
+    found = _tried(function, model, {"input_ids": tokens}, positions, targets, temperature)
     expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
+    return found is not None and _close(found, expected, limit)
+
+
+def _close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], limit: float) -> bool:
     return all(float((mine - own).abs().mean()) <= limit for mine, own in zip(found, expected, strict=True))
 
 

@@ -18,7 +18,7 @@ from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.older_weights import check_corrected, needs_correction
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
-from trinity_lightning.trainer.packing import MicroBatch
+from trinity_lightning.trainer.micro_batch import MicroBatch
 
 K1_AS_A_LOSS = (
     "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.common.checks import check_version, checked_copy
-from trinity_lightning.common.config import AlgorithmConfig, Dropout, OptimizerConfig, WeightDtype
+from trinity_lightning.common.config import AlgorithmConfig, Dropout, Layout, OptimizerConfig, WeightDtype
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
@@ -35,11 +35,12 @@ from trinity_lightning.trainer.device_peak import peak_flops
 from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.faults import describe_fault
 from trinity_lightning.trainer.flops import ModelSize, Work
-from trinity_lightning.trainer.forward import LogprobFn, logprob_function
+from trinity_lightning.trainer.forward import LogprobFn, logprob_function, usable_layout
+from trinity_lightning.trainer.layout import Part, computed_tokens, cut, padding_ratio, rows_to_train
 from trinity_lightning.trainer.master_weights import MasterWeights
+from trinity_lightning.trainer.micro_batch import MicroBatch, collate
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule, parameter_groups
-from trinity_lightning.trainer.packing import MicroBatch, collate, cut, padding_ratio, rows_to_train
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,15 @@ class PolicyModule(L.LightningModule):
         return logprob_function(self.policy)
 
     @cached_property
+    def _layout(self) -> Layout:
+        """The layout asked for, or `padded` if it is `auto` and this architecture cannot share prefixes.
+
+        Raises:
+            ConfigError: it cannot, and was asked to.
+        """
+        return usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
+
+    @cached_property
     def _size(self) -> ModelSize:
         """What `perf/mfu` counts."""
         return ModelSize.of(self.policy)
@@ -237,7 +247,8 @@ class PolicyModule(L.LightningModule):
             losses, metrics = self._accumulate(batch, parts)
             norm = self._clip()
             if not math.isfinite(norm):
-                self._skip_bad_step(batch, norm, describe_fault(batch, parts, losses, self.policy))
+                rows_of_parts = [part.rows for part in parts]
+                self._skip_bad_step(batch, norm, describe_fault(batch, rows_of_parts, losses, self.policy))
                 return None
             metrics |= {"actor/grad_norm": norm, "actor/lr": optimizer.param_groups[0]["lr"]}
             optimizer.step()
@@ -261,7 +272,7 @@ class PolicyModule(L.LightningModule):
         logger.warning("%s: no optimizer step was taken, %d so far.", what, self.bad_steps)
         self._log(self._counts([]), batch)
 
-    def _accumulate(self, batch: OptimizerBatch, parts: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
+    def _accumulate(self, batch: OptimizerBatch, parts: list[Part]) -> tuple[Tensor, dict[str, float]]:
         """Gradients of all micro-batches, added up; the loss of each [parts], metrics of the whole optimizer batch."""
         computed_tokens = _trained_tokens(batch, parts)
         sampled_tokens = _trained_tokens(batch, parts, sampled=True)
@@ -283,15 +294,13 @@ class PolicyModule(L.LightningModule):
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, R] of the trained tokens; 0 elsewhere."""
-        positions, targets, rows = micro.positions()
-        values = self._logprob_fn(model, micro.tokens, positions, targets, micro.temperature[rows])
-        zeros = torch.zeros(micro.action_mask.shape, device=micro.tokens.device)
+        values = self._logprob_fn(model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
+        zeros = torch.zeros(micro.action_mask.shape, device=micro.action_mask.device)
         logprobs, entropies = (zeros.masked_scatter(micro.action_mask, value) for value in values)
         return logprobs, entropies
 
-    def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[list[int]]:
-        lengths = [len(e.tokens) for e in batch.experiences]
-        return cut(lengths, rows, self.algorithm.max_tokens_per_micro_batch)
+    def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[Part]:
+        return cut(batch, rows, self.algorithm.max_tokens_per_micro_batch, self._layout)
 
     def _clip(self) -> float:
         """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
@@ -305,28 +314,30 @@ class PolicyModule(L.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.algorithm.max_grad_norm, norm)
         return float(norm)
 
-    def _costs(self, batch: OptimizerBatch, parts: list[list[int]], seconds: float) -> dict[str, float]:
+    def _costs(self, batch: OptimizerBatch, parts: list[Part], seconds: float) -> dict[str, float]:
         """What the optimizer step cost: of the rows computed, without padding."""
         lengths = [len(e.tokens) for e in batch.experiences]
         return (
             self._counts(parts)
             | {
                 "perf/padding_ratio": padding_ratio(lengths, parts),
-                "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part) / seconds,
+                "perf/computed_tokens": computed_tokens(parts),
+                "perf/shared_prefix": any(part.groups for part in parts),
+                "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part.rows) / seconds,
                 "perf/trained_tokens_per_second": _trained_tokens(batch, parts) / seconds,
                 "time/train": seconds,
             }
-            | self._utilization(Work.padded(lengths, parts, _trained_tokens(batch, parts)), seconds)
+            | self._utilization(Work.of(lengths, parts, _trained_tokens(batch, parts)), seconds)
         )
 
     def _utilization(self, work: Work, seconds: float) -> dict[str, float]:
         """Share of what the device could compute meanwhile; nothing where that is not known."""
         return {} if self._peak is None else {"perf/mfu": self._size.training_flops(work) / seconds / self._peak}
 
-    def _counts(self, parts: list[list[int]]) -> dict[str, float]:
+    def _counts(self, parts: list[Part]) -> dict[str, float]:
         """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
         return {
-            "actor/trained_rows": sum(map(len, parts)),
+            "actor/trained_rows": sum(len(part.rows) for part in parts),
             "actor/micro_batches": len(parts),
             "actor/skipped_items": self.skipped_items,
             "actor/bad_steps": self.bad_steps,
@@ -362,7 +373,7 @@ class PolicyModule(L.LightningModule):
         model.eval()  # dropout would make them another model's
         for part in self._cut(batch, rows):
             values, _ = self._logprobs(model, collate(batch, part, self.device))
-            for row, value in zip(part, values.cpu(), strict=True):
+            for row, value in zip(part.rows, values.cpu(), strict=True):
                 column[row] = value[: len(column[row])].clone()
         model.train(was_training)
         return column
@@ -408,7 +419,7 @@ class PolicyModule(L.LightningModule):
         if self.device.type == "cpu":
             reuse_large_buffers()
         self._peak = self._peak_flops()
-        _ = self._logprob_fn  # a model that cannot be trained is refused before rollouts; on its device, by now
+        _ = self._layout  # a model that cannot be trained is refused before rollouts; on its device, by now
         self._restore_random_state()
 
     def on_train_start(self) -> None:
@@ -421,7 +432,7 @@ class PolicyModule(L.LightningModule):
             self._random_state = None
 
 
-def _trained_tokens(batch: OptimizerBatch, parts: list[list[int]], sampled: bool = False) -> int:
+def _trained_tokens(batch: OptimizerBatch, parts: list[Part], sampled: bool = False) -> int:
     """Trained tokens of the parts; `sampled`: of their rows with an engine's log-probabilities."""
-    experiences = [batch.experiences[row] for part in parts for row in part]
+    experiences = [batch.experiences[row] for part in parts for row in part.rows]
     return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)

@@ -1,0 +1,189 @@
+"""Cutting: nothing lost, nothing twice, within the budget, and prefixes shared as well as can be."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_cases import batches, experiences
+
+from trinity_lightning.common.config import AlgorithmConfig, Layout
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.trainer.layout import (
+    computed_tokens,
+    cut,
+    cut_padded,
+    cut_shared,
+    padding_ratio,
+    prefix_groups,
+    rows_to_train,
+)
+
+ragged = settings(deadline=None, max_examples=60)
+
+
+def rows_of(prompts, responses=None):
+    responses = responses or [[50 + row] for row in range(len(prompts))]
+    pairs = zip(prompts, responses, strict=True)
+    return [Experience(tokens=p + r, prompt_length=len(p), advantages=[1.0] * len(r)) for p, r in pairs]
+
+
+def group_rows(*arguments):
+    return sorted((sorted(group.rows), group.prefix) for group in prefix_groups(*arguments))
+
+
+# -- padded ------------------------------------------------------------------------------------------------------------
+
+
+@ragged
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120), st.data())
+def test_padded_parts_deal_every_row_once_within_the_budget(lengths, budget, data):
+    rows = data.draw(st.lists(st.sampled_from(range(len(lengths))), unique=True))
+    parts = cut_padded(lengths, rows, budget)
+    assert sorted(row for part in parts for row in part.rows) == sorted(rows)
+    for part in parts:
+        assert part.tokens == len(part.rows) * max(lengths[row] for row in part.rows)
+        assert len(part.rows) == 1 or part.tokens <= budget
+
+
+def test_padded_parts_fill_the_budget_longest_first():
+    def rows(*arguments):
+        return [list(part.rows) for part in cut_padded(*arguments)]
+
+    assert rows([3, 9, 5, 4], range(4), 10) == [[1], [2, 3], [0]]
+    assert rows([3, 9, 5, 4], [0, 3], 8) == [[3, 0]]
+    assert rows([40], [0], 10) == [[0]]
+    assert rows([3], [], 10) == []
+
+
+# -- shared prefixes ---------------------------------------------------------------------------------------------------
+
+
+@ragged
+@given(batches(), st.integers(1, 80), st.data())
+def test_shared_parts_deal_every_row_once_within_the_budget(batch, budget, data):
+    rows = data.draw(st.lists(st.sampled_from(range(len(batch.experiences))), unique=True))
+    parts = cut_shared(batch.experiences, rows, budget)
+    assert sorted(row for part in parts for row in part.rows) == sorted(rows)
+    for part in parts:
+        assert part.rows == tuple(row for group in part.groups for row in group.rows)
+        assert part.tokens <= budget or len(part.rows) == 1
+        assert part.tokens == sum(group.tokens for group in part.groups)
+        assert list(part.groups) == sorted(part.groups, key=lambda group: group.prefix > 0)
+        for group in part.groups:
+            members = [batch.experiences[row] for row in group.rows]
+            assert group.tokens == group.prefix + sum(len(e.tokens) - group.prefix for e in members)
+            assert (group.prefix == 0) == (len(members) == 1)
+            for each in members:
+                assert group.prefix <= each.prompt_length
+                assert torch.equal(each.tokens[: group.prefix], members[0].tokens[: group.prefix])
+
+
+def partitions(rows):
+    """All ways to deal the rows into groups."""
+    if not rows:
+        yield []
+        return
+    for rest in partitions(rows[1:]):
+        yield [[rows[0]], *rest]
+        for i in range(len(rest)):
+            yield [*rest[:i], [rows[0], *rest[i]], *rest[i + 1 :]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(experiences(st.lists(st.integers(1, 2), max_size=4)), min_size=1, max_size=6))
+def test_no_other_grouping_computes_fewer_tokens(rows):
+    def saved(group):
+        prompts = [rows[row].tokens[: rows[row].prompt_length].tolist() for row in group]
+        common = 0
+        while common < min(map(len, prompts)) and len({prompt[common] for prompt in prompts}) == 1:
+            common += 1
+        return common * (len(group) - 1)
+
+    most = max(sum(map(saved, groups)) for groups in partitions(list(range(len(rows)))))
+    total = sum(len(row.tokens) for row in rows)
+    assert total - sum(group.tokens for group in prefix_groups(rows, range(len(rows)))) == most
+
+
+def test_groups_are_those_of_the_prompts():
+    system, one, two = [1, 2], [1, 2, 7, 8, 9], [1, 2, 5, 5, 5]
+    assert group_rows(rows_of([one, two, one, two]), range(4)) == [([0, 2], 5), ([1, 3], 5)]
+    assert group_rows(rows_of([one, two, one, two]), [0, 1, 2]) == [([0, 2], 5), ([1], 0)]
+    assert group_rows(rows_of([one, two]), [0, 1]) == [([0, 1], 2)]  # a system prompt in common
+    assert group_rows(rows_of([one, [3, 1], one, one]), range(4)) == [([0, 2, 3], 5), ([1], 0)]  # an expert's own
+    assert group_rows(rows_of([system, [*system, 6, 6], one]), range(3)) == [([0, 1, 2], 2)]
+    assert group_rows(rows_of([[*one, 1], [*one, 2], [*one, 1]]), range(3)) == [([0, 1, 2], 5)]  # not 6 for two
+    assert group_rows(rows_of([one, one], [[5, 6], [5, 7]]), [0, 1]) == [([0, 1], 5)]  # responses are not looked at
+    assert prefix_groups([], []) == []
+
+
+def test_a_group_longer_than_the_budget_repeats_its_prefix():
+    rows = rows_of([[1, 2, 3, 4]] * 5, [[5] * count for count in (3, 1, 2, 3, 9)])
+    parts = cut_shared(rows, range(5), 10)
+    assert [(part.rows, part.tokens) for part in parts] == [((4,), 13), ((0, 3), 10), ((2, 1), 7)]
+    assert [group.prefix for part in parts for group in part.groups] == [0, 4, 4]
+    assert [part.tokens for part in cut_shared(rows, range(5), 100)] == [22]
+
+
+def test_small_groups_fill_a_micro_batch():
+    prompts = [[row // 2] * 3 for row in range(8)]
+    parts = cut_shared(rows_of(prompts), range(8), 10)
+    assert [part.tokens for part in parts] == [10, 10]
+    assert all(len(part.groups) == 2 for part in parts)
+
+
+# -- which one ---------------------------------------------------------------------------------------------------------
+
+
+@ragged
+@given(batches(), st.integers(1, 80))
+def test_auto_shares_if_that_saves_a_tenth(batch, budget):
+    rows = range(len(batch.experiences))
+    padded, shared, chosen = (cut(batch, rows, budget, Layout(name)) for name in ("padded", "shared_prefix", "auto"))
+    assert chosen == (shared if 10 * computed_tokens(shared) <= 9 * computed_tokens(padded) else padded)
+    lengths = [len(e.tokens) for e in batch.experiences]
+    assert padding_ratio(lengths, padded) == computed_tokens(padded) / sum(lengths) >= 1
+    assert padding_ratio(lengths, shared) == computed_tokens(shared) / sum(lengths) <= 1
+    assert padding_ratio(lengths, []) == 0.0
+
+
+def test_a_layout_goes_by_its_name():
+    layout: Layout = "padded"  # type: ignore[assignment]
+    assert AlgorithmConfig(layout=layout).layout is Layout.padded
+    layout = "share_prefix"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"algorithm\.layout.*shared_prefix"):
+        AlgorithmConfig(layout=layout)
+
+
+# -- which rows --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_trained_token_or_without_advantage_are_left_out():
+    def make(mask, advantages, prompt_length=1):
+        tokens = list(range(1, prompt_length + len(mask) + 1))
+        return Experience(tokens=tokens, prompt_length=prompt_length, action_mask=mask, advantages=advantages)
+
+    batch = OptimizerBatch.of(
+        [
+            make([False, False], [1.0, 1.0]),
+            make([True, True], [0.0, 0.0]),
+            make([True, False], [0.0, 1.0]),  # its only advantage lies on a token that is not trained
+            make([True], [1.0], prompt_length=0),  # its only trained token has nothing before it
+            make([True, True], [0.0, -1.0]),
+            make([True, True], None),
+            make([True, True], [float("nan"), 0.0]),
+        ],
+        explore_step=1,
+    )
+    assert rows_to_train(batch, skip_zero_advantage=True) == [4, 5, 6]
+    assert rows_to_train(batch, skip_zero_advantage=False) == [1, 2, 4, 5, 6]
+
+
+def test_a_truncated_prompt_has_nothing_to_train():
+    experience = Experience(
+        tokens=[1, 2, 3], prompt_length=3, truncate_status="prompt_truncated", logprobs=[0.0], advantages=[1.0]
+    )
+    batch = OptimizerBatch.of([experience], explore_step=1)
+    assert rows_to_train(batch, skip_zero_advantage=False) == []
+    assert batch.num_tokens == 0
