@@ -1,5 +1,7 @@
 """Cutting: nothing lost, nothing twice, within the budget, and prefixes shared as well as can be."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,28 +82,24 @@ def test_shared_parts_deal_every_row_once_within_the_budget(batch, budget, data)
                 assert torch.equal(each.tokens[: group.prefix], members[0].tokens[: group.prefix])
 
 
-def partitions(rows):
-    """All ways to deal the rows into groups."""
+def runs(rows):
+    """All ways to deal the rows into runs of neighbours."""
     if not rows:
         yield []
-        return
-    for rest in partitions(rows[1:]):
-        yield [[rows[0]], *rest]
-        for i in range(len(rest)):
-            yield [*rest[:i], [rows[0], *rest[i]], *rest[i + 1 :]]
+    for end in range(1, len(rows) + 1):
+        for rest in runs(rows[end:]):
+            yield [rows[:end], *rest]
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(experiences(st.lists(st.integers(1, 2), max_size=4)), min_size=1, max_size=6))
-def test_no_other_grouping_computes_fewer_tokens(rows):
-    def saved(group):
-        prompts = [rows[row].tokens[: rows[row].prompt_length].tolist() for row in group]
-        common = 0
-        while common < min(map(len, prompts)) and len({prompt[common] for prompt in prompts}) == 1:
-            common += 1
-        return common * (len(group) - 1)
+@given(st.lists(experiences(st.lists(st.integers(1, 2), max_size=4)), min_size=1, max_size=7))
+def test_no_other_runs_of_sorted_prompts_compute_fewer_tokens(rows):
+    prompts = sorted(row.tokens[: row.prompt_length].tolist() for row in rows)
 
-    most = max(sum(map(saved, groups)) for groups in partitions(list(range(len(rows)))))
+    def saved(run):
+        return len(os.path.commonprefix(run)) * (len(run) - 1)
+
+    most = max(sum(map(saved, each)) for each in runs(prompts))
     total = sum(len(row.tokens) for row in rows)
     assert total - sum(group.tokens for group in prefix_groups(rows, range(len(rows)))) == most
 

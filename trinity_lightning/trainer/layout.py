@@ -154,14 +154,14 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int]) -> list[PrefixGroup]:
-    """The rows, grouped by what their prompts begin with so that as few tokens as possible are computed.
+    """The rows, grouped by what their prompts begin with, for few tokens to be computed.
 
     It is the tokens that decide: a task's rollouts share their prompt, unless a workflow gave them different ones;
     an expert's row shares it too if it has the same; and of tasks with one row each, what they begin with in common.
 
     In sorted order, rows with a common prefix are neighbours, and any two share the least of what neighbours between
-    them share. So the best grouping is one of runs of neighbours: saved(end) = max over start of saved(start) +
-    prefix(start, end) * (rows - 1).
+    them share. Of all groupings into runs of neighbours this is the best: saved(end) = max over start of saved(start)
+    + prefix(start, end) * (rows - 1). (A group around another one might save a little more.)
     """
     lengths = [len(e.tokens) for e in experiences]
     by_prompt: dict[bytes, list[int]] = {}
