@@ -12,12 +12,14 @@ import pytest
 from conftest import environment
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
 from trinity_lightning.train import check_objective
+from trinity_lightning.trainer.token_budget import CPU_TOKENS
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -286,10 +288,11 @@ def test_a_step_of_which_nothing_succeeded_stops_the_run(run_train: RunTrain, tm
 def test_a_resume_that_cannot_work_is_told_and_leaves_the_record_alone(run_train: RunTrain, tmp_path: Path) -> None:
     write_tasks(tmp_path, ["one", "two", "three", "four"])
     (tmp_path / "my_reward.py").write_text("def reward(response, task):\n    return float(len(set(response)))\n")
-    quick = (*QUICK, "reward=my_reward.reward", "engine=transformers")
+    quick = (*QUICK, "reward=my_reward.reward", "engine=transformers", "algorithm.max_tokens_per_micro_batch=auto")
     assert run_train(tmp_path, *quick, "steps=2").returncode == 0
     [record] = tmp_path.glob("outputs/grpo/*/config.yaml")
     before = record.read_text()
+    assert OmegaConf.load(record).algorithm.max_tokens_per_micro_batch in CPU_TOKENS  # what auto stood for
     (tmp_path / "garbage.ckpt").write_bytes(b"garbage")
     for arguments, message in (
         (("ckpt_path=last", "steps=1"), "was written after step 2: give more steps"),

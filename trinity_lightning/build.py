@@ -101,7 +101,7 @@ def build(config: DictConfig) -> Run:
     )
     monitor = RunMonitor(folder, typed.steps)
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
-    recorder = LambdaCallback(on_train_start=lambda *_: record_config(config, folder / "config.yaml"))
+    recorder = LambdaCallback(on_train_start=lambda *_: _record(config, policy, folder))
     callbacks: list[L.Callback] = [recorder, monitor]
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
     data: L.LightningDataModule
@@ -127,6 +127,12 @@ def build(config: DictConfig) -> Run:
         monitor=monitor,
         checkpoint=checkpoint,
     )
+
+
+def _record(config: DictConfig, policy: PolicyModule, folder: Path) -> None:
+    """Write the configuration, with what `auto` stands for of the policy."""
+    config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
+    record_config(config, folder / "config.yaml")
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:

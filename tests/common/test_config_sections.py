@@ -31,7 +31,7 @@ REFUSED: list[tuple[Callable[..., Any], str, Any]] = [
     *((AlgorithmConfig, "algorithm.entropy_coef", value) for value in (-0.1, NAN)),
     (AlgorithmConfig, "algorithm.optimizer_steps", 0),
     (AlgorithmConfig, "algorithm.inner_epochs", 0),
-    (AlgorithmConfig, "algorithm.max_tokens_per_micro_batch", 0),
+    *((AlgorithmConfig, "algorithm.max_tokens_per_micro_batch", value) for value in (0, "all")),
     (AlgorithmConfig, "algorithm.loss_agg_mode", "tokens-mean"),
     (ExplorerConfig, "explorer.reward_workers", -1),
     *((ExplorerConfig, "explorer.reward_timeout", value) for value in (0.0, NAN)),

@@ -10,6 +10,7 @@ from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.suggest import unknown_name
 
 T = TypeVar("T")
+AUTO = "auto"
 
 
 def at_least(least: float, key: str, value: float | None) -> None:
@@ -18,6 +19,14 @@ def at_least(least: float, key: str, value: float | None) -> None:
         raise ConfigError(f"{key} is {value}; give a finite number.")
     if value is not None and value < least:
         raise ConfigError(f"{key} is {value}; give {least:g} or more.")
+
+
+def auto_or_at_least(least: int, key: str, value: int | str) -> None:
+    """ConfigError unless the value is `auto`, or a number of at least `least`."""
+    if isinstance(value, str) and value != AUTO:
+        raise ConfigError(f"{key} is '{value}'; give {AUTO}, or {least} or more.")
+    if not isinstance(value, str):
+        at_least(least, key, value)
 
 
 def above_zero(key: str, value: float | None) -> None:

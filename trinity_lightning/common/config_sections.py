@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from trinity_lightning.common import known_names as known
-from trinity_lightning.common.checks import above_zero, at_least, one_of, within
+from trinity_lightning.common.checks import AUTO, above_zero, at_least, auto_or_at_least, one_of, within
 from trinity_lightning.common.errors import ConfigError
 
 
@@ -335,7 +335,8 @@ class AlgorithmConfig:
             with computed once, each row's rest behind it, without padding; `auto`, whichever computes fewer tokens.
             The loss is the same. Models whose layers are not plain full attention keep `padded`.
         max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
-            prefixes once: what bounds memory.
+            prefixes once: what bounds memory. `auto`: on a CPU 256 to 1,024 by what is free when the run starts,
+            recorded in its config.yaml (a resumed run keeps its own); on a GPU 4,096.
         max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
         max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
 
@@ -353,7 +354,7 @@ class AlgorithmConfig:
     optimizer_steps: int = 1
     inner_epochs: int = 1
     layout: Layout = Layout.auto
-    max_tokens_per_micro_batch: int = 4096
+    max_tokens_per_micro_batch: int | str = AUTO
     max_grad_norm: float | None = 1.0
     max_bad_steps: int = 5
 
@@ -373,7 +374,7 @@ class AlgorithmConfig:
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
             self.layout = Layout(self.layout)
-        at_least(1, "algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
+        auto_or_at_least(1, "algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
         above_zero("algorithm.max_grad_norm", self.max_grad_norm)
         at_least(1, "algorithm.max_bad_steps", self.max_bad_steps)
 

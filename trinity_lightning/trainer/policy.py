@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
-from trinity_lightning.common.checks import check_version, checked_copy
+from trinity_lightning.common.checks import AUTO, check_version, checked_copy
 from trinity_lightning.common.config import AlgorithmConfig, Dropout, Layout, OptimizerConfig, WeightDtype
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import Experience
@@ -41,10 +41,12 @@ from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.micro_batch import MicroBatch, collate
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule, parameter_groups
+from trinity_lightning.trainer.token_budget import useful_tokens
 
 logger = logging.getLogger(__name__)
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
+BUDGET = "max_tokens"  # there, too
 
 
 class BFloat16Weights(Precision):
@@ -111,6 +113,8 @@ class PolicyModule(L.LightningModule):
         self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
+        budget = self.algorithm.max_tokens_per_micro_batch
+        self._max_tokens = None if isinstance(budget, str) else budget
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -196,6 +200,17 @@ class PolicyModule(L.LightningModule):
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
         return load_tokenizer(self.model_name)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most computed tokens of a micro-batch; of `auto` settled at the first use, and kept by a resumed run.
+
+        Where a batch is cut changes float32 sums in their last bits.
+        """
+        if self._max_tokens is None:
+            self._max_tokens = useful_tokens(self.policy, self.device)
+            logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", self._max_tokens)
+        return self._max_tokens
 
     @cached_property
     def _logprob_fn(self) -> LogprobFn:
@@ -300,7 +315,7 @@ class PolicyModule(L.LightningModule):
         return logprobs, entropies
 
     def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[Part]:
-        return cut(batch, rows, self.algorithm.max_tokens_per_micro_batch, self._layout)
+        return cut(batch, rows, self.max_tokens, self._layout)
 
     def _clip(self) -> float:
         """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
@@ -393,7 +408,8 @@ class PolicyModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Counters and random states beside the weights."""
-        checkpoint["policy"] = {name: getattr(self, name) for name in COUNTERS} | {"rng": random_state()}
+        kept = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)}
+        checkpoint["policy"] = kept | {"rng": random_state()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the counters; random states are set once everything else that draws from them is set up.
@@ -403,7 +419,7 @@ class PolicyModule(L.LightningModule):
                 one group.
         """
         state = checkpoint["policy"]
-        check_version(state, COUNTERS, "the policy")
+        check_version(state, (*COUNTERS, BUDGET), "the policy")
         optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
         if self._optimizer_factory is None and any(len(each["param_groups"]) == 1 for each in optimizers):
             raise ConfigError(
@@ -412,6 +428,8 @@ class PolicyModule(L.LightningModule):
             )
         for name in COUNTERS:
             setattr(self, name, state[name])
+        if self.algorithm.max_tokens_per_micro_batch == AUTO:
+            self._max_tokens = state[BUDGET]
         self._random_state = state["rng"]
 
     def on_fit_start(self) -> None:

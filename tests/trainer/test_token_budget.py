@@ -1,0 +1,64 @@
+"""What `algorithm.max_tokens_per_micro_batch=auto` stands for: by what is free, once a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_cases import batch_of, fit, make_experiences, make_policy
+
+import trinity_lightning.common.free_memory as free_memory_module
+import trinity_lightning.trainer.token_budget as token_budget
+from trinity_lightning.common.free_memory import free_memory
+from trinity_lightning.common.memory_plan import GIB, ModelShape
+from trinity_lightning.trainer.token_budget import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
+
+SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how many bytes of memory are free."""
+    return lambda size: monkeypatch.setattr(token_budget, "free_memory", lambda: size)
+
+
+# Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.
+@pytest.mark.parametrize(("gib", "tokens"), [(1, 256), (2, 256), (2.5, 512), (3.3, 1024), (100, 1024)])
+def test_a_cpu_computes_what_fits_beside_gradients_and_moments(gib: float, tokens: int) -> None:
+    assert tokens_that_fit(SMOLLM2, width=2, free=int(gib * GIB)) == tokens
+
+
+def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
+    policy = make_policy()
+    policy.configure_model()
+    free(100 * GIB)
+    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[0]
+    free(0)
+    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
+    assert useful_tokens(policy.policy, torch.device("cuda")) == GPU_TOKENS
+
+
+def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences())]
+    free(0)
+    first = make_policy(max_tokens_per_micro_batch="auto")
+    fit(first, batches).save_checkpoint(tmp_path / "it.ckpt")
+    free(100 * GIB)
+    assert first.max_tokens == CPU_TOKENS[-1]  # settled: memory that is freed later changes nothing
+    resumed = make_policy(max_tokens_per_micro_batch="auto")
+    fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert resumed.max_tokens == CPU_TOKENS[-1]
+    chosen = make_policy(max_tokens_per_micro_batch=77)
+    fit(chosen, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert chosen.max_tokens == 77
+
+
+def test_a_container_has_less_memory_than_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(free_memory_module, "_CONTAINER", [(str(limit), str(used))])
+    machine = free_memory()
+    limit.write_text(f"{300 << 20}\n")
+    used.write_text(f"{100 << 20}\n")
+    assert free_memory() == 200 << 20
+    limit.write_text("max\n")
+    assert free_memory() > min(machine, 200 << 20)

@@ -1,0 +1,39 @@
+"""How many tokens a micro-batch has by `algorithm.max_tokens_per_micro_batch=auto`."""
+
+from typing import Any
+
+import torch
+
+from trinity_lightning.common.free_memory import free_memory
+from trinity_lightning.common.memory_plan import FLOAT, ModelShape, Training, layer_bytes
+
+# Of a CPU. Halves, so that what is free may differ a little from start to start and the tokens are the same.
+CPU_TOKENS = (1024, 512, 256)
+GPU_TOKENS = 4096
+# Of the memory that is free, for activations: temporaries, fragments and whatever else runs here need the rest.
+SHARE = 0.5
+
+
+def useful_tokens(model: Any, device: torch.device) -> int:
+    """As many tokens as are of use on the device and, on a CPU, fit into the memory that is free now.
+
+    Args:
+        model: a Hugging Face model that is loaded, before its first optimizer step.
+        device: where it trains.
+    """
+    if device.type != "cpu":
+        return GPU_TOKENS
+    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free_memory())
+
+
+def tokens_that_fit(shape: ModelShape, width: int, free: int) -> int:
+    """The largest budget of a CPU whose activations fit beside gradients and moments; else the smallest.
+
+    Args:
+        shape: of the model, whose weights and masters are loaded.
+        width: bytes of a weight.
+        free: bytes of memory.
+    """
+    later = 3 * FLOAT * shape.parameters  # float32 gradients, and two moments
+    token = shape.layers * layer_bytes(shape, Training(width, longest_row=0)) + width * shape.vocabulary
+    return next((each for each in CPU_TOKENS if each * token <= SHARE * (free - later)), CPU_TOKENS[-1])
