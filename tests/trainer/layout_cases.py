@@ -1,11 +1,16 @@
-"""Ragged optimizer batches: groups with one prompt, with prompts that begin alike, of several turns, of an expert."""
+"""Ragged optimizer batches, and what lies where if their prefixes are shared; attention under a dense mask."""
 
+from itertools import pairwise
+
+import torch
 from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.trainer.shared_prefix import Segments
 
 VOCABULARY = 90
+HEADS, KEY_HEADS, SIZE, SCALE = 6, 2, 16, 0.3
 token = st.integers(1, VOCABULARY)
 
 
@@ -47,3 +52,44 @@ def batches(draw):
         first.prompt_length, first.tokens = 1, first.tokens.repeat(2)
     first.action_mask[-1] = True
     return OptimizerBatch.of(draw(st.permutations(rows)), explore_step=1)
+
+
+@st.composite
+def segments(draw):
+    """A few prefixes, each with some rows, and rows of their own; lengths that do not fit one call."""
+    lengths = st.integers(1, 12) | st.integers(60, 90)
+    prefixes = draw(st.lists(lengths, max_size=3))
+    members = [draw(st.integers(1, 4)) for _ in prefixes]
+    alone = draw(st.integers(0 if prefixes else 1, 3))
+    return Segments(
+        prefixes, members, draw(st.lists(lengths, min_size=alone + sum(members), max_size=alone + sum(members)))
+    )
+
+
+def visible(layout: Segments) -> torch.Tensor:
+    """Which token sees which, bool [T, T], written out by hand."""
+    starts = layout.starts()
+    mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
+    for start, end in pairwise(starts):
+        mask[start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+    row = len(layout.own) - sum(layout.members)
+    for prefix, count in enumerate(layout.members):
+        for _ in range(count):
+            own = slice(*layout.own_starts()[row : row + 2])
+            mask[own, starts[prefix] : starts[prefix + 1]] = True
+            row += 1
+    return mask
+
+
+def states(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries, keys and values as transformers has them: [1, heads, T, D], heads beside each other in memory."""
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(1, tokens, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+def dense(layout: Segments, inputs: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value = inputs
+    key, value = (each.repeat_interleave(HEADS // KEY_HEADS, 1) for each in (key, value))
+    scores = (SCALE * query @ key.mT).masked_fill(~visible(layout), -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)

@@ -10,10 +10,12 @@ import transformers
 from policy_cases import Prepare, batch_of, fit, make_experiences
 from torch import nn
 
-from trinity_lightning.common.config import AlgorithmConfig, KLConfig, OptimizerConfig
-from trinity_lightning.common.errors import ModelLoadError
+from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
+from trinity_lightning.common.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import forward
-from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head
+from trinity_lightning.trainer.attention import attention_implementation
+from trinity_lightning.trainer.dropout import switch_off_dropout
+from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head, usable_layout
 from trinity_lightning.trainer.logprobs import Head
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -88,6 +90,72 @@ def test_log_probabilities_are_those_of_the_models_own_logits(name: str, dtype: 
         mine = torch.autograd.grad(logprobs.sum(), model.get_input_embeddings().weight, retain_graph=True)
         own = torch.autograd.grad(distribution.log_prob(targets).sum(), model.get_input_embeddings().weight)
         torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-4 * float(own[0].abs().max()))
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2}),  # learnt positions
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 2}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 32, "word_embed_proj_dim": 32}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 1}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 32}),
+    "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 2}),
+}
+OBSTACLES = {
+    "gemma2": "sliding_attention",
+    "falcon_h1": "hybrid",
+    "recurrent_gemma": "sliding_attention",
+    "llama4_text": "chunked_attention",
+    "modernbert-decoder": "sliding_attention",
+    "inkling_text": "hybrid_sliding",
+    "mistral": "sliding_attention",
+    "bloom": "attn_implementation=sdpa",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
+def test_prefixes_are_shared_where_that_changes_nothing(name: str) -> None:
+    architecture, settings = OTHERS[name] if name in OTHERS else ARCHITECTURES[name][:2]
+    model = build(architecture, settings)
+    switch_off_dropout(model)
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    function = logprob_function(model.train())
+    if name not in OBSTACLES:
+        assert usable_layout(Layout.shared_prefix, model, function) is Layout.shared_prefix
+        assert usable_layout(Layout.auto, model, function) is Layout.auto
+    else:
+        assert usable_layout(Layout.auto, model, function) is Layout.padded
+        with pytest.raises(ConfigError, match=rf"algorithm.layout=shared_prefix: {architecture} .*{OBSTACLES[name]}"):
+            usable_layout(Layout.shared_prefix, model, function)
+    assert usable_layout(Layout.padded, model, function) is Layout.padded
+    assert model.training
+
+
+class Leaky(nn.Module):
+    """A layer behind which each state has something of the one before it, as in a recurrent or convolutional layer."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, **settings: Any) -> torch.Tensor:
+        hidden = self.layer(hidden, **settings)
+        return hidden + 0.1 * nn.functional.pad(hidden, (0, 0, 1, -1))
+
+
+def test_a_model_that_mixes_neighbours_by_other_means_is_found_out() -> None:
+    model = build("LlamaForCausalLM", {})
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    model.model.layers[0] = Leaky(model.model.layers[0])
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(llama\) computes other log-probabilities"):
+        usable_layout(Layout.shared_prefix, model, logprob_function(model))
+
+
+def test_prefixes_are_not_shared_under_dropout() -> None:
+    model = build("GPT2LMHeadModel", OTHERS["gpt2"][1])
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    with pytest.raises(ConfigError, match=r"has dropout \(model.dropout=keep\)"):
+        usable_layout(Layout.shared_prefix, model, logprob_function(model))
 
 
 def test_the_softcap_of_a_model_with_a_text_part_is_found() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_lightning.trainer.flex_prefix import FlexSharedPrefix
 from trinity_lightning.trainer.shared_prefix import SHORT_TOKENS, CpuSharedPrefix
 
 NAME = "sdpa_short"
@@ -33,7 +34,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    shared_prefix: CpuSharedPrefix | None = None,
+    shared_prefix: CpuSharedPrefix | FlexSharedPrefix | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """transformers' `sdpa`; with `shared_prefix`, an argument of the model's forward pass, that of such a micro-batch.

@@ -106,37 +106,45 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
 def _obstacle(model: Any, function: LogprobFn) -> str | None:
     """Why the model's rows cannot share prefixes; None if they can."""
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    if layers or getattr(config, "sliding_window", None):
-        kinds = ", ".join(sorted(layers)) or "sliding_attention"
-        return f"has layers of {kinds}, and only full attention can share prefixes"
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    if set(kinds) != {"full_attention"}:
+        others = ", ".join(sorted(set(kinds) - {"full_attention"}))
+        return f"has layers of {others}, and only full attention can share prefixes"
     if config._attn_implementation != NAME:
         return "shares prefixes only with model.attn_implementation=sdpa"
-    if model.device.type != "cpu":
-        return f"shares prefixes on a CPU only, not on {model.device.type}"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
     if has_dropout(model):
         return "has dropout (model.dropout=keep), which would drop a shared prefix for all of its rows alike"
     return None if _shares_prefixes(model, function) else "computes other log-probabilities if prefixes are shared"
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
-    """Whether two random responses to one prompt have the same log-probabilities in both layouts."""
+    """Whether two random responses to one prompt have the same log-probabilities and gradient in both layouts."""
     tokens = _random_tokens(model, CHECKED_TOKENS // 2)
     batch = OptimizerBatch.of([Experience(tokens=row, prompt_length=CHECKED_TOKENS // 2) for row in tokens.cpu()], 0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A vector's gradient is small, and that of the first needs all layers.
+    weights = next((parameter for parameter in trained if parameter.ndim == 1), trained[0])
+
+    def with_gradient(model: Any, layout: Layout) -> tuple[Tensor, ...]:
+        (part,) = cut(batch, [0, 1], tokens.numel(), layout)
+        micro = collate(batch, part, model.device)
+        found = function(model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
+        return (*(each.detach() for each in found), *torch.autograd.grad(found[0].sum(), weights))
+
     was_training = model.training
     model.eval()
     try:
-        found = []
-        for layout in (Layout.padded, Layout.shared_prefix):
-            (part,) = cut(batch, [0, 1], tokens.numel(), layout)
-            micro = collate(batch, part, model.device)
-            call = (model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
-            found.append(_tried(function, *call))
+        whole = with_gradient(model, Layout.padded)
+        shared = _tried(with_gradient, model, Layout.shared_prefix)
     finally:
         model.train(was_training)
-    whole, shared = found
-    return shared is not None and _close(shared, whole, _limit(model, whole[0]))
+    return shared is not None and all(
+        _close(mine, own, _limit(model, own)) for mine, own in zip(shared, whole, strict=True)
+    )
 
 
 def _random_tokens(model: Any, alike: int) -> Tensor:
@@ -152,7 +160,7 @@ def _limit(model: Any, values: Tensor) -> float:
     return (FULL_LIMIT if model.dtype == torch.float32 else HALF_LIMIT) * max(1.0, float(values.abs().max()))
 
 
-def _tried(function: LogprobFn, model: Any, *arguments: Any) -> tuple[Tensor, Tensor] | None:
+def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
     """What the function yields; None if the architecture is another than it is for."""
     try:
         return function(model, *arguments)
@@ -169,11 +177,11 @@ def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, lim
     targets, temperature = tokens[:, 1:].flatten(), torch.ones(len(positions), device=tokens.device)
     found = _tried(function, model, {"input_ids": tokens}, positions, targets, temperature)
     expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
-    return found is not None and _close(found, expected, limit)
+    return found is not None and all(_close(mine, own, limit) for mine, own in zip(found, expected, strict=True))
 
 
-def _close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], limit: float) -> bool:
-    return all(float((mine - own).abs().mean()) <= limit for mine, own in zip(found, expected, strict=True))
+def _close(found: Tensor, expected: Tensor, limit: float) -> bool:
+    return float((found - expected).abs().mean()) <= limit
 
 
 def _name(model: Any) -> str:

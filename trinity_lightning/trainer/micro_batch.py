@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trinity_lightning.common.experience import Experience, gather_response_attrs
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.trainer.flex_prefix import FlexSharedPrefix
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.shared_prefix import CpuSharedPrefix, Segments
 
@@ -76,7 +77,7 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
         columns["advantages"] = gather_response_attrs(experiences, "advantages", width, device=device).float()
     if any(e.logprobs is not None for e in batch.experiences):
         columns["logprobs"] = _pad([_logprobs(e) for e in experiences]).to(device)
-    tokens = _shared(experiences, part) if part.groups else _padded(experiences)
+    tokens = _shared(experiences, part, device) if part.groups else _padded(experiences)
     action_mask = _pad([trained_mask(e) for e in experiences])
     rows, offsets = action_mask.nonzero(as_tuple=True)
     index = torch.tensor([e.prompt_length for e in experiences])[rows] + offsets
@@ -100,7 +101,7 @@ def _padded(experiences: Sequence[Experience]) -> _Tokens:
     return _Tokens({"input_ids": tokens}, none, none, torch.arange(len(tokens)) * tokens.shape[1])
 
 
-def _shared(experiences: Sequence[Experience], part: Part) -> _Tokens:
+def _shared(experiences: Sequence[Experience], part: Part, device: torch.device) -> _Tokens:
     """All prefixes, then what each row has behind its own."""
     prefixes: list[Tensor] = []
     own: list[Tensor] = []
@@ -114,14 +115,16 @@ def _shared(experiences: Sequence[Experience], part: Part) -> _Tokens:
         start += group.prefix
     shared = [group for group in part.groups if group.prefix]
     segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in own])
+    attention = FlexSharedPrefix.of(segments, device) if device.type == "cuda" else CpuSharedPrefix.of(segments)
+    padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(behind).unbind(1)
     positions = [torch.arange(len(tokens)) for tokens in prefixes]
     positions += [torch.arange(skip, skip + len(tokens)) for (skip, _), tokens in zip(behind, own, strict=True)]
     inputs = {
-        "input_ids": torch.cat([tokens.long() for tokens in (*prefixes, *own)])[None],
-        "position_ids": torch.cat(positions)[None],
+        "input_ids": torch.cat([tokens.long() for tokens in (*prefixes, *own, padding)])[None],
+        "position_ids": torch.cat([*positions, padding])[None],
         "attention_mask": NO_MASK,
-        "shared_prefix": CpuSharedPrefix.of(segments),
+        "shared_prefix": attention,
     }
     return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.own_starts()[:-1]))
 
