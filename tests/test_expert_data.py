@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from trinity_lightning.buffer.kept import keep_step, read_experiences
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import TrainConfig, config_dir
+from trinity_lightning.common.config import TrainConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.expert import is_expert
@@ -34,9 +32,7 @@ def tokenizer() -> Any:
 
 
 def config_of(*arguments: str) -> TrainConfig:
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", ["+recipe=mix", "model=tiny", "engine=transformers", *arguments])
+    config = composed("+recipe=mix", "model=tiny", "engine=transformers", *arguments)
     config.output_dir = "."
     validate(config)
     return OmegaConf.to_object(typed_part(config))  # type: ignore[return-value]

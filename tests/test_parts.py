@@ -4,12 +4,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 from omegaconf import OmegaConf
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import TrainConfig, config_dir
+from trinity_lightning.common.config import TrainConfig
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.parts import online_data, record_config, typed_part
 
@@ -42,9 +40,7 @@ def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogC
 def test_normalised_sums_are_divided_by_what_the_run_allows(
     overrides: tuple[str, ...], expected: int, tmp_path: Path
 ) -> None:
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", ["model=tiny", f"output_dir={tmp_path}", "trainer=cpu", *overrides])
+    config = composed("model=tiny", f"output_dir={tmp_path}", "trainer=cpu", *overrides)
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     data = online_data(typed, tmp_path, {})
     data.storage.begin()

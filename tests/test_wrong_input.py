@@ -9,24 +9,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from compose_cases import composed
 from conftest import environment
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
-from trinity_lightning.train import check_objective
+from trinity_lightning.train import check, check_objective
 from trinity_lightning.trainer.token_budget import CPU_TOKENS
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
-REFUSED = {
+# By the whole command, in a process of its own: what only that does, and one of each kind of error.
+BY_THE_COMMAND = {
     "unknown recipe": (["+recipe=grop"], ["unknown recipe 'grop'", "Did you mean 'grpo'"]),
-    "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
     "misspelt nested key": (["+recipe=grpo", "explorer.batch_sise=4"], ["Did you mean 'explorer.batch_size'"]),
+    "name that leaves the folder": (["+recipe=grpo", "name=../x"], ["name: '../x' cannot be a folder's name"]),
+    "output root that is a file": (["+recipe=grpo", "output_root=/dev/null"], ["output_root:"]),
+    "missing data file": (
+        ["+recipe=grpo", "taskset=dataset", "taskset.path=no.jsonl"],
+        ["no file or folder 'no.jsonl'"],
+    ),
+    "impossible value": (["+recipe=grpo", "steps=0"], ["steps is 0", "1 or more"]),
+    "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
+    "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
+    "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
+}
+
+REFUSED = {
+    "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
     "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
     "free key without a plus": (
         ["+recipe=grpo", "workflow.args.max_turns=4"],
@@ -36,8 +48,6 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.optimizer_steps=9"],
         ["algorithm.optimizer_steps (9)", "explorer.batch_size (8)"],
     ),
-    "name that leaves the folder": (["+recipe=grpo", "name=../x"], ["name: '../x' cannot be a folder's name"]),
-    "output root that is a file": (["+recipe=grpo", "output_root=/dev/null"], ["output_root:"]),
     "greedy training": (["+recipe=grpo", "sampling.temperature=0"], ["sampling.temperature is 0.0", "above 0"]),
     "cut distribution": (["+recipe=grpo", "sampling.top_p=0.9"], ["sampling.top_p is for evaluation only"]),
     "negative temperature": (["+recipe=grpo", "eval_sampling.temperature=-1"], ["eval_sampling.temperature is -1.0"]),
@@ -55,10 +65,6 @@ REFUSED = {
     ),
     "filter alone": (["+recipe=grpo", "add_strategy=reward_variance"], ["add_strategy=reward_variance only filters"]),
     "no reward in the list": (["+recipe=grpo", "reward=[]"], ["list of reward functions is empty"]),
-    "missing data file": (
-        ["+recipe=grpo", "taskset=dataset", "taskset.path=no.jsonl"],
-        ["no file or folder 'no.jsonl'"],
-    ),
     "engine of this process ahead": (
         ["+recipe=grpo", "explorer.sync_offset=1"],
         ["explorer.sync_offset is 1", "Choose engine=vllm_server"],
@@ -91,7 +97,6 @@ REFUSED = {
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
-    "impossible value": (["+recipe=grpo", "steps=0"], ["steps is 0", "1 or more"]),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],
         ["sampling.max_tokens", "engine.max_model_len"],
@@ -103,10 +108,8 @@ REFUSED = {
     ),
     "unknown model": (["+recipe=grpo", "model=custom", "model.name=smolm2"], ["Did you mean 'smollm2'"]),
     "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], ["workflow.name 'mth'", "Did you mean 'math'"]),
-    "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "reward that cannot be imported": (["+recipe=grpo", "reward=nowhere.reward"], ["no module 'nowhere'"]),
     "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], ["Did you mean 'reasoning_gym'"]),
-    "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
     "unknown loss": (["+recipe=grpo", "algorithm.policy_loss=grop"], ["algorithm.policy_loss", "Did you mean 'grpo'"]),
     "unknown strategy": (
         ["+recipe=grpo", "+add_strategy.rlo={}"],
@@ -144,7 +147,6 @@ REFUSED = {
     "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "one device"]),
     "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
-    "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
 }
 
 
@@ -159,10 +161,10 @@ except SystemExit as stop:
 """
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", BY_THE_COMMAND)
 def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     """At once: before anything that takes seconds is imported."""
-    arguments, expected = REFUSED[case]
+    arguments, expected = BY_THE_COMMAND[case]
     done = subprocess.run(
         [sys.executable, "-c", DOOR, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
@@ -175,11 +177,22 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert not [path for path in tmp_path.glob("outputs/*/*") if path.is_dir()]  # nothing is left of it
 
 
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command checks before it loads anything, in its order."""
+    monkeypatch.chdir(tmp_path)
+    arguments, expected = REFUSED[case]
+    with pytest.raises(compose.CONFIG_ERRORS) as refused:
+        check(composed(*arguments, "output_dir=x"))
+    sentence = compose.explain(refused.value)
+    assert all(part in sentence for part in expected), sentence
+    assert len(sentence.splitlines()) <= 2
+    assert "while resolving" not in sentence
+
+
 def refused_objective(*overrides: str) -> str:
     """The sentence that refuses the objective of a run with these overrides."""
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", ["+recipe=grpo", "model=tiny", *overrides])
+    config = composed("+recipe=grpo", "model=tiny", *overrides)
     with pytest.raises(ConfigError) as refused:
         check_objective(config)
     return str(refused.value)
@@ -198,7 +211,7 @@ ARGUMENTS = "algorithm.policy_loss_args"
         ((f"{ARGUMENTS}.clip_range_lo=0.1",), "'clip_range_lo'. Did you mean 'clip_range_low'"),
         (("algorithm=gspo", f"{ARGUMENTS}.dual_clip=3"), "Known: clip_range_high, clip_range_low."),
         ((f"{ARGUMENTS}.loss_agg_mode=token-men",), "set algorithm.loss_agg_mode"),
-        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), "mu must be from 0 to 1, not 1.5"),
+        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), "mu is 1.5; give a number from 0 to 1"),
         (
             ("algorithm=mix", f"{ARGUMENTS}.usual_args.clip_range_high=x"),
             "'clip_range_high' of policy loss 'ppo' is 'x'",
@@ -228,9 +241,7 @@ def test_an_argument_of_the_loss_is_refused_by_the_command(tmp_path: Path) -> No
 
 
 def test_vllm_not_installed_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", ["+recipe=grpo", "model=tiny"])
+    config = composed("+recipe=grpo", "model=tiny")
     validate(config)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find_spec(name, *a))

@@ -31,6 +31,18 @@ def train(config: DictConfig) -> "L.Trainer":
     return run.trainer
 
 
+def check(config: DictConfig) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    validate(config)
+    check_checkpoint(config)
+    check_reward(config)
+    check_objective(config)
+
+
 def check_reward(config: DictConfig) -> None:
     """Refuse an unknown reward while nothing is loaded yet; a ConfigError."""
     from trinity_lightning.explorer.rewards import resolve_rewards
@@ -57,10 +69,7 @@ def check_objective(config: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
     with compose.told_plainly(config.output_dir):
-        validate(config)
-        check_checkpoint(config)
-        check_reward(config)
-        check_objective(config)
+        check(config)
         trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises

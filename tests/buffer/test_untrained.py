@@ -1,19 +1,15 @@
 """What a step does not train on is judged by what workflows gave, and says why."""
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
 from buffer_cases import make_group
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 
 from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.operator_config import OperatorConfig, operator_configs
@@ -81,15 +77,9 @@ def answers(task, rewards, lengths, name="math"):
     ]
 
 
-def recipe_dapo() -> Any:
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        return hydra_compose("train", ["+recipe=dapo", "output_dir=x"])
-
-
 def test_a_group_of_wrong_answers_is_dropped_however_their_lengths_differ():
     """The penalty for length made a difference between wrong answers, and trained short ones as good."""
-    config = recipe_dapo()
+    config = composed("+recipe=dapo", "output_dir=x")
     wrong = answers(0, [0.0] * 8, [4, 8, 12, 20, 24, 28, 30, 32])
     mixed = answers(1, [0.0] * 4 + [1.0] * 4, [4, 8, 12, 20, 24, 28, 30, 32])
     data, metrics = fill(wrong + mixed, strategies_of(config), operator_configs(config.operators))

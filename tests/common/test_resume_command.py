@@ -6,28 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 from hydra.core.hydra_config import HydraConfig
 
 from trinity_lightning.common import compose
-from trinity_lightning.common.config import PACKAGE_DIR, config_dir
+from trinity_lightning.common.config import PACKAGE_DIR
 
 OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.run.dir=elsewhere", "hydra.verbose=true"]
 
 
 @pytest.fixture
-def composed() -> Iterator[None]:
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        HydraConfig.instance().set_config(hydra_compose("train", OVERRIDES, return_hydra_config=True))
+def begun() -> Iterator[None]:
+    """A run that Hydra started with these overrides."""
+    HydraConfig.instance().set_config(composed(*OVERRIDES, hydra=True))
     yield
     HydraConfig.instance().cfg = None
 
 
 @pytest.mark.parametrize("name", ["2026-01-01_10-00-00", "2026-01-01_10-00-00~2", "my runs/a=b", "it's (one)"])
 def test_a_run_is_resumed_in_its_own_folder(
-    composed: None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(PACKAGE_DIR / "train.py")])
     command = shlex.split(compose.resume_command(tmp_path / name) or "")
@@ -35,8 +33,7 @@ def test_a_run_is_resumed_in_its_own_folder(
     assert command[3:6] == ["+recipe=grpo", "model=tiny", "hydra.verbose=true"]
     assert command[-1] == "ckpt_path=last"
     assert len(command) == 8
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        again = hydra_compose("train", command[3:], return_hydra_config=True)
+    again = composed(*command[3:], hydra=True)
     assert again.hydra.run.dir == str(tmp_path / name)
 
 
@@ -45,7 +42,7 @@ def test_a_run_is_resumed_in_its_own_folder(
     [("/usr/bin/trinity-lightning", "trinity-lightning +recipe=grpo"), ("runs/mine.py", "python runs/mine.py +recipe")],
 )
 def test_a_run_is_resumed_by_what_started_it(
-    composed: None, program: str, words: str, monkeypatch: pytest.MonkeyPatch
+    begun: None, program: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
     assert (compose.resume_command("run") or "").startswith(words)

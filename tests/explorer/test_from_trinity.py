@@ -6,13 +6,11 @@ import shlex
 from typing import Any
 
 import pytest
+from compose_cases import composed
 from conftest import ROOT
 from fake_model import FakeModel
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import ExplorerConfig, config_dir
+from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.validate import validate
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
@@ -33,6 +31,4 @@ def test_the_step_wise_workflow_runs() -> None:
 @pytest.mark.parametrize("line", re.findall(r"^    python -m trinity_lightning\.(.*)$", PAGE, re.MULTILINE))
 def test_a_command_composes(line: str) -> None:
     entry, *arguments = shlex.split(line)
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        validate(hydra_compose(entry, arguments))
+    validate(composed(*arguments, name=entry))

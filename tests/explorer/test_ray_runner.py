@@ -17,13 +17,11 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from compose_cases import composed
 from conftest import environment
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import ExplorerConfig, config_dir
+from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
@@ -338,10 +336,7 @@ def test_the_scheduler_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        overrides = ["+recipe=grpo", "model=tiny", "engine=transformers", "explorer.runner=ray"]
-        config = hydra_compose("train", overrides)
+    config = composed("+recipe=grpo", "model=tiny", "engine=transformers", "explorer.runner=ray")
     with pytest.raises(ConfigError, match=r"engine=transformers computes in this process.*engine=vllm_server"):
         validate(config)
     without_ray(monkeypatch)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 from lightning import Trainer
 from omegaconf import OmegaConf
 from policy_cases import (
@@ -28,7 +27,6 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.common import compose
 from trinity_lightning.common.config import (
     AlgorithmConfig,
     ExplorerConfig,
@@ -36,7 +34,6 @@ from trinity_lightning.common.config import (
     Layout,
     RolloutCorrectionConfig,
     SamplingConfig,
-    config_dir,
     options,
 )
 from trinity_lightning.common.errors import ConfigError
@@ -55,12 +52,9 @@ from trinity_lightning.trainer.policy import PolicyModule
 LOSSES = sorted(POLICY_LOSS_FN)
 
 
-def composed(*overrides: str) -> AlgorithmConfig:
+def algorithm_of(*overrides: str) -> AlgorithmConfig:
     """The algorithm of a training run with these overrides."""
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", list(overrides))
-    return OmegaConf.to_object(config.algorithm)  # type: ignore[return-value]
+    return OmegaConf.to_object(composed(*overrides).algorithm)  # type: ignore[return-value]
 
 
 def inputs(seed: int = 0) -> tuple[Any, ...]:
@@ -97,19 +91,19 @@ def test_there_is_a_file_of_each_loss() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("group", ["algorithm", "algorithm.policy_loss"])
 def test_a_loss_is_trained_with_its_own_defaults(name: str, group: str) -> None:
-    assert loss_of(composed(f"{group}={name}")) == pytest.approx(own_loss(name), rel=1e-6)
+    assert loss_of(algorithm_of(f"{group}={name}")) == pytest.approx(own_loss(name), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gspo", "sapo"])
 def test_losses_of_sequences_are_not_averaged_over_tokens(name: str) -> None:
-    token_mean = loss_of(composed(f"algorithm={name}", "algorithm.loss_agg_mode=token-mean"))
+    token_mean = loss_of(algorithm_of(f"algorithm={name}", "algorithm.loss_agg_mode=token-mean"))
     assert token_mean == pytest.approx(own_loss(name, loss_agg_mode="token-mean"), rel=1e-6)
     assert token_mean != pytest.approx(own_loss(name), rel=1e-3)
 
 
 @pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
 def test_no_recipe_overrides_how_its_loss_is_averaged(recipe: str) -> None:
-    assert composed(f"+recipe={recipe}").loss_agg_mode is None
+    assert algorithm_of(f"+recipe={recipe}").loss_agg_mode is None
 
 
 def test_mix_leaves_the_usual_loss_its_own_average() -> None:
@@ -120,7 +114,7 @@ def test_mix_leaves_the_usual_loss_its_own_average() -> None:
 
 
 def test_arguments_of_the_loss_need_no_plus_sign() -> None:
-    config = composed("+recipe=dapo", "algorithm.policy_loss_args.dual_clip=null")
+    config = algorithm_of("+recipe=dapo", "algorithm.policy_loss_args.dual_clip=null")
     assert config.policy_loss_args == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": None}
     expected = own_loss("ppo", clip_range_low=0.2, clip_range_high=0.28, dual_clip=None)
     assert loss_of(config) == pytest.approx(expected, rel=1e-6)

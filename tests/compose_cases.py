@@ -1,0 +1,15 @@
+"""Configurations, composed as the commands do."""
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import DictConfig
+
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import config_dir
+
+
+def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictConfig:
+    """The configuration that a command composes from these overrides; with `hydra`, its own section too."""
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        return hydra_compose(name, list(overrides), return_hydra_config=hydra)
