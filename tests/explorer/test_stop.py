@@ -115,7 +115,7 @@ class Run:
 
     def __init__(self, folder: Path, offset: int = 0) -> None:
         lightning.seed_everything(1, verbose=False)
-        self.folder = folder
+        self.folder, self.steps = folder, STEPS
         sampling = SamplingConfig(max_tokens=8)
         source = TaskSource(Taskset.addition(), "simple", even, sampling)
         heldout = TaskSource(Taskset(HELDOUT, name="heldout"), "simple", even, sampling)
@@ -138,7 +138,7 @@ class Run:
     def fit(self, resumed: bool = False, *callbacks: lightning.Callback) -> "Run":
         trainer = lightning.Trainer(
             accelerator="cpu",
-            max_epochs=STEPS,
+            max_epochs=self.steps,
             callbacks=[self.monitor, self.callback, *callbacks, ModelCheckpoint(self.folder / "checkpoints")],
             logger=self.logger,
             log_every_n_steps=1,
@@ -324,8 +324,11 @@ def test_after_an_error_rollouts_in_flight_are_waited_for_shortly(
     equal(whole, Run(tmp_path, offset=1).fit(resumed=True))
 
 
-def test_a_second_fit_is_evaluated_as_the_first_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_a_second_fit_is_rolled_out_and_evaluated_as_the_first_one(steps: int, tmp_path: Path) -> None:
+    """With one step the buffer holds, from the first fit, a step of the number that the second one begins with."""
     run, evaluated = Run(tmp_path), []
+    run.steps, run.explorer.config.eval_on_startup = steps, True
     evaluate = run.explorer.eval
 
     async def counting(step: int) -> dict[str, float]:
@@ -334,9 +337,12 @@ def test_a_second_fit_is_evaluated_as_the_first_one(tmp_path: Path) -> None:
 
     run.explorer.eval = counting  # type: ignore[method-assign]
     run.fit()
+    first = run.data.experiences
     run.logger = MetricsCSVLogger(tmp_path / "second")
     run.fit()
-    assert evaluated == [2, 3, 2, 3]
+    assert evaluated == 2 * ([0, 1] if steps == 1 else [0, 2, 3])
+    assert [exp.prompt_text for exp in run.data.experiences] != [exp.prompt_text for exp in first]
+    assert [float(row["sample/lag/mean"]) for row in rows(tmp_path / "second") if row["sample/lag/mean"]] == [0] * steps
 
 
 def test_half_an_optimizer_step_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

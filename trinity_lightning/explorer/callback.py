@@ -82,7 +82,7 @@ class ExplorerCallback(L.Callback):
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before anything is loaded."""
+        """Refuse what cannot work, before anything is loaded; a Trainer that has not trained begins at step 1."""
         if not isinstance(pl_module, PolicyModule):
             raise ConfigError(f"ExplorerCallback trains a PolicyModule, not a {type(pl_module).__name__}.")
         if not isinstance(getattr(trainer, "datamodule", None), ExperienceDataModule):
@@ -93,6 +93,17 @@ class ExplorerCallback(L.Callback):
             raise ConfigError("ExplorerCallback needs engines that take weights: VLLMEngine, VLLMServerEngine or so.")
         if samples_older_weights(self.explorer.config):
             pl_module.objective.expect_older_weights()
+        if not _epochs(trainer).ready:
+            self._forget(trainer)
+
+    def _forget(self, trainer: L.Trainer) -> None:
+        """What another Trainer's fit left in these parts is not of this one; a checkpoint is loaded after this."""
+        self.explorer.restart()
+        self._data(trainer).storage.clear()
+        self.metrics = {}
+        self._ahead.forget()
+        self._sync.forget()
+        self._ended = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""
@@ -159,7 +170,6 @@ class ExplorerCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the untrained policy, then fill: a resumed run may not come by `on_train_epoch_start`."""
         self._stop.on_train_start(trainer, pl_module)
-        self._ended = min(self._ended, _epochs(trainer).processed)  # another fit may begin at step 1 again
         self._evaluate_end(trainer)  # of the step before, where a run stopped within it
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, trained=0, row=0)

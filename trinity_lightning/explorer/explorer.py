@@ -301,6 +301,11 @@ class Explorer:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    def restart(self) -> None:
+        """Count steps from 0 again, for another training; the taskset goes on where it stands."""
+        self.step = 0
+        self.engines.forget_restored()
+
     def state_dict(self, with_weights: bool = False) -> dict[str, Any]:
         """Steps done and the taskset's cursor after the last of them; a step under way is done again on resume.
 

@@ -35,13 +35,17 @@ class LookAhead:
     """
 
     def __init__(self, explorer: Explorer) -> None:
-        self.training = Interval(0.0, 0.0)
         self._explorer = explorer
-        self._metrics: dict[int, dict[str, float]] = {}
         self._job: Job[Interval] | None = None
-        self._target = 0  # the last step that was asked for
         self._host: Host | None = None
         self._error: Exception | None = None  # of what was begun ahead
+        self.forget()
+
+    def forget(self) -> None:
+        """Know of no step, as before the first."""
+        self.training = Interval(0.0, 0.0)
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._target = 0  # the last step that was asked for
 
     async def explore(self, target: int) -> None:
         """Explore steps up to and with `target`.

@@ -27,10 +27,14 @@ class SyncPolicy:
         self.synchronize: Callable[[], dict[str, float]] | None = None
         self._explorer = explorer
         self._run = run
-        self._counted, self._counted_at = 0, 0  # steps that changed the weights, and global_step when it was counted
         self._synced_at: int | None = None  # global_step of the weights that the engines have; None: fresh engines
-        self._synced_for: int | None = None  # explore steps done when the last sync was decided on
         self._sending = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is counted yet, as before the first step."""
+        self._counted, self._counted_at = 0, 0  # steps that changed the weights, and global_step when it was counted
+        self._synced_for: int | None = None  # explore steps done when the last sync was decided on
 
     def begin(self) -> None:
         """The engines are fresh ones."""

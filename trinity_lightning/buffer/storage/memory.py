@@ -21,6 +21,10 @@ class MemoryStorage(BufferWriter):
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing, as before the first step."""
         self.batch = 0
         self.experiences: list[Experience] = []
         self.columns: dict[str, list[Tensor]] = {}
