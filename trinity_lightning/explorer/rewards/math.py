@@ -21,11 +21,15 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")
 _FRACTION = re.compile(r"([-+]?\s*(?:\d+\s*)?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
+_POWER_OF_TEN = re.compile(r"\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))$")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,])(?=\d{3}(?!\d))")
 # What changes the look of an answer and not its value.
 _DECORATION = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[()]|\\?\$")
 _SPACING = re.compile(r"(?<!\\)\\[,;!: ]|~")  # and no row's end \\ before a space
 _UNIT = re.compile(r"\s*(?:\\?%|\^\\circ|\^\{\\circ\}|°)$")
+_PERCENT = re.compile(r"%\s*(?:\\?\$)?$")
+# Money: as the dollar sign, they are left out; not where the other answer may be of another currency.
+_CURRENCY = re.compile(r"[€£¥]|\\pounds(?![a-zA-Z])|(?<![a-zA-Z])(?:dollars?|euros?|USD|EUR|GBP)(?![a-zA-Z])")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 _IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
 # Algebra would take a word for a product of letters, and "on" for the same as "no".
@@ -35,6 +39,10 @@ _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
 _INTRODUCTION = re.compile(r"\b(?:answer|result|solution)\b[^.,;:\n]*?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE)
 _DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$")
+# Of a longer term: a number behind an operand and an operator, or before an operator and an operand, or before x.
+_OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
+_TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
+_TERM_AFTER = re.compile(rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])")
 _EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
 _LONGEST_ANSWER = 1000  # characters
 _AROUND = "*` \t\n"
@@ -72,15 +80,18 @@ def find_boxed(text: str) -> str | None:
 def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are equal.
 
-    As exact numbers where both are decimals, ratios or mixed numbers, percent and degree signs aside; words as words,
-    in small or capital letters; else as text that looks the same, or as mathematics by math-verify, which compares
-    inexact numbers to six digits, leaves out the units that it knows and, in an equation, the name of what is equal.
+    As exact numbers where both are decimals, ratios, mixed numbers or such with a power of ten: degree and currency
+    signs aside, and 50% is 50 as well as 0.5. Words as words, in small or capital letters; else as text that looks the
+    same, or as mathematics by math-verify, which compares inexact numbers to six digits, leaves out the units that it
+    knows and, in an equation, the name of what is equal.
     """
     given, expected = _bare(given), _bare(expected)
+    if not (_has_currency(given) and _has_currency(expected)):
+        given, expected = _CURRENCY.sub("", given), _CURRENCY.sub("", expected)
     plain = _undecorated(given), _undecorated(expected)
-    numbers = _as_number(plain[0]), _as_number(plain[1])
-    if None not in numbers:
-        return numbers[0] == numbers[1]
+    number, expected_number = _as_number(plain[0]), _as_number(plain[1])
+    if number is not None and expected_number is not None:
+        return number == expected_number or _share(number, given) == _share(expected_number, expected)
     texts = _IDLE_SPACE.sub("", plain[0]), _IDLE_SPACE.sub("", plain[1])
     if texts[0] == texts[1]:
         return True
@@ -120,7 +131,8 @@ def accuracy(response: str, task: Task) -> float:
     boxes hold, or else all that stands between the tags, or else, among words, the mathematics that math-verify finds
     in the last 2,000 characters. Between tags that must be the only number or formula behind "the answer is" (or
     "result", "solution"; without such words, the only one at all), and nothing denied: "12 or 13" and "not 12, but 13"
-    are no answers. Boxes, thoughts and the task's answer as for `math`.
+    are no answers; nor is a number within a longer term, as in "the answer is x + 3". Boxes, thoughts and the task's
+    answer as for `math`.
 
     Raises:
         ValueError: the task has no answer.
@@ -137,8 +149,9 @@ def accuracy(response: str, task: Task) -> float:
         if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
             return 0.0
         text = _INTRODUCTION.split(tagged)[-1]
-    found = _VERIFIER.find(_end_of(text))
-    if found is None or (tagged is not None and _hedges(text, found)):
+    end = _end_of(text)
+    found = _VERIFIER.find(end)
+    if found is None or _is_part_of_a_term(end, found) or (tagged is not None and _hedges(text, found)):
         return 0.0
     return float(same_answer(found, expected))
 
@@ -178,6 +191,28 @@ def _hedges(text: str, found: str) -> bool:
     return bool(_DENIAL.search(text) or others or len(formulas) > 1)
 
 
+def _is_part_of_a_term(text: str, found: str) -> bool:
+    """Whether the number that was found in a text is not all of the answer there; an expression is, or nothing."""
+    if _as_number(found) is None:
+        return False
+    before, *introduced = _INTRODUCTION.split(text)
+    said = introduced[-1] if introduced else before
+    places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", said))
+    if not places:
+        return False
+    place = places[0] if introduced else places[-1]
+    return bool(_TERM_BEFORE.search(said[: place.start()]) or _TERM_AFTER.match(said, place.end()))
+
+
+def _share(number: Fraction, answer: str) -> Fraction:
+    """The number of an answer, of which a percent sign makes hundredths."""
+    return number / 100 if _PERCENT.search(answer) else number
+
+
+def _has_currency(answer: str) -> bool:
+    return "$" in answer or _CURRENCY.search(answer) is not None
+
+
 def _end_of(text: str) -> str:
     """Its last characters, from the beginning of a word, with the minus that math-verify knows."""
     text = text.replace("−", "-")
@@ -196,9 +231,12 @@ def _undecorated(answer: str) -> str:
 
 
 def _as_number(answer: str) -> Fraction | None:
-    r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2} and 1 1/2; None of anything else."""
+    r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2}, 1 1/2 and 2.5 \times 10^{3}; None of anything else."""
     if len(answer) > _LONGEST_ANSWER:
         return None
+    if power := _POWER_OF_TEN.search(answer):
+        factor = _as_number(answer[: power.start()])
+        return None if factor is None else factor * Fraction(10) ** int(power[1] or power[2])
     fraction = _FRACTION.fullmatch(answer)
     match = _NUMBER.fullmatch(answer if fraction is None else f"{fraction[1]} {fraction[2]}/{fraction[3]}".strip())
     if match is None:
