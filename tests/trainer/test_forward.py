@@ -195,10 +195,18 @@ def test_a_policy_of_such_a_model_trains_on_its_own_log_probabilities(tmp_path: 
     assert trainer.logged_metrics["actor/kl_loss"] == 0.0
 
 
-def test_memory_that_does_not_suffice_is_no_property_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def no_gpu_memory(*_arguments: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
+
+def no_cpu_memory(*_arguments: Any) -> Any:
+    return torch.empty(2**60)
+
+
+@pytest.mark.parametrize("exhausted", [no_gpu_memory, no_cpu_memory])
+def test_memory_that_does_not_suffice_is_no_property_of_the_architecture(
+    exhausted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forward, "logprobs_by_head", exhausted)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="memory"):
         logprob_function(build("LlamaForCausalLM", {}))

@@ -33,6 +33,8 @@ LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor
 CHECKED_TOKENS = 16
 # Mean differences that are rounding, as a share of the largest logit.
 FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
+# A CPU's memory that does not suffice is a plain RuntimeError, of this name.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 def logprobs_by_head(
@@ -164,9 +166,9 @@ def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: 
     """What the function yields; None if the architecture is another than it is for."""
     try:
         return function(model, *arguments)
-    except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the architecture
-        raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such output, argument or shape
+        if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
+            raise  # memory says nothing of the architecture
         logger.info("%s has no %s: %s", _name(model), function.__name__, error)
         return None
 
