@@ -1,31 +1,36 @@
 """What `auto` stands for: the faster dtype here, what a checkpoint was trained in, what the trainer computes in."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
+from omegaconf import DictConfig
 
 import trinity_lightning.common.product_speed as product_speed
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import EngineDtype, WeightDtype, config_dir
+from trinity_lightning.build import build
+from trinity_lightning.common.config import EngineDtype, WeightDtype
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.dtypes import settle_dtypes
+from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.monitor.environment import describe_environment
 from trinity_lightning.trainer.policy import PolicyModule
 
 AUTO, BF16, FP32 = WeightDtype.auto, WeightDtype.bf16, WeightDtype.fp32
 
 
-def settled(*overrides: str, checkpoint: Path | None = None) -> tuple[str, str]:
-    """`model.dtype` and `engine.dtype` of the recipe grpo, once settled."""
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", ["output_dir=x", "ckpt_path=null", *overrides])
+def settled_config(*overrides: str, checkpoint: Path | None = None) -> DictConfig:
+    """The configuration of a run with its dtypes settled."""
+    config = composed("output_dir=x", "ckpt_path=null", *overrides)
     assert config.model.dtype is AUTO or any("model.dtype" in each for each in overrides)
     settle_dtypes(config, checkpoint)
+    return config
+
+
+def settled(*overrides: str, checkpoint: Path | None = None) -> tuple[str, str]:
+    """`model.dtype` and `engine.dtype`, once settled."""
+    config = settled_config(*overrides, checkpoint=checkpoint)
     return config.model.dtype.value, config.engine.dtype.value
 
 
@@ -70,14 +75,49 @@ def test_the_engine_computes_in_what_the_trainer_computes_in(
     assert settled(*overrides) == expected
 
 
+def save_checkpoint(path: Path, dtype: torch.dtype) -> Path:
+    """What a run whose weights are held in `dtype` has of them in its checkpoints."""
+    processed = {"epoch_progress": {"current": {"processed": 3}}}
+    weights = {"model.norm": torch.ones(2), "model.lm_head": torch.ones(2, dtype=dtype)}
+    torch.save({"loops": {"fit_loop": processed}, "state_dict": weights}, path)
+    return path
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_resumed_run_keeps_the_dtype_it_was_trained_in(dtype: torch.dtype, faster: Any, tmp_path: Path) -> None:
     faster(FP32 if dtype == torch.bfloat16 else BF16)
-    processed = {"epoch_progress": {"current": {"processed": 3}}}
-    weights = {"model.norm": torch.ones(2), "model.lm_head": torch.ones(2, dtype=dtype)}
-    torch.save({"loops": {"fit_loop": processed}, "state_dict": weights}, tmp_path / "it.ckpt")
     expected = "bf16" if dtype == torch.bfloat16 else "fp32"
-    assert settled(checkpoint=tmp_path / "it.ckpt") == (expected, expected)
+    assert settled(checkpoint=save_checkpoint(tmp_path / "it.ckpt", dtype)) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "refused"),
+    [
+        (torch.bfloat16, ("model.dtype=fp32",), "model.dtype is fp32 .* are bf16: a resumed run keeps its own"),
+        (torch.float32, ("+trainer.precision=bf16-true",), "model.dtype is bf16 .* are fp32"),
+        (torch.float32, ("model.dtype=fp32", "+trainer.precision=bf16-mixed"), None),
+        (torch.bfloat16, ("model.dtype=fp32", "+trainer.precision=bf16-true"), None),
+        (torch.bfloat16, (), None),
+    ],
+)
+def test_another_dtype_than_the_checkpoints_is_refused(
+    dtype: torch.dtype, overrides: tuple[str, ...], refused: str | None, faster: Any, tmp_path: Path
+) -> None:
+    faster(FP32)
+    checkpoint = save_checkpoint(tmp_path / "it.ckpt", dtype)
+    config = settled_config(*overrides, checkpoint=checkpoint)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_resumed_dtype(config, checkpoint)
+
+
+def test_a_run_refuses_another_dtype_before_a_model_is_loaded(
+    faster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = save_checkpoint(tmp_path / "it.ckpt", torch.bfloat16)
+    config = composed("model=tiny", "model.dtype=fp32", "output_dir=x", f"ckpt_path={checkpoint}")
+    with pytest.raises(ConfigError, match=r"model\.dtype is fp32 .* are bf16"):
+        build(config)
 
 
 def test_the_product_is_timed_within_a_second_and_recorded() -> None:

@@ -13,7 +13,7 @@ from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint, resume_command
 from trinity_lightning.common.config import EngineKind, TrainConfig
 from trinity_lightning.common.errors import ConfigError, TrinityError
-from trinity_lightning.dtypes import settle_dtypes
+from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
@@ -88,6 +88,8 @@ def build(config: DictConfig) -> Run:
     quiet_lightning()
     checkpoint = checkpoint_of(config, folder)
     settle_dtypes(config, checkpoint)
+    if checkpoint is not None:
+        check_resumed_dtype(config, checkpoint)
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     L.seed_everything(typed.seed, verbose=False)
     policy = PolicyModule(

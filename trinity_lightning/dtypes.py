@@ -6,8 +6,9 @@ import torch
 from omegaconf import DictConfig
 
 from trinity_lightning.common.config import EngineDtype, EngineKind, WeightDtype
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.product_speed import faster_dtype
-from trinity_lightning.common.trainer_settings import compute_dtype, weight_dtype
+from trinity_lightning.common.trainer_settings import HALF, compute_dtype, weight_dtype
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 
@@ -29,6 +30,24 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     config.model.dtype = weight_dtype(config.model.dtype, precision)
     if config.engine.dtype is EngineDtype.auto and config.engine.kind is not EngineKind.transformers:
         config.engine.dtype = EngineDtype(compute_dtype(config.model.dtype, precision).value)
+
+
+def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
+    """Refuse to go on with weights in another dtype than the checkpoint's: its optimizer state belongs to that.
+
+    Args:
+        config: a configuration whose dtypes are settled.
+        checkpoint: what the run resumes from.
+
+    Raises:
+        ConfigError: another dtype.
+    """
+    asked, held = config.model.dtype.value, _dtype_of(checkpoint).value
+    if asked != held:
+        raise ConfigError(
+            f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
+            f"'{checkpoint}' are {held}: a resumed run keeps its own, so leave model.dtype and that precision out."
+        )
 
 
 def _dtype_of(checkpoint: str | Path) -> WeightDtype:
