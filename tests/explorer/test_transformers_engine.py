@@ -15,6 +15,7 @@ from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.trainer.weight_sync import Tolerance
 
 PROMPT = [7, 30, 41, 12]
 CONTEXT = 128
@@ -300,3 +301,15 @@ def test_a_failing_step_fails_its_requests_and_no_later_ones(
         ask(engine, host)
     monkeypatch.undo()
     assert len(ask(engine, host).token_ids) == 12
+
+
+def test_under_mixed_precision_training_differs_from_the_engine_by_rounding(
+    model: Any, engine: TransformersEngine, host: Host
+) -> None:
+    """The engine computes in the weights' float32, training in bfloat16: what the probe allows a 16-bit side."""
+    completion = ask(engine, host, max_tokens=32)
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = torch.tensor(plain_logprobs(model, PROMPT, completion.token_ids))
+    difference = (torch.tensor(completion.logprobs) - trained).abs()
+    assert difference.max() > 0
+    assert Tolerance.of(torch.bfloat16, engine.dtype).allows(difference, trained)
