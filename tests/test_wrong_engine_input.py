@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 from omegaconf import DictConfig
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
 from trinity_lightning.evaluate import _send_as_folder
@@ -28,10 +25,8 @@ MIX = ("+recipe=mix",)
 
 def configured(*arguments: str) -> DictConfig:
     """The configuration of a run with these arguments."""
-    compose.register()
     recipe = () if any(argument.startswith("+recipe") for argument in arguments) else ("+recipe=grpo",)
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        return hydra_compose("train", [*recipe, "model=tiny", *arguments])
+    return composed(*recipe, "model=tiny", *arguments)
 
 
 REFUSED = {
@@ -47,16 +42,16 @@ REFUSED = {
         f"a process for each runner, and {8 * CORES + 1} .*too many for {CORES} cores.*runner_per_model={4 * CORES}\\.",
     ),
     # numbers
-    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1; give 0 or more"),
-    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1; give 0 or more"),
-    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset is -1; give 0 or more"),
+    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1; give a whole"),
+    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1; give a whole"),
+    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset is -1; give a whole number of 0 or more"),
     "chunks of nothing": (
         ("explorer.max_repeat_times_per_runner=0",),
-        "explorer.max_repeat_times_per_runner is 0; give 1 or more",
+        "explorer.max_repeat_times_per_runner is 0; give a whole number of 1 or more",
     ),
     "a sync without time": (
         ("synchronizer.sync_timeout=0",),
-        r"synchronizer.sync_timeout is 0.0; give a number above 0",
+        r"synchronizer.sync_timeout is 0.0; give a finite number above 0",
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
     # weights without a file
@@ -115,7 +110,7 @@ REFUSED = {
         "unknown synchronizer.method 'ncll'. Did you mean 'nccl'",
     ),
     # servers
-    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0; give 1 or more"),
+    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0; give a whole number of 1 or more"),
     "more cores than there are": (
         (*SERVER, f"engine.cpu_cores={CORES + 1}"),
         f"engine.cpu_cores is {CORES + 1}.*may use {CORES}",
@@ -161,11 +156,11 @@ REFUSED = {
     ),
     "a judge without a context": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),
-        "auxiliary_models.judge.engine.max_model_len is 0; give 1 or more",
+        "auxiliary_models.judge.engine.max_model_len is 0; give a whole number of 1 or more",
     ),
     "a judge that decodes nothing": (
         (JUDGE, "+auxiliary_models.judge.engine.max_num_seqs=0"),
-        "auxiliary_models.judge.engine.max_num_seqs is 0; give 1 or more",
+        "auxiliary_models.judge.engine.max_num_seqs is 0; give a whole number of 1 or more",
     ),
     "a judge's URL in the wrong place": (
         (JUDGE, "+auxiliary_models.judge.engine.urls=[http://node7:8000]"),

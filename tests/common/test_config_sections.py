@@ -1,13 +1,12 @@
 """A section refuses what would train on something else than it says: from a script and from the command line alike."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from compose_cases import composed
 
-from trinity_lightning.common import compose
 from trinity_lightning.common.config import (
     AlgorithmConfig,
     DynamicTimeoutConfig,
@@ -19,7 +18,6 @@ from trinity_lightning.common.config import (
     RolloutCorrectionConfig,
     SamplingConfig,
     SynchronizerConfig,
-    config_dir,
 )
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
@@ -93,7 +91,7 @@ def test_a_section_knows_its_ranges(section: Callable[..., Any], key: str, value
 )
 @pytest.mark.parametrize("value", [-1.0, 0.0, NAN, float("inf")])
 def test_every_refusal_of_a_value_names_the_same_range(section: Callable[..., Any], key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} is {value}; give a (finite )?number above 0\."):
+    with pytest.raises(ConfigError, match=rf"{key} is {value}; give a finite number above 0"):
         section(**{key.rpartition(".")[2]: value})
 
 
@@ -101,12 +99,28 @@ def test_every_refusal_of_a_value_names_the_same_range(section: Callable[..., An
 def test_a_section_refuses_the_value_however_it_is_given(section: Callable[..., Any], key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as in_a_script:
         section(**{key.rpartition(".")[2]: value})
-    compose.register()
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        config = hydra_compose("train", ["+recipe=grpo", "model=tiny", f"{key}={value}"])
+    config = composed("+recipe=grpo", "model=tiny", f"{key}={value}")
     with pytest.raises(ConfigError) as from_the_command_line:
         validate(config)
     assert str(from_the_command_line.value) == str(in_a_script.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "arguments", "refusal"),
+    [
+        (ExplorerConfig, {"batch_size": "8"}, "explorer.batch_size is '8'; give a whole number of 1 or more."),
+        (ExplorerConfig, {"repeat_times": None}, "explorer.repeat_times is None; give a whole number of 1 or more."),
+        (AlgorithmConfig, {"entropy_coef": True}, "algorithm.entropy_coef is True; give a finite number of 0 or more."),
+        (AlgorithmConfig, {"max_grad_norm": "1"}, "max_grad_norm is '1'; give a finite number above 0, or null."),
+        (SamplingConfig, {"top_p": 1.5}, "sampling.top_p is 1.5; give a number above 0, at most 1, or null."),
+        (SamplingConfig, {"min_p": -0.5}, "sampling.min_p is -0.5; give a number from 0 to 1, or null."),
+    ],
+)
+def test_a_script_that_gives_another_type_is_refused_too(
+    section: Callable[..., Any], arguments: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        section(**arguments)
 
 
 def test_a_section_changed_after_it_was_made_is_refused_by_the_policy() -> None:

@@ -154,7 +154,22 @@ def test_find_boxed(text: str, boxed: str | None) -> None:
         ("5.", "5", True),
         ("$5$", "5", True),
         (r"50\%", "50", True),
+        (r"50\%", "0.5", True),
+        ("0.125", r"$12.5\%$", True),
+        (r"12\%", r"0.12\%", False),
+        (r"5\%", "0.5", False),
         (r"90^\circ", "90", True),
+        ("1.2e5", r"1.2 \times 10^5", True),
+        ("120000", r"$1.2 \cdot 10^{5}$", True),
+        ("1.3e5", r"1.2 \times 10^5", False),
+        ("-0.0012", "-1.2 × 10^-3", True),
+        (r"x \times 10^5", r"y \times 10^5", False),
+        ("€5", "5", True),
+        ("5 dollars", "5", True),
+        ("5", "5 EUR", True),
+        ("€5", "$5", False),
+        ("5 dollars", "5 euros", False),
+        ("€6", "5", False),
         (r"\left( 1, 2 \right)", "(1,2)", True),
         (r"\text{blue}", "blue", True),
         (r"x + 1", "x+1", True),
@@ -257,6 +272,10 @@ def test_math_boxed_or_last(response: str, answer: Any, reward: float) -> None:
         ("So " * 50_000 + "the answer is 4", "4", 1.0),
         ("It is 0.00001", 1e-05, 1.0),
         ("It is \ud800 \0 4", 4, 1.0),
+        ("The answer is x = 3.", "3", 1.0),
+        ("a + b = 3", "3", 1.0),
+        ("The answer is 12 - a dozen", "12", 1.0),
+        ("(see above)\n- 5", "5", 1.0),
     ],
 )
 def test_accuracy(response: str, answer: Any, reward: float) -> None:
@@ -308,6 +327,14 @@ def test_what_hedges_within_tags_is_no_answer(answer: str, truth: str, reward: f
 @pytest.mark.parametrize("answer", ["1, 2, 3", "x + 3", r"\frac{2}{3}", r"\sqrt{3}", "[0, 3]"])
 def test_a_number_within_the_mathematics_between_tags_is_no_answer(answer: str) -> None:
     assert accuracy(f"<answer>{answer}</answer>", a_task("3")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["x + 3", "y - 3", "3x", "3 y", "2x + 3", "3 + n", "n^3", "(a + b) * 3", "2 · 3", "3/n"]
+)
+@pytest.mark.parametrize("sentence", ["The answer is {}", "so {}.", "<answer>The answer is {}</answer>"])
+def test_a_number_within_a_longer_term_is_no_answer(sentence: str, answer: str) -> None:
+    assert accuracy(sentence.format(answer), a_task("3")) == 0.0
 
 
 @pytest.mark.parametrize("answer", ["", " ", "so it is #### ", "$$", ".", "**", r"\boxed{}", r"\text{}"])
@@ -587,8 +614,8 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
         ("no_such_module.judge", "no module 'no_such_module'"),
         ("math.pi", "cannot be called"),
         (5, "cannot be called"),
-        ({"math": "much"}, "weight of reward function 'math' must be a finite number, not 'much'"),
-        ({"math": float("nan")}, "must be a finite number"),
+        ({"math": "much"}, "weight of reward function 'math' is 'much'; give a finite number"),
+        ({"math": float("nan")}, "give a finite number"),
         (["math", "math"], "two reward functions are called math"),
         ([lambda response, task: 1.0, lambda response, task: 2.0], "two reward functions are called <lambda>"),
     ],

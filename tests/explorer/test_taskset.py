@@ -112,8 +112,8 @@ def test_a_bad_entry_is_named_and_the_cursor_stays():
     [
         ([], {}, "has no entries"),
         ([{"prompt": "a"}], {"order": "shufled"}, "Did you mean 'shuffled'"),
-        ([{"prompt": "a"}], {"epochs": 0}, "epochs = 0"),
-        ([{"prompt": "a"}], {"seed": -1}, "seed = -1"),
+        ([{"prompt": "a"}], {"epochs": 0}, "epochs of taskset 'taskset' is 0"),
+        ([{"prompt": "a"}], {"seed": -1}, "seed of taskset 'taskset' is -1"),
     ],
 )
 def test_a_wrong_taskset_says_so_at_once(entries, options, message):
@@ -122,7 +122,7 @@ def test_a_wrong_taskset_says_so_at_once(entries, options, message):
 
 
 def test_a_batch_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="a batch of 0 tasks"):
+    with pytest.raises(ConfigError, match=r"size of a batch of taskset '.*' is 0"):
         numbered(2).next_batch(0)
 
 

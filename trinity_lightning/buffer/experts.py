@@ -6,7 +6,7 @@ import torch
 
 from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.errors import StorageError
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.expert import marked
 
@@ -26,8 +26,7 @@ class ExpertData:
     """
 
     def __init__(self, reader: BufferReader, per_step: int) -> None:
-        if per_step < 1:
-            raise ConfigError(f"expert experiences a step must be at least 1, not {per_step}.")
+        whole_number("per_step", per_step, least=1)
         self._reader, self._per_step = reader, per_step
         self._taken = reader.state_dict()
         self._ahead = False  # whether the reader stands behind what no step has taken

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 
 
@@ -37,8 +37,7 @@ class ExperienceLoader:
         max_response_length: int | None = None,
     ) -> None:
         for name, value in (("optimizer_steps", optimizer_steps), ("inner_epochs", inner_epochs)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}.")
+            whole_number(name, value, least=1)
         self._storage = storage
         self._optimizer_steps = optimizer_steps
         self._inner_epochs = inner_epochs

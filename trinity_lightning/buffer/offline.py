@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.errors import StorageError
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import number, whole_number
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 
 
@@ -40,13 +40,9 @@ class OfflineLoader:
         wait: float = 0.0,
         max_response_length: int | None = None,
     ) -> None:
-        for name, value, lowest in (
-            ("batch_size", batch_size, 1),
-            ("steps_per_epoch", steps_per_epoch, 1),
-            ("wait", wait, 0),
-        ):
-            if value < lowest:
-                raise ConfigError(f"{name} must be at least {lowest}, not {value}.")
+        whole_number("batch_size", batch_size, least=1)
+        whole_number("steps_per_epoch", steps_per_epoch, least=1)
+        number("wait", wait, least=0)
         self._reader = reader
         self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
         self._whole_groups, self._wait = whole_groups, wait

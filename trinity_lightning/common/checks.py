@@ -1,9 +1,10 @@
-"""Checks of values of the configuration and of checkpoints: each refuses with the name and the fix."""
+"""Checks of values of the configuration, of arguments and of checkpoints: each refuses with the name and the fix."""
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from trinity_lightning.common.errors import ConfigError
@@ -13,44 +14,85 @@ T = TypeVar("T")
 AUTO = "auto"
 
 
-def at_least(least: float, key: str, value: float | None) -> None:
-    """ConfigError unless the value is a finite number of at least `least`, or null."""
-    if value is not None and not math.isfinite(value):
-        raise ConfigError(f"{key} is {value}; give a finite number.")
-    if value is not None and value < least:
-        raise ConfigError(f"{key} is {value}; give {least:g} or more.")
+def number(
+    key: str,
+    value: T,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    optional: bool = False,
+) -> T:
+    """A finite number, of at least and at most these bounds, or above one; or None, if `optional`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if optional and value is None:
+        return value
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (above < value and least <= value <= most):  # type: ignore[operator]
+        kind = "a finite number" if most == math.inf else "a number"
+        raise ConfigError(f"{key} is {value!r}; give {kind}{_bounds(least, above, most)}{_or_null(optional)}.")
+    return value
 
 
-def auto_or_at_least(least: int, key: str, value: int | str) -> None:
-    """ConfigError unless the value is `auto`, or a number of at least `least`."""
-    if isinstance(value, str) and value != AUTO:
-        raise ConfigError(f"{key} is '{value}'; give {AUTO}, or {least} or more.")
-    if not isinstance(value, str):
-        at_least(least, key, value)
+def whole_number(key: str, value: T, *, least: int, optional: bool = False, auto: bool = False) -> T:
+    """A whole number of at least `least`; or None, if `optional`, or "auto", if `auto`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if (optional and value is None) or (auto and value == AUTO):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        others = f", or {AUTO}" if auto else _or_null(optional)
+        raise ConfigError(f"{key} is {value!r}; give a whole number of {least} or more{others}.")
+    return value
 
 
-def above_zero(key: str, value: float | None) -> None:
-    """ConfigError unless the value is a finite number above 0, or null."""
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{key} is {value}; give a {'' if math.isfinite(value) else 'finite '}number above 0.")
+def flag(key: str, value: T) -> T:
+    """True or False.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} is {value!r}; give true or false.")
+    return value
 
 
-def within(low: float, high: float, key: str, value: float | None) -> None:
-    """ConfigError unless low <= value <= high, or null."""
-    if value is not None and not low <= value <= high:
-        raise ConfigError(f"{key} is {value}; give a number from {low:g} to {high:g}.")
+def text(key: str, value: T) -> T:
+    """Text that is not empty.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{key} is {value!r}; give some text.")
+    return value
 
 
-def is_url(key: str, value: str, example: str) -> None:
-    """ConfigError unless the value begins as a URL does."""
-    if not value.startswith(("http://", "https://")):
+def url(key: str, value: T, example: str) -> T:
+    """Text that begins as a URL does.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, str) or not value.startswith(("http://", "https://")):
         raise ConfigError(f"{key}: {value!r} is no URL; give one such as {example}.")
+    return value
 
 
-def one_of(key: str, value: str | None, names: Sequence[str], with_paths: bool = False) -> None:
-    """ConfigError unless the value is one of these names, null, or, `with_paths`, a dotted path."""
-    if value is None or value in names or (with_paths and "." in value):
-        return
+def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = False, optional: bool = False) -> T:
+    """One of these names; a dotted path too, if `with_paths`; or None, if `optional`.
+
+    Raises:
+        ConfigError: it is something else; the message lists the names.
+    """
+    is_path = with_paths and isinstance(value, str) and "." in value
+    if (optional and value is None) or is_path or (isinstance(value, str) and value in names):
+        return value
     raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
 
 
@@ -69,3 +111,15 @@ def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> 
             f"the checkpoint is of an earlier version (its state of {part} lacks '{missing[0]}') and cannot go on: "
             "finish that run with its version, or begin a new one."
         )
+
+
+def _or_null(optional: bool) -> str:
+    return ", or null" if optional else ""
+
+
+def _bounds(least: float, above: float, most: float) -> str:
+    if above > -math.inf:
+        return f" above {above:g}" + (f", at most {most:g}" if most < math.inf else "")
+    if most < math.inf:
+        return f" from {least:g} to {most:g}"
+    return f" of {least:g} or more" if least > -math.inf else ""

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from trinity_lightning.common import known_names as known
-from trinity_lightning.common.checks import above_zero, at_least, is_url, one_of
+from trinity_lightning.common.checks import number, one_of, url, whole_number
 from trinity_lightning.common.errors import ConfigError
 
 
@@ -35,7 +35,8 @@ class EngineConfig:
         kind: `vllm` in this process; `vllm_server`, vLLM in processes of its own, which generates while the trainer
             trains; or `transformers`, which generates with the training model itself.
         dtype: compute dtype of the engine; `auto`: the trainer's, which is model.dtype, or bf16 with
-            trainer.precision=bf16-mixed.
+            trainer.precision=bf16-mixed. `transformers` computes in the dtype that the weights are held in: with
+            bf16-mixed in float32, from which training differs by rounding, as from a vLLM of another dtype.
         max_model_len: longest prompt and response together, in tokens.
         max_num_seqs: requests decoded at once.
         kv_cache_gb: memory of the key-value cache in GiB (vLLM; on a GPU null leaves it to vLLM).
@@ -64,11 +65,12 @@ class EngineConfig:
     gpus: list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "servers", "cpu_cores"):
-            at_least(1, f"engine.{name}", getattr(self, name))
-        above_zero("engine.kv_cache_gb", self.kv_cache_gb)
-        for url in self.urls:
-            is_url("engine.urls", url, "http://node7:8000")
+        for name in ("max_model_len", "max_num_seqs", "servers"):
+            whole_number(f"engine.{name}", getattr(self, name), least=1)
+        whole_number("engine.cpu_cores", self.cpu_cores, least=1, optional=True)
+        number("engine.kv_cache_gb", self.kv_cache_gb, above=0, optional=True)
+        for each in self.urls:
+            url("engine.urls", each, "http://node7:8000")
         gpus = list(self.gpus or ())
         if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
             raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
@@ -96,7 +98,7 @@ class AuxiliaryConfig:
 
     def __post_init__(self) -> None:
         if self.url is not None:
-            is_url("url", self.url, "http://node7:8000/v1")
+            url("url", self.url, "http://node7:8000/v1")
         if self.url is not None and self.engine != EngineConfig():
             raise ConfigError(f"engine is of a server that is started here, and {self.url} is there: leave one out.")
         if self.url is None and self.api_key_env is not None:
@@ -132,5 +134,5 @@ class SynchronizerConfig:
 
     def __post_init__(self) -> None:
         one_of("synchronizer.method", self.method, known.SYNC_METHODS)
-        at_least(1, "synchronizer.check_interval", self.check_interval)
-        above_zero("synchronizer.sync_timeout", self.sync_timeout)
+        whole_number("synchronizer.check_interval", self.check_interval, least=1)
+        number("synchronizer.sync_timeout", self.sync_timeout, above=0)

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from trinity_lightning.common import known_names as known
-from trinity_lightning.common.checks import AUTO, above_zero, at_least, auto_or_at_least, one_of, within
+from trinity_lightning.common.checks import AUTO, number, one_of, whole_number
 from trinity_lightning.common.errors import ConfigError
 
 
@@ -94,16 +94,15 @@ class SamplingConfig:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        at_least(0, "sampling.temperature", self.temperature)
-        at_least(1, "sampling.max_tokens", self.max_tokens)
-        above_zero("sampling.top_p", self.top_p)
-        within(0, 1, "sampling.top_p", self.top_p)
+        number("sampling.temperature", self.temperature, least=0)
+        whole_number("sampling.max_tokens", self.max_tokens, least=1)
+        number("sampling.top_p", self.top_p, above=0, most=1, optional=True)
         if self.top_k != -1:  # vLLM's word for all of them
-            at_least(1, "sampling.top_k", self.top_k)
-        within(0, 1, "sampling.min_p", self.min_p)
-        within(-2, 2, "sampling.presence_penalty", self.presence_penalty)
-        within(-2, 2, "sampling.frequency_penalty", self.frequency_penalty)
-        above_zero("sampling.repetition_penalty", self.repetition_penalty)
+            whole_number("sampling.top_k", self.top_k, least=1, optional=True)
+        number("sampling.min_p", self.min_p, least=0, most=1, optional=True)
+        number("sampling.presence_penalty", self.presence_penalty, least=-2, most=2, optional=True)
+        number("sampling.frequency_penalty", self.frequency_penalty, least=-2, most=2, optional=True)
+        number("sampling.repetition_penalty", self.repetition_penalty, above=0, optional=True)
 
 
 @dataclass
@@ -160,7 +159,7 @@ class OverRolloutConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number from 0 to below 1.")
-        at_least(0, "explorer.over_rollout.wait_after_min", self.wait_after_min)
+        number("explorer.over_rollout.wait_after_min", self.wait_after_min, least=0)
         if self.ratio == 0 and self.wait_after_min != OverRolloutConfig.wait_after_min:
             raise ConfigError("explorer.over_rollout.wait_after_min has no effect without explorer.over_rollout.ratio.")
 
@@ -183,8 +182,8 @@ class DynamicTimeoutConfig:
     warmup_min_steps: int = 1
 
     def __post_init__(self) -> None:
-        at_least(1, "explorer.dynamic_timeout.ratio", self.ratio)
-        at_least(0, "explorer.dynamic_timeout.warmup_min_steps", self.warmup_min_steps)
+        number("explorer.dynamic_timeout.ratio", self.ratio, least=1)
+        whole_number("explorer.dynamic_timeout.warmup_min_steps", self.warmup_min_steps, least=0)
         for name in ("ratio", "warmup_min_steps"):
             if not self.enable and getattr(self, name) != getattr(DynamicTimeoutConfig, name):
                 raise ConfigError(
@@ -243,12 +242,14 @@ class ExplorerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "repeat_times", "runner_per_model", "max_repeat_times_per_runner", "sync_interval"):
-            at_least(1, f"explorer.{name}", getattr(self, name))
+        for name in ("batch_size", "repeat_times", "runner_per_model", "sync_interval"):
+            whole_number(f"explorer.{name}", getattr(self, name), least=1)
+        chunk = self.max_repeat_times_per_runner
+        whole_number("explorer.max_repeat_times_per_runner", chunk, least=1, optional=True)
         for name in ("max_retry_times", "max_refills", "sync_offset", "eval_interval", "seed", "reward_workers"):
-            at_least(0, f"explorer.{name}", getattr(self, name))
-        above_zero("explorer.max_timeout", self.max_timeout)
-        above_zero("explorer.reward_timeout", self.reward_timeout)
+            whole_number(f"explorer.{name}", getattr(self, name), least=0)
+        number("explorer.max_timeout", self.max_timeout, above=0)
+        number("explorer.reward_timeout", self.reward_timeout, above=0)
         one_of("explorer.runner", self.runner, ("local", "ray"))
         if self.runner == "local" and self.ray_address is not None:
             raise ConfigError(
@@ -278,7 +279,7 @@ class KLConfig:
     coef: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least(0, "algorithm.kl.coef", self.coef)
+        number("algorithm.kl.coef", self.coef, least=0)
 
 
 @dataclass
@@ -302,9 +303,9 @@ class RolloutCorrectionConfig:
     def __post_init__(self) -> None:
         one_of("algorithm.rollout_correction.level", self.level, known.CORRECTION_LEVELS)
         one_of("algorithm.rollout_correction.mode", self.mode, known.CORRECTION_MODES)
-        at_least(0, "algorithm.rollout_correction.low", self.low)
+        number("algorithm.rollout_correction.low", self.low, least=0)
         if self.high != math.inf:  # weights may be unbounded
-            above_zero("algorithm.rollout_correction.high", self.high)
+            number("algorithm.rollout_correction.high", self.high, above=0)
         if self.low > self.high:
             raise ConfigError(
                 f"algorithm.rollout_correction.low ({self.low}) is above algorithm.rollout_correction.high "
@@ -361,22 +362,21 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if "loss_agg_mode" in self.policy_loss_args:
             raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
-        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, known.LOSS_AGG_MODES)
+        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, known.LOSS_AGG_MODES, optional=True)
         one_of("algorithm.old_logprobs", self.old_logprobs, known.OLD_LOGPROBS)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
             raise ConfigError(
                 "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
                 "set algorithm.rollout_correction.level=none."
             )
-        at_least(0, "algorithm.entropy_coef", self.entropy_coef)
-        at_least(1, "algorithm.optimizer_steps", self.optimizer_steps)
-        at_least(1, "algorithm.inner_epochs", self.inner_epochs)
+        number("algorithm.entropy_coef", self.entropy_coef, least=0)
+        for name in ("optimizer_steps", "inner_epochs", "max_bad_steps"):
+            whole_number(f"algorithm.{name}", getattr(self, name), least=1)
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
             self.layout = Layout(self.layout)
-        auto_or_at_least(1, "algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
-        above_zero("algorithm.max_grad_norm", self.max_grad_norm)
-        at_least(1, "algorithm.max_bad_steps", self.max_bad_steps)
+        whole_number("algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, least=1, auto=True)
+        number("algorithm.max_grad_norm", self.max_grad_norm, above=0, optional=True)
 
 
 @dataclass
@@ -404,14 +404,14 @@ class OptimizerConfig:
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(0, "optimizer.lr", self.lr)
+        number("optimizer.lr", self.lr, least=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
-        above_zero("optimizer.eps", self.eps)  # with 0 a weight that had no gradient yet becomes 0 / 0
-        at_least(0, "optimizer.weight_decay", self.weight_decay)
+        number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
+        number("optimizer.weight_decay", self.weight_decay, least=0)
         one_of("optimizer.lr_scheduler", self.lr_scheduler, known.LR_SCHEDULERS)
-        at_least(0, "optimizer.warmup_steps", self.warmup_steps)
-        at_least(1, "optimizer.total_steps", self.total_steps)
+        whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
+        whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
-from trinity_lightning.common.arguments import text
+from trinity_lightning.common.checks import text
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common import known_names as known
-from trinity_lightning.common.checks import at_least, one_of
+from trinity_lightning.common.checks import one_of, whole_number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.older_weights import check_corrected, samples_older_weights
 from trinity_lightning.common.operator_config import operator_configs
@@ -59,7 +59,7 @@ def validate(config: DictConfig) -> None:
     except ConfigError as error:
         raise ConfigError(f"eval_{error}") from error
     for key, (names, with_paths) in NAMES.items():
-        one_of(key, OmegaConf.select(config, key), names, with_paths)
+        one_of(key, OmegaConf.select(config, key), names, with_paths=with_paths, optional=True)
     _check_buffer(config)
     check_models(config)
     last = ""
@@ -214,7 +214,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
 def _check_numbers(config: DictConfig) -> None:
     for least, keys in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         for key in keys:
-            at_least(least, key, OmegaConf.select(config, key))
+            whole_number(key, OmegaConf.select(config, key), least=least)
     if config.seed >= 2**32:
         raise ConfigError(f"seed is {config.seed}; give a number below 2**32.")
     _check_explorer(config)

@@ -23,7 +23,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     set_advantages,
     split_valid,
 )
-from trinity_lightning.common.arguments import number, one_of
+from trinity_lightning.common.checks import number, one_of
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.registry import Registry
 from trinity_lightning.common.runs import Criterion, Run, judged, run_reward, runs_of
@@ -206,7 +206,7 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         super().__init__(writer, **unknown)
         self.epsilon = number("epsilon", epsilon, least=0)
         self.std_level = one_of("std_level", std_level, functional.STD_LEVELS)
-        self.std_threshold = None if std_threshold is None else number("std_threshold", std_threshold, least=0)
+        self.std_threshold = number("std_threshold", std_threshold, least=0, optional=True)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     differing_groups,
     reject_dpo,
 )
-from trinity_lightning.common.arguments import number, whole_number
+from trinity_lightning.common.checks import number, whole_number
 from trinity_lightning.common.experience import EID, Experience, group_by
 from trinity_lightning.common.runs import Criterion
 from trinity_lightning.common.writer import BufferWriter

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trinity_lightning.common.checks import number, one_of
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.rewards import EQUAL_TOLERANCE
 from trinity_lightning.common.suggest import unknown_name
@@ -117,10 +118,8 @@ def opmd_baseline(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: 
         ConfigError: unknown baseline, or tau not above 0.
     """
     stats = group_stats(rewards, groups)
-    if baseline not in OPMD_BASELINES:
-        raise ConfigError(unknown_name("opmd_baseline", baseline, OPMD_BASELINES))
-    if not tau > 0:
-        raise ConfigError(f"tau must be above 0, not {tau}.")
+    one_of("opmd_baseline", baseline, OPMD_BASELINES)
+    number("tau", tau, above=0)
     if baseline == "mean":
         value = stats.mean
     else:

@@ -11,8 +11,7 @@ from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, set_advantages
 from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy, return_metrics
-from trinity_lightning.common.arguments import flag, number, text
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import flag, number, text
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
 
@@ -50,9 +49,7 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
         super().__init__(writer, **unknown)
         self.epsilon = number("epsilon", epsilon, least=0)
         self.step_weight = number("step_weight", step_weight)
-        self.gamma = number("gamma", gamma)
-        if not 0 <= gamma <= 1:
-            raise ConfigError(f"gamma must be from 0 to 1, not {gamma}.")
+        self.gamma = number("gamma", gamma, least=0, most=1)
         self.std_norm = flag("std_norm", std_norm)
         self.state_key = text("state_key", state_key)
 

@@ -21,7 +21,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     set_advantages,
     split_valid,
 )
-from trinity_lightning.common.arguments import flag, number, one_of
+from trinity_lightning.common.checks import flag, number, one_of
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import last_step, raw_reward
 from trinity_lightning.common.writer import BufferWriter
@@ -93,7 +93,7 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
         self.epsilon = number("epsilon", epsilon, least=0)
         self.enable_step_norm = flag("enable_step_norm", enable_step_norm)
         self.std_level = one_of("std_level", std_level, functional.STD_LEVELS)
-        self.std_threshold = None if std_threshold is None else number("std_threshold", std_threshold, least=0)
+        self.std_threshold = number("std_threshold", std_threshold, least=0, optional=True)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

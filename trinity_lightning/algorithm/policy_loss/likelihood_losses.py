@@ -1,13 +1,12 @@
 """Losses linear in the log-probabilities: they look at no ratio of new to old. Tensors are [b, r]."""
 
-import math
 from typing import Unpack
 
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import number
 
 
 @POLICY_LOSS_FN.register("reinforce")
@@ -43,8 +42,7 @@ def opmd(
     Raises:
         ConfigError: tau is negative or infinite, or the mode is unknown.
     """
-    if not 0 <= tau < math.inf:
-        raise ConfigError(f"tau must be a finite number of at least 0, not {tau}.")
+    number("tau", tau, least=0)
     loss = aggregate(-advantages * logprobs / (1 + tau), action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import sft
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, accepted, create_policy_loss
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import number
 
 
 @POLICY_LOSS_FN.register("mix")
@@ -54,8 +54,7 @@ def mix(
         ConfigError: mu is out of range, or as the usual loss says.
         ValueError, TypeError: an unknown loss, or an argument that it does not have.
     """
-    if not 0 <= mu <= 1:
-        raise ConfigError(f"mu must be from 0 to 1, not {mu}.")
+    number("mu", mu, least=0, most=1)
     aggregation: dict[str, Any] = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
     usual_fn = create_policy_loss(usual, **(aggregation | dict(usual_args or {})))
     mask = action_mask.bool()

@@ -1,6 +1,5 @@
 """Relatives of PPO that treat the ratio of new to old probabilities differently. Tensors are [b, r]."""
 
-import math
 from typing import Unpack
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
 from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
+from trinity_lightning.common.checks import number
 from trinity_lightning.common.errors import ConfigError
 
 
@@ -130,8 +130,7 @@ def sapo(
         ConfigError: a temperature is not above 0 or infinite, or the mode is unknown.
     """
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if not 0 < tau < math.inf:
-            raise ConfigError(f"{name} must be a finite number above 0, not {tau}.")
+        number(name, tau, above=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau

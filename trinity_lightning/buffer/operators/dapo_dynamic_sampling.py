@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
-from trinity_lightning.common.arguments import number, text
+from trinity_lightning.common.checks import number, text
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.runs import Run, judged, metric_of, runs_of

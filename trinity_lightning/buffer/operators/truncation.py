@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
-from trinity_lightning.common.arguments import whole_number
+from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 

@@ -14,7 +14,7 @@ from trinity_lightning.buffer.reader import BufferReader, check_count
 from trinity_lightning.buffer.storage.database import MOST_VARIABLES, Database, sa
 from trinity_lightning.buffer.storage.errors import StorageError
 from trinity_lightning.buffer.storage.sql import RETRY_FOR, TABLE, experience_at
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.checks import number, one_of, whole_number
 from trinity_lightning.common.experience import Experience
 
 ORDERS = ("priority", "random")
@@ -61,13 +61,10 @@ class ReplayReader(BufferReader):
         name: str = "trainer",
         retry_for: float = RETRY_FOR,
     ) -> None:
-        if order not in ORDERS:
-            raise ConfigError(f"order is {order!r}; give one of {', '.join(ORDERS)}.")
-        if reuse_limit is not None and reuse_limit < 1:
-            raise ConfigError(f"reuse_limit is {reuse_limit}; give 1 or more, or None for no limit.")
+        one_of("order", order, ORDERS)
+        whole_number("reuse_limit", reuse_limit, least=1, optional=True)
         for key, value in (("decay", decay), ("use_decay", use_decay)):
-            if not 0 < value <= 1:
-                raise ConfigError(f"{key} is {value}; give a number above 0 and at most 1.")
+            number(key, value, above=0, most=1)
         self._order, self._reuse_limit, self._seed, self._name = order, reuse_limit, seed, name
         self._log_decay, self._log_use_decay = math.log(decay), math.log(use_decay)
         self._database = Database(place, table, create=False, retry_for=retry_for)
@@ -174,8 +171,8 @@ class ReplayReader(BufferReader):
             self._database.take(connection, "reads", 1)
             query = sa.select(reads.c.number, reads.c.position).where(since).order_by(reads.c.number)
             by_read: dict[int, list[int]] = {}
-            for number, position in connection.execute(query):
-                by_read.setdefault(number, []).append(position)
+            for read, position in connection.execute(query):
+                by_read.setdefault(read, []).append(position)
             for positions in by_read.values():
                 self._count_uses(connection, positions, -1)
             connection.execute(reads.delete().where(since))

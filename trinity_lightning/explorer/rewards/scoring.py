@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, cast
 
+from trinity_lightning.common.checks import number
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.registry import Registry
 from trinity_lightning.common.rewards import is_valid_reward
@@ -142,8 +143,7 @@ def _reward(entry: Any, weight: Any) -> Reward:
     if isinstance(entry, Reward):  # resolved already
         return entry
     function = _function(entry)
-    if not isinstance(weight, Real) or not is_valid_reward(float(weight)):
-        raise ConfigError(f"the weight of reward function {entry!r} must be a finite number, not {weight!r}.")
+    number(f"weight of reward function {entry!r}", weight)
     return Reward(_name(entry, function), function, float(weight), _path(entry, function))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -42,8 +43,7 @@ class TasksetMixture(TaskSelection):
 
     def next_batch(self, n: int) -> list[dict[str, Any]]:
         """The next n raw tasks; fewer only when all tasksets are exhausted."""
-        if n < 1:
-            raise ConfigError(f"taskset '{self.name}': a batch of {n} tasks, give 1 or more.")
+        whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
         shares = dict.fromkeys(self.tasksets, 0)
         open_ = dict(self._weights)
         batches: dict[str, list[dict[str, Any]]] = {name: [] for name in self.tasksets}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trinity_lightning.common.checks import one_of, whole_number
 from trinity_lightning.common.config import TasksetConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.suggest import unknown_name
@@ -64,14 +65,11 @@ class Taskset(TaskSelection):
         epochs: int | None = None,
         difficulty_field: str | None = None,
     ) -> None:
-        if order not in ORDERS:
-            raise ConfigError(unknown_name("order of a taskset", order, ORDERS))
-        if epochs is not None and epochs < 1:
-            raise ConfigError(f"taskset '{name}': epochs = {epochs}, give 1 or more, or None for without end.")
+        one_of("order of a taskset", order, ORDERS)
+        whole_number(f"epochs of taskset '{name}'", epochs, least=1, optional=True)
         if len(entries) == 0:
             raise ConfigError(f"taskset '{name}' has no entries.")
-        if seed < 0:
-            raise ConfigError(f"taskset '{name}': seed = {seed}, give 0 or more.")
+        whole_number(f"seed of taskset '{name}'", seed, least=0)
         self.name = name
         self.order = order
         self.seed = seed
@@ -226,8 +224,7 @@ class Taskset(TaskSelection):
 
         Fewer than n, at last none, only when `epochs` are over.
         """
-        if n < 1:
-            raise ConfigError(f"taskset '{self.name}': a batch of {n} tasks, give 1 or more.")
+        whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))

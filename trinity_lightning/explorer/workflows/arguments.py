@@ -44,15 +44,3 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any], what:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{what}: {error}.") from error
-
-
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is not among the allowed ones: ConfigError."""
-    if value not in allowed:
-        raise ConfigError(unknown_name(name, str(value), allowed))
-
-
-def at_least_one(name: str, value: Any) -> None:
-    """Refuse what is no whole number of 1 or more: ConfigError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")

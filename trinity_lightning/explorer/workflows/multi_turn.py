@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trinity_lightning.common.checks import one_of, whole_number
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.arguments import at_least_one, check_call, one_of, read_arguments
+from trinity_lightning.explorer.workflows.arguments import check_call, read_arguments
 from trinity_lightning.explorer.workflows.environments import Environment, resolve_environment
 from trinity_lightning.explorer.workflows.environments.environment import call
 from trinity_lightning.explorer.workflows.episode import Episode, play, single_experience, step_experiences
@@ -40,7 +41,7 @@ class EpisodeArguments:
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES)
         one_of("step_reward", self.step_reward, STEP_REWARDS)
-        at_least_one("max_turns", self.max_turns)
+        whole_number("max_turns", self.max_turns, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.registry import import_object
 from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.arguments import at_least_one, read_arguments
+from trinity_lightning.explorer.workflows.arguments import read_arguments
 from trinity_lightning.explorer.workflows.environments import Environment, ToolEnvironment
 from trinity_lightning.explorer.workflows.environments.tools import Parser, Tool, make_tools
 from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, EpisodeWorkflow
@@ -34,7 +35,7 @@ class ToolUseArguments(EpisodeArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least_one("max_result_length", self.max_result_length)
+        whole_number("max_result_length", self.max_result_length, least=1)
         if not self.tool_timeout > 0:
             raise ConfigError(f"tool_timeout is {self.tool_timeout}; give seconds, more than 0.")
 
