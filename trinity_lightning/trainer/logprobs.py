@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from trinity_lightning.trainer.vocabulary_gradients import Projection
+
 # Logits of one chunk: those of 1,365 tokens of SmolLM2 in bfloat16 on a CPU, a tenth of what its layers keep.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 128 << 20, 1 << 30
 # What the softmax reads and writes at once, in float32: on a CPU it has to stay in the cache from pass to pass.
@@ -56,26 +58,8 @@ class Head:
     def _project(self, hidden: Tensor) -> Tensor:
         plain = type(self.projection) is nn.Linear and self.projection.bias is None
         if plain and hidden.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
-            return _Projection.apply(hidden, self.projection.weight)
+            return Projection.apply(hidden, self.projection.weight)
         return self.projection(hidden)
-
-
-class _Projection(Function):
-    """hidden @ weight.T, whose gradient of the weight lies in memory as the weight does.
-
-    Autograd's lies transposed, and adding that to a float32 gradient took a sixth of a training step on the CPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad
-        return grads[0] @ weight if wants_hidden else None, grads[0].T @ hidden if wants_weight else None
 
 
 def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,7 @@ from trinity_lightning.trainer.micro_batch import MicroBatch, collate
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule, parameter_groups
 from trinity_lightning.trainer.token_budget import useful_tokens
+from trinity_lightning.trainer.vocabulary_gradients import lean_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class PolicyModule(L.LightningModule):
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""
         if self.model is None:
             self.model = self._load_model().train()
+            lean_embeddings(self.model)
             if self._gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
             if self.objective.needs_reference:
