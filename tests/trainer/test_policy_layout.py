@@ -1,15 +1,29 @@
 """The training step in every layout: the same loss and gradient, and neighbours that cannot be told from each other."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import batches
-from policy_cases import make_policy
+from policy_cases import (
+    Gradients,
+    Prepare,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    load_tiny,
+    make_experiences,
+    make_policy,
+    naive_gradients,
+    naive_grpo,
+)
 
-from trinity_lightning.common.config import Layout
+from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.layout import cut, rows_to_train
 from trinity_lightning.trainer.micro_batch import collate
@@ -68,3 +82,114 @@ def test_neighbours_are_isolated(sharing, batch, data):
     before = column(sharing, batch)
     after = column(sharing, OptimizerBatch.of([*batch.experiences[:row], changed, *batch.experiences[row + 1 :]], 1))
     assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if i != row)
+
+
+# -- through a Trainer -------------------------------------------------------------------------------------------------
+
+
+def groups(**settings) -> list[Experience]:
+    """Ragged rollouts of two tasks, four of each, with engine log-probabilities and masks."""
+    rows = make_experiences(**settings)
+    for row in rows:
+        first = rows[4 * row.eid.task]
+        own = row.tokens[row.prompt_length :]
+        row.tokens = torch.cat([first.tokens[: first.prompt_length], own])
+        row.prompt_length = first.prompt_length
+    return rows
+
+
+def trained(experiences, *callbacks, **settings):
+    """Loss, gradients and logged metrics of one optimizer step."""
+    seen = Gradients()
+    trainer = fit(make_policy(**settings), [batch_of(experiences)], seen, *callbacks)
+    return seen.losses[0], seen.steps[0], trainer.logged_metrics
+
+
+@pytest.mark.parametrize("zero_every", [None, 2])
+def test_the_step_is_the_naive_one_though_prefixes_are_shared(zero_every):
+    experiences = groups(zero_every=zero_every)
+    loss, gradients, metrics = trained(experiences, layout=Layout.shared_prefix)
+    tiny = load_tiny()
+    expected = naive_grpo(tiny, experiences)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients, naive_gradients(tiny, expected))
+    computed = [e for e in experiences if e.advantages.any()]
+    prompts = {e.eid.task: e.prompt_length for e in computed}
+    tokens = sum(prompts.values()) + sum(e.response_length for e in computed)
+    assert metrics["perf/computed_tokens"] == tokens
+    assert metrics["perf/padding_ratio"] == pytest.approx(tokens / sum(len(e.tokens) for e in computed))
+    assert metrics["perf/shared_prefix"] == 1
+
+
+def test_auto_shares_long_prompts_and_pads_others():
+    assert trained(groups(), layout=Layout.auto)[2]["perf/shared_prefix"] == 1
+    alike = make_experiences(count=2)
+    alike[1].tokens, alike[1].prompt_length = alike[0].tokens + 1, alike[0].prompt_length
+    for name in ("advantages", "action_mask", "logprobs"):
+        setattr(alike[1], name, getattr(alike[0], name).clone())
+    metrics = trained(alike, layout=Layout.auto)[2]
+    assert metrics["perf/shared_prefix"] == 0
+    assert metrics["perf/computed_tokens"] == 2 * len(alike[0].tokens)
+
+
+def test_columns_of_policy_and_reference_are_computed_alike():
+    experiences = groups()
+    settings: dict[str, Any] = {"optimizer_steps": 2, "kl": KLConfig(coef=0.1), "layout": Layout.shared_prefix}
+    batches = [batch_of(experiences)]
+    trainer = fit(make_policy(**settings), batches, Prepare(batches))
+    assert trainer.logged_metrics["actor/ppo_kl"] == 0.0
+    assert trainer.logged_metrics["actor/kl_loss"] == 0.0
+    padded = [batch_of(experiences)]
+    fit(make_policy(**(settings | {"layout": Layout.padded})), padded, Prepare(padded))
+    for name, column in padded[0].columns.items():
+        for mine, own in zip(batches[0].columns[name], column, strict=True):
+            torch.testing.assert_close(mine, own, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_gradient_of_shared_prefixes():
+    experiences = groups()
+    policy, seen = make_policy(layout=Layout.shared_prefix), Gradients()
+    policy._gradient_checkpointing = True
+    fit(policy, [batch_of(experiences)], seen)
+    assert_same_gradients(seen.steps[0], trained(experiences, layout=Layout.padded)[1])
+
+
+def test_a_probe_has_one_row(sharing):
+    assert sharing.sequence_logprobs([5, 17, 4, 60, 33]) == pytest.approx(
+        make_loaded(layout=Layout.padded).sequence_logprobs([5, 17, 4, 60, 33]), abs=1e-6
+    )
+
+
+def make_loaded(**settings) -> PolicyModule:
+    policy = make_policy(**settings)
+    policy.configure_model()
+    return policy
+
+
+def test_bfloat16_gradients_are_as_near_the_truth_as_those_of_padded_rows():
+    batch = batch_of(groups(count=32))
+    rounded, exact = make_loaded(dtype="bf16"), make_loaded()
+    exact.policy.load_state_dict(rounded.policy.state_dict())
+    _, truth = step(exact, batch, Layout.padded, 10_000)
+    distances = {}
+    for layout in (Layout.padded, Layout.shared_prefix):
+        distances[layout] = float((step(rounded, batch, layout, 10_000)[1] - truth).norm() / truth.norm())
+    assert distances[Layout.shared_prefix] <= 1.05 * distances[Layout.padded]
+
+
+def test_smollm2_has_one_gradient_in_both_layouts():
+    policy = PolicyModule("smollm2", AlgorithmConfig(), dtype="fp32")
+    policy.configure_model()
+    batch = batch_of(groups(count=3))
+    loss, gradient = step(policy, batch, Layout.padded, 10_000)
+    other_loss, other = step(policy, batch, Layout.shared_prefix, 10_000)
+    assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    assert float((other - gradient).norm()) <= 1e-5 * float(gradient.norm())
+
+
+def test_a_model_that_cannot_share_is_refused_by_name_before_it_is_trained():
+    policy = PolicyModule(
+        "tiny", AlgorithmConfig(layout=Layout.shared_prefix), dtype="fp32", attn_implementation="eager"
+    )
+    with pytest.raises(ConfigError, match=r"algorithm\.layout=shared_prefix: .*attn_implementation=sdpa"):
+        fit(policy, [batch_of(groups())])

@@ -21,7 +21,7 @@ from torch.autograd import Function
 SHORT_TOKENS = 192
 # Segments are padded to the longest beside them while that computes at most so many times their scores, or so few more
 # that a further call would cost more.
-MOST_PADDING, FREE_SCORES = 2.0, 4096
+MOST_PADDING, FREE_SCORES = 1.3, 1024
 
 
 @dataclass(frozen=True)
