@@ -480,43 +480,59 @@ def test_a_thread_that_computes_does_not_keep_the_interpreter_from_the_main_thre
 # -- a loop that is blocked -------------------------------------------------------------------------------------------
 
 
-class Sleepy(Workflow):
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """What blocks the loop waits for this; it is set at the end of the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Stubborn(Workflow):
     """Waits without `await`."""
 
     async def run(self) -> list[Any]:
-        time.sleep(self.task.workflow_args["seconds"])  # noqa: ASYNC251 - what is to be noticed
+        self.task.workflow_args["released"].wait(60)
         return []
 
 
-async def asleep(seconds: float) -> None:
+async def stubborn(released: threading.Event) -> None:
     nobody: Any = None
-    await Sleepy(task=Task(Sleepy, workflow_args={"seconds": seconds}), model=nobody).run()
+    await Stubborn(task=Task(Stubborn, workflow_args={"released": released}), model=nobody).run()
 
 
-def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
     host = Host()
     host.limit_blocking(0.6, 0.2)
     begun = time.monotonic()
-    with pytest.raises(WorkflowBlockedError, match=r"workflow 'Sleepy' has blocked .*asyncio\.to_thread.*`def run`"):
-        host.run(asleep(3.0))
+    with pytest.raises(WorkflowBlockedError, match=r"workflow 'Stubborn' has blocked .*asyncio\.to_thread.*`def run`"):
+        host.run(stubborn(released))
     assert time.monotonic() - begun < 10
-    assert caplog.text.count("workflow 'Sleepy' blocks all rollouts") == 1
-    assert 'time.sleep(self.task.workflow_args["seconds"])' in caplog.text
+    assert caplog.text.count("workflow 'Stubborn' blocks all rollouts") == 1
+    assert 'self.task.workflow_args["released"].wait(60)' in caplog.text
+    released.set()
     host.close()
 
 
-async def helper(seconds: float) -> None:
-    time.sleep(seconds)  # noqa: ASYNC251 - what is to be noticed
+async def helper(released: threading.Event) -> None:
+    released.wait(60)
 
 
-def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line() -> None:
+def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def gathering() -> None:
-        await asyncio.gather(helper(3.0))
+        await asyncio.gather(helper(released))
 
+    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
     host = Host()
     host.limit_blocking(0.3, 0.2)
     with pytest.raises(WorkflowBlockedError, match=r"test_host\.py:\d+ helper' has blocked .*asyncio\.to_thread"):
         host.run(gathering())
+    released.set()
     host.close()
 
 
@@ -528,30 +544,31 @@ def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
     host.close()
 
 
-def test_what_blocks_shortly_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_blocks_shortly_is_waited_for(released: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
     host = Host()
     host.limit_blocking(5.0, 1.0)
-    host.run(asleep(0.1))
+    threading.Timer(0.1, released.set).start()
+    host.run(stubborn(released))
     host.close()
     assert "blocks" not in caplog.text
 
 
-@pytest.mark.parametrize("blocking", [asleep, helper])
+@pytest.mark.parametrize("blocking", [stubborn, helper])
 def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
-    blocking: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    blocking: Any, released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
-    begun = time.monotonic()
     pressed = threading.Timer(0.1, lambda: None)
     pressed.start()
     host = Host((), lambda: None if pressed.is_alive() else KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        host.run(blocking(4.0))
+        host.run(blocking(released))
     host.end(asyncio.sleep(0))
     host.close()
     host.close()
-    assert time.monotonic() - begun < 3.5
     assert "ends with the process" in caplog.text
     thread = next(each for each in threading.enumerate() if each.name == "rollouts")
+    assert thread.is_alive()  # it was not waited for
+    released.set()
     thread.join(timeout=20)
     assert not thread.is_alive()  # it ends by itself once it is free, and closes its loop

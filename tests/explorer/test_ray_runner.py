@@ -274,20 +274,25 @@ def test_what_workflows_log_reaches_the_log_of_the_run(cluster: Cluster, caplog:
 
 
 JOIN = """
-import asyncio, json, sys
+import asyncio, json, os, signal, sys
 import ray
 from fake_model import FakeModel, scripted, succeed
 from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.explorer import Scheduler
+from trinity_lightning.explorer.watchers import keep_sigterm
 
 async def main(address):
     done = []
+    signal.signal(signal.SIGTERM, lambda *_: done.append("caught"))
     scheduler = Scheduler(ExplorerConfig(runner="ray", ray_address=address, runner_per_model=1), [FakeModel()])
     for batch in (1, 2):
         await scheduler.start()
         scheduler.schedule([scripted(succeed)], batch)
         statuses, _ = await scheduler.get_results(batch)
         done += [status.ok for status in statuses]
+        keep_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
         await scheduler.stop()
         done.append(ray.is_initialized())
     print(json.dumps(done))
@@ -296,7 +301,7 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_a_cluster_is_joined_by_its_address_twice_and_left_running(cluster: Cluster) -> None:
+def test_a_cluster_is_joined_twice_and_left_running_and_sigterm_stays_with_the_program(cluster: Cluster) -> None:
     address = ray.get_runtime_context().gcs_address
     paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
     done = subprocess.run(
@@ -309,7 +314,7 @@ def test_a_cluster_is_joined_by_its_address_twice_and_left_running(cluster: Clus
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, False, True, False]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, "caught", False] * 2
     cluster.assert_all_runners_work()
 
 
@@ -378,30 +383,3 @@ def test_a_cluster_that_is_not_there_is_named_at_once(address: str) -> None:
     scheduler = Scheduler(ExplorerConfig(runner="ray", ray_address=address), [FakeModel()])
     with pytest.raises(ConfigError, match=f"explorer.ray_address={address}: .*give HOST:PORT"):
         asyncio.run(scheduler.start())
-
-
-SIGTERM_SCRIPT = """
-import asyncio, os, signal, time
-from trinity_lightning.explorer.ray_cluster import RayCluster
-from trinity_lightning.explorer.watchers import keep_sigterm
-
-caught = []
-signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
-cluster = RayCluster()
-
-async def body():
-    await cluster.start([])
-    keep_sigterm()
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.sleep(0.1)
-    await cluster.stop()
-
-asyncio.run(body())
-print("caught", caught)
-"""
-
-
-def test_sigterm_stays_with_the_program() -> None:
-    command = [sys.executable, "-c", SIGTERM_SCRIPT]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["caught [True]"]), done.stderr[-3000:]
