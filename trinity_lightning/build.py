@@ -13,8 +13,10 @@ from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.compose import last_checkpoint, resume_command
 from trinity_lightning.common.config import EngineKind, TrainConfig
 from trinity_lightning.common.errors import ConfigError, TrinityError
+from trinity_lightning.common.memory_plan import MemoryPlan
 from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
+from trinity_lightning.memory import with_memory_plan
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (
@@ -49,6 +51,7 @@ class Run:
     data: L.LightningDataModule
     monitor: RunMonitor
     checkpoint: str | None
+    plan: MemoryPlan | None
 
     def announce(self) -> None:
         """Print the one table that says what is about to happen."""
@@ -91,6 +94,7 @@ def build(config: DictConfig) -> Run:
     if checkpoint is not None:
         check_resumed_dtype(config, checkpoint)
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
+    typed, plan = with_memory_plan(replace(typed, trainer=config.trainer))
     L.seed_everything(typed.seed, verbose=False)
     policy = PolicyModule(
         typed.model.name,
@@ -111,7 +115,8 @@ def build(config: DictConfig) -> Run:
         check_experts(typed)
         auxiliary_models = auxiliary_models_of(typed, folder)
         data = online_data(typed, folder, auxiliary_models)
-        callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop)]
+        offload = plan is not None and plan.offload
+        callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
     else:
         callbacks.append(stop)
         data = OfflineExperienceDataModule(
@@ -128,6 +133,7 @@ def build(config: DictConfig) -> Run:
         data=data,
         monitor=monitor,
         checkpoint=checkpoint,
+        plan=plan,
     )
 
 
@@ -176,7 +182,8 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("device", str(run.trainer.strategy.root_device)),
     ]
     steps = _online_steps(config) if config.buffer.storage == "memory" else _offline_steps(config)
-    return [*policy, *steps, ("resumed from", run.checkpoint or "nothing")]
+    memory = [] if run.plan is None else run.plan.rows()
+    return [*policy, *steps, *memory, ("resumed from", run.checkpoint or "nothing")]
 
 
 def _items(config: TrainConfig) -> int:

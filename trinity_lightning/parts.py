@@ -99,8 +99,9 @@ def explorer_callback(
     auxiliary_models: Mapping[str, InferenceModel],
     monitor: RunMonitor,
     stop: StopCheckpoint,
+    offload: bool,
 ) -> ExplorerCallback:
-    """What rolls out, watched by the monitor; stopped early, it saves by `stop`."""
+    """What rolls out, watched by the monitor; stopped early, it saves by `stop`; `offload`: see ExplorerCallback."""
     explorer = Explorer(
         config.explorer,
         engines_of(config, folder),
@@ -109,7 +110,12 @@ def explorer_callback(
         auxiliary_models=[[model] for model in auxiliary_models.values()],
     )
     callback = ExplorerCallback(
-        explorer, config.synchronizer, stop=stop, observer=monitor.keep_completions, progress=monitor.show_tasks
+        explorer,
+        config.synchronizer,
+        stop=stop,
+        observer=monitor.keep_completions,
+        progress=monitor.show_tasks,
+        offload=offload,
     )
     monitor.explored = lambda: callback.metrics
     return callback

@@ -56,12 +56,15 @@ def fit(
     folder: Path,
     reward: Any = "contains_digits",
     algorithm: AlgorithmConfig | None = None,
+    offload: bool = False,
 ) -> tuple[lightning.Trainer, list[dict[str, float]]]:
     """A short run: 4 prompts x 4 rollouts, rewarded for digits, `STEPS` steps, every sync probed."""
     lightning.seed_everything(1, verbose=False)
     source = TaskSource(Taskset.addition(), "simple", reward, SamplingConfig(max_tokens=8))
     config = ExplorerConfig(batch_size=4, repeat_times=4, eval_on_startup=False)
-    callback = ExplorerCallback(Explorer(config, [engine], source), SynchronizerConfig(check_interval=1))
+    callback = ExplorerCallback(
+        Explorer(config, [engine], source), SynchronizerConfig(check_interval=1), offload=offload
+    )
     recorder = Recorder(callback)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -111,6 +114,49 @@ def test_a_run_syncs_before_every_step_and_the_engine_follows_the_trainer(tmp_pa
     logged = rows(tmp_path)  # one row a step, with its sync
     assert [(row["step"], row["explore_step"]) for row in logged] == [("0", "1"), ("1", "2"), ("2", "3")]
     assert all(row["time/sync_weight"] and row["time/train"] for row in logged)
+
+
+class SleepingEngine(TransformersEngine):
+    """Records whose turn it is at whatever it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("tiny", max_model_len=320, max_num_seqs=16)
+        self.asleep = False
+        self.turns: list[str] = []
+
+    async def sleep(self) -> None:
+        self.asleep = True
+        self.turns.append("sleep")
+
+    async def wake_up(self) -> None:
+        self.asleep = False
+
+    def _step(self) -> Any:
+        assert not self.asleep
+        self.turns.append("generate")
+        return super()._step()
+
+
+def test_engine_and_optimizer_take_turns_and_train_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SleepingEngine()
+    train, moments = PolicyModule.training_step, []
+
+    def watched(policy: PolicyModule, *args: Any) -> Any:
+        assert engine.asleep
+        engine.turns.append("train")
+        states: Any = policy.trainer.optimizers[0].state.values()
+        moments.append([state["exp_avg"].data_ptr() for state in states])
+        return train(policy, *args)
+
+    _, plain = fit(TransformersEngine("tiny", max_model_len=320, max_num_seqs=16), tmp_path / "plain")
+    monkeypatch.setattr(PolicyModule, "training_step", watched)
+    _, metrics = fit(engine, tmp_path / "turns", offload=True)
+    order = [turn for before, turn in zip([None, *engine.turns], engine.turns, strict=False) if turn != before]
+    assert order == ["generate", "sleep", "train"] * STEPS
+    assert moments[0] == []
+    assert moments[1] != moments[2]  # they were away
+    for name in ("reward/mean", "response_length/mean", "rollout/tokens"):
+        assert [step.get(name) for step in metrics] == [step.get(name) for step in plain]
 
 
 class DigitsButInStep2:

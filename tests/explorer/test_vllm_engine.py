@@ -449,6 +449,25 @@ def test_vllm_failing_in_the_middle_of_a_sync_is_told(
     assert engine.model_version == 0
 
 
+# -- sleep: on a CPU nothing is freed, but vLLM pauses and forgets its prefixes ---------------------------------------
+
+
+def test_an_engine_that_slept_has_its_weights_and_goes_on(
+    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ask(engine, host)
+    host.run(engine.sleep())
+    assert not engine._engine.is_sleeping()  # it shares no GPU
+    monkeypatch.setattr(engine, "_sleeps", True)
+    host.run(engine.sleep())
+    host.run(engine.sleep())
+    assert engine._engine.is_sleeping()
+    host.run(engine.wake_up())
+    assert not engine._engine.is_sleeping()
+    assert ask(engine, host) == before
+    host.run(engine.wake_up())
+
+
 # -- life: last, for it takes the engine away -------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from trinity_lightning.common.config_engine import AuxiliaryConfig as AuxiliaryC
 from trinity_lightning.common.config_engine import EngineConfig as EngineConfig
 from trinity_lightning.common.config_engine import EngineDtype as EngineDtype
 from trinity_lightning.common.config_engine import EngineKind as EngineKind
+from trinity_lightning.common.config_engine import EngineSleep as EngineSleep
 from trinity_lightning.common.config_engine import SynchronizerConfig as SynchronizerConfig
 from trinity_lightning.common.config_sections import AlgorithmConfig as AlgorithmConfig
 from trinity_lightning.common.config_sections import Dropout as Dropout
@@ -31,6 +32,7 @@ from trinity_lightning.common.config_sections import SamplingConfig as SamplingC
 from trinity_lightning.common.config_sections import TasksetConfig as TasksetConfig
 from trinity_lightning.common.config_sections import WeightDtype as WeightDtype
 from trinity_lightning.common.config_sections import WorkflowConfig as WorkflowConfig
+from trinity_lightning.common.config_sections import runners_per_model as runners_per_model
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 

@@ -27,6 +27,14 @@ class EngineDtype(Enum):
     fp32 = "fp32"
 
 
+class EngineSleep(Enum):
+    """Whether vLLM sleeps while the trainer trains; `auto`: if the memory plan finds no room otherwise."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 @dataclass
 class EngineConfig:
     """The engine that generates rollouts.
@@ -38,8 +46,13 @@ class EngineConfig:
             trainer.precision=bf16-mixed. `transformers` computes in the dtype that the weights are held in: with
             bf16-mixed in float32, from which training differs by rounding, as from a vLLM of another dtype.
         max_model_len: longest prompt and response together, in tokens.
-        max_num_seqs: requests decoded at once.
-        kv_cache_gb: memory of the key-value cache in GiB (vLLM; on a GPU null leaves it to vLLM).
+        max_num_seqs: requests decoded at once; null: 64 without a GPU, and with one the rollouts of a step, but 256 to
+            1,024.
+        kv_cache_gb: memory of vLLM's key-value cache in GiB; null: 0.5 without a GPU; with one, what all requests may
+            need or what the trainer leaves, by the memory plan that is printed at the start; of servers with GPUs of
+            their own what vLLM finds free.
+        sleep: of `vllm` on a GPU: whether its weights move to the host and its cache is given up while the trainer
+            trains: `auto` (if the memory plan finds no room otherwise), `always` or `never`.
         args: further arguments of vLLM's EngineArgs, by their own names.
         urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
         servers: of `vllm_server`: how many are started here.
@@ -56,8 +69,9 @@ class EngineConfig:
     kind: EngineKind = EngineKind.vllm
     dtype: EngineDtype = EngineDtype.auto
     max_model_len: int = 1024
-    max_num_seqs: int = 64
-    kv_cache_gb: float | None = 0.5
+    max_num_seqs: int | None = None
+    kv_cache_gb: float | None = None
+    sleep: EngineSleep = EngineSleep.auto
     args: dict[str, Any] = field(default_factory=dict)
     urls: list[str] = field(default_factory=list)
     servers: int = 1
@@ -65,9 +79,10 @@ class EngineConfig:
     gpus: list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "servers"):
+        for name in ("max_model_len", "servers"):
             whole_number(f"engine.{name}", getattr(self, name), least=1)
-        whole_number("engine.cpu_cores", self.cpu_cores, least=1, optional=True)
+        for name in ("max_num_seqs", "cpu_cores"):
+            whole_number(f"engine.{name}", getattr(self, name), least=1, optional=True)
         number("engine.kv_cache_gb", self.kv_cache_gb, above=0, optional=True)
         for each in self.urls:
             url("engine.urls", each, "http://node7:8000")

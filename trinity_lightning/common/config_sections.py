@@ -198,7 +198,8 @@ class ExplorerConfig:
     Attributes:
         batch_size: tasks (prompts) an explore step.
         repeat_times: rollouts a task, the group size.
-        runner_per_model: runners a model, each running one task at a time.
+        runner_per_model: runners a model, each running one task at a time; null: one for every task of a step and at
+            least 64, with Ray 8.
         max_timeout: seconds one attempt at a task may take.
         max_retry_times: further attempts after a failed one.
         max_repeat_times_per_runner: a task with more rollouts is cut into chunks of this many; null: never.
@@ -224,7 +225,7 @@ class ExplorerConfig:
 
     batch_size: int = 8
     repeat_times: int = 8
-    runner_per_model: int = 8
+    runner_per_model: int | None = None
     max_timeout: float = 1800.0
     max_retry_times: int = 2
     max_repeat_times_per_runner: int | None = None
@@ -242,10 +243,10 @@ class ExplorerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "repeat_times", "runner_per_model", "sync_interval"):
+        for name in ("batch_size", "repeat_times", "sync_interval"):
             whole_number(f"explorer.{name}", getattr(self, name), least=1)
-        chunk = self.max_repeat_times_per_runner
-        whole_number("explorer.max_repeat_times_per_runner", chunk, least=1, optional=True)
+        for name in ("runner_per_model", "max_repeat_times_per_runner"):
+            whole_number(f"explorer.{name}", getattr(self, name), least=1, optional=True)
         for name in ("max_retry_times", "max_refills", "sync_offset", "eval_interval", "seed", "reward_workers"):
             whole_number(f"explorer.{name}", getattr(self, name), least=0)
         number("explorer.max_timeout", self.max_timeout, above=0)
@@ -261,6 +262,11 @@ class ExplorerConfig:
                 f"explorer.reward_workers is {self.reward_workers}, and Ray runners are processes that call reward "
                 "functions themselves: set explorer.reward_workers=0, or explorer.runner=local."
             )
+
+
+def runners_per_model(explorer: ExplorerConfig) -> int:
+    """`explorer.runner_per_model`, or what its null stands for: coroutines cost nothing, processes of Ray do."""
+    return explorer.runner_per_model or (8 if explorer.runner == "ray" else max(explorer.batch_size, 64))
 
 
 @dataclass

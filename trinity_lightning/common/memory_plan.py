@@ -25,7 +25,7 @@ FLOAT = 4  # bytes of a float32
 # Tokens of a micro-batch: more than the first gain nothing on a GPU, fewer than the last cost passes over the gradient.
 WANTED_TOKENS = (16384, 8192, 4096)
 TOKEN_STEP = 256
-CHUNK_TOKENS = 512  # of the head: trainer/logprobs.py
+HEAD_CHUNK, HEAD_BLOCK = GIB, GIB // 4  # logits, and their float32 copies: trainer/logprobs.py
 
 BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
 FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
@@ -132,7 +132,12 @@ class Rollouts:
     @property
     def at_once(self) -> int:
         """Requests that vLLM decodes at once."""
-        return self.max_num_seqs or min(max(self.requests, FEWEST_REQUESTS), MOST_REQUESTS)
+        return self.max_num_seqs or requests_at_once(self.requests)
+
+
+def requests_at_once(requests: int) -> int:
+    """How many of a step's rollouts a GPU decodes at once, unless the configuration says."""
+    return min(max(requests, FEWEST_REQUESTS), MOST_REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -164,11 +169,6 @@ class MemoryPlan:
     def left(self) -> int:
         """Bytes that nobody takes in the fuller phase; below 0 if the plan does not fit."""
         return self.device - max(sum(self.training.values()), sum(self.generating.values()))
-
-    @property
-    def gpu_memory_utilization(self) -> float:
-        """An engine's share of the device, which vLLM checks to be free when it starts."""
-        return self.engine / self.device
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan for the table that a run begins with."""
@@ -226,9 +226,9 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
     last_norm = (FLOAT + 2 * width) * shape.hidden
     backward = 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden  # of the layer that is under way
-    head = min(CHUNK_TOKENS, tokens) * shape.vocabulary * (2 * FLOAT + 2 * width)
-    largest_gradient = (width + FLOAT) * shape.largest  # as autograd makes it, and added up in float32
-    return tokens * (saved + last_norm + backward) + max(head, largest_gradient)
+    head = min(width * tokens * shape.vocabulary, 2 * HEAD_CHUNK) + 3 * HEAD_BLOCK  # one chunk kept, one computed again
+    largest_gradient = (width + FLOAT) * shape.largest  # as autograd makes it, and on its way into float32
+    return tokens * (saved + last_norm + backward) + head + largest_gradient
 
 
 def micro_batch_tokens(shape: ModelShape, training: Training, free: int, most: int = WANTED_TOKENS[0]) -> int:

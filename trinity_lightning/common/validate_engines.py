@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig
 
 from trinity_lightning.common import known_names as known
-from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig
+from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig, runners_per_model
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.gpus import visible_gpus
 from trinity_lightning.common.ports import free_port
@@ -38,6 +38,11 @@ def check_engine(config: DictConfig) -> None:
             f"engine.{given[0]} is of vLLM, and engine=transformers generates with the training model itself: choose "
             "another engine, or leave the key out."
         )
+    if engine.kind.value != "vllm" and _set_ones(engine, "sleep"):
+        raise ConfigError(
+            "engine.sleep is of engine=vllm, which shares a GPU with the trainer, not of "
+            f"engine={engine.kind.value}: leave it out."
+        )
     started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "args")
     if engine.urls and (given := _set_ones(engine, *started)):
         raise ConfigError(
@@ -46,8 +51,18 @@ def check_engine(config: DictConfig) -> None:
         )
     if engine.kind.value == "vllm":
         check_one_device(engine.args)
+        _check_sleep(engine)
     _check_gpus("engine", engine, engine.servers)
     _check_cores("engine", engine, engine.servers, config.explorer.sync_offset)
+
+
+def _check_sleep(engine: DictConfig) -> None:
+    if engine.sleep.value != "always":
+        return
+    import torch  # late: nothing else here needs it
+
+    if not torch.cuda.is_available():
+        raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
 
 
 def _set_ones(engine: DictConfig, *names: str) -> list[str]:
@@ -163,7 +178,7 @@ def check_reach(config: DictConfig, models: Mapping[str, AuxiliaryConfig]) -> No
 
 def _check_workers(config: DictConfig) -> None:
     """Ray's workers are processes, of which a machine holds fewer than runners within one."""
-    cores, each = len(os.sched_getaffinity(0)), config.explorer.runner_per_model
+    cores, each = len(os.sched_getaffinity(0)), runners_per_model(config.explorer)
     engines = len(config.engine.urls) or config.engine.servers
     if each * engines > WORKERS_PER_CORE * cores:
         raise ConfigError(

@@ -32,6 +32,7 @@ from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.sync_policy import SyncPolicy
 from trinity_lightning.explorer.watchers import Watchers, keep_sigterm
+from trinity_lightning.trainer.host_memory import HostMemory
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, parameter_stream, weight_stream
@@ -51,6 +52,7 @@ class ExplorerCallback(L.Callback):
         stop: saves a run that ends early; its hooks are called from here, while the engines are up.
         observer: shown the experiences of every step and evaluation: (experiences, step, taskset or None for training).
         progress: told how many tasks of a batch have ended: (batch, done, all).
+        offload: whether masters and moments are in the host's memory while the engines generate.
 
     Attributes:
         metrics: what was measured since the epoch began.
@@ -64,6 +66,7 @@ class ExplorerCallback(L.Callback):
         stop: StopCheckpoint | None = None,
         observer: Observer | None = None,
         progress: Progress | None = None,
+        offload: bool = False,
     ) -> None:
         self.explorer = explorer
         self.metrics: dict[str, float] = {}
@@ -71,6 +74,8 @@ class ExplorerCallback(L.Callback):
         self._watchers = Watchers(observer, progress, waiting=lambda: not self._ahead.under_way)
         self._stop = stop or StopCheckpoint()
         self._host: Host | None = None
+        self._offload = offload
+        self._host_memory: HostMemory | None = None
         self._ahead = LookAhead(explorer)
         self._sync = SyncPolicy(explorer, self._run_in_time)
         self._step = 0  # what is prepared to be trained on
@@ -124,6 +129,8 @@ class ExplorerCallback(L.Callback):
         fill = partial(data.fill, all_rows=policy.objective.needs_all_rows)
         self.explorer.connect(fill, lambda: stream(policy.policy), watchers.observe, watchers.progress)
         self._run(data.prepare())
+        self._host_memory = HostMemory(trainer.optimizers[0]) if self._offload else None
+        self._engines_turn()
         self._run(self.explorer.prepare())
         self._host.limit_blocking(self.explorer.config.max_timeout)
         keep_sigterm()
@@ -226,8 +233,10 @@ class ExplorerCallback(L.Callback):
             if self._data(trainer).batch != step:
                 self.metrics = {}
                 self._obtain(trainer, step)
+                self._trainers_turn()
                 self._hand_over(trainer, step)
             self._explore_ahead(trainer, step)
+            self._trainers_turn()
             self._step = step
             if not _items_done(trainer):
                 self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
@@ -245,8 +254,21 @@ class ExplorerCallback(L.Callback):
 
     def _roll_out(self, trainer: L.Trainer, target: int) -> None:
         """Explore the steps up to and with `target` now."""
+        self._engines_turn()
         self.metrics |= self._sync.sync_if_due(trainer.global_step)
         self._run(self._ahead.explore(target))
+
+    def _engines_turn(self) -> None:
+        """The device's memory is the engines' from here on, as far as it goes back and forth."""
+        if self._host_memory is not None:
+            self._host_memory.leave()
+        self._run(self.explorer.engines.wake_up())
+
+    def _trainers_turn(self) -> None:
+        """And here the trainer's."""
+        self._run(self.explorer.engines.sleep())
+        if self._host_memory is not None:
+            self._host_memory.come_back()
 
     def _hand_over(self, trainer: L.Trainer, step: int) -> None:
         """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""
@@ -277,6 +299,7 @@ class ExplorerCallback(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, trained: int, row: int) -> None:
         self._wait_ahead()  # before a sync: were they to be done again, it would be with the weights of now
+        self._engines_turn()
         metrics = self._sync.sync(trainer.global_step)
         metrics |= self._run(self.explorer.eval(trained))
         self.metrics |= metrics

@@ -10,6 +10,7 @@ from torch import Tensor
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.explorer.models.engine import Sleeper
 from trinity_lightning.explorer.weight_group import WeightGroup
 
 
@@ -74,6 +75,14 @@ class PolicyEngines:
     def _present(self) -> WeightStream:
         """The weights that the engines were last given; before that, the trainer's."""
         return self._trainers() if self._given is None else self._given
+
+    async def sleep(self) -> None:
+        """Give the device's memory to the trainer, if engines can."""
+        await asyncio.gather(*(model.sleep() for model in self.models if isinstance(model, Sleeper)))
+
+    async def wake_up(self) -> None:
+        """Take the device's memory again."""
+        await asyncio.gather(*(model.wake_up() for model in self.models if isinstance(model, Sleeper)))
 
     def weight(self, name: str) -> Tensor:
         """The weight of that name that the engines were last given, or the trainer's present one where no copy is kept.

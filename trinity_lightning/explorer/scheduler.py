@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.common.config import ExplorerConfig, runners_per_model
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
@@ -64,7 +64,7 @@ class Scheduler:
                 [engines[runner_id % len(engines)] for engines in auxiliary_models or []],
                 config,
             )
-            for runner_id in range(config.runner_per_model * len(rollout_model))
+            for runner_id in range(runners_per_model(config) * len(rollout_model))
         ]
         self._idle = deque(self.runners)
         self._queue: list[tuple[BatchKey, int, TaskWrapper, Job]] = []

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,19 @@ from trinity_lightning.explorer.models.chat_template import render_chat
 from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that shares its device with the trainer, and can give its memory to it."""
+
+    async def sleep(self) -> None:
+        """Give the memory to the trainer until `wake_up`."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take it again: with the weights as they were, and an empty cache."""
+        ...
 
 
 class Engine(ABC):

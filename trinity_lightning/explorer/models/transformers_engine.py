@@ -14,6 +14,7 @@ from trinity_lightning.explorer.models.decoding import Decoding, Request
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 
 SUPPORTED = ("temperature", "max_tokens", "seed", "stop")
+MAX_ROWS = 64  # decoded at once, unless engine.max_num_seqs says otherwise
 
 
 class TransformersEngine(InProcessEngine):
@@ -37,7 +38,7 @@ class TransformersEngine(InProcessEngine):
         config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         super().__init__(config.max_model_len)
         self._model_name = model
-        self._max_rows = config.max_num_seqs
+        self._max_rows = config.max_num_seqs or MAX_ROWS
         self._model: Any = None
         self._queue: dict[str, Request] = {}
         self._scoring: dict[str, list[int]] = {}

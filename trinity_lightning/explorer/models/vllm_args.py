@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_lightning.common.config import EngineConfig, EngineDtype
+from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.common.validate_engines import PARALLEL
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 GIB = 1 << 30
+CPU_REQUESTS, GPU_REQUESTS = 64, 256
+CPU_CACHE_GB = 0.5
 CPU_BLOCK_TOKENS = 32  # the fewest that its kernels for AMX take
 TCP_EXTENSION = "trinity_lightning.explorer.models.tcp_transfer.Registered"
 
@@ -19,7 +21,7 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
         "model": path,
         "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.max_num_seqs or (CPU_REQUESTS if on_cpu else GPU_REQUESTS),
         # Those of the distribution sampled from, temperature applied: what the trainer compares its own with.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the model's: its top_k and penalties would cut the policy's distribution
@@ -27,8 +29,11 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
         "use_tqdm_on_load": False,
         "seed": 0,  # every request brings its own
     }
-    if config.kv_cache_gb is not None:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gb * GIB)
+    cache = CPU_CACHE_GB if on_cpu and config.kv_cache_gb is None else config.kv_cache_gb
+    if cache is not None:
+        arguments["kv_cache_memory_bytes"] = int(cache * GIB)
+    if EngineSleep(config.sleep) is EngineSleep.always:
+        arguments["enable_sleep_mode"] = True
     if on_cpu:
         # Seeded requests cannot be prefilled in chunks: a CPU generator has no offset to set.
         arguments |= {

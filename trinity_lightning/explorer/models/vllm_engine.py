@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.config import EngineConfig
+from trinity_lightning.common.config import EngineConfig, EngineSleep
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import resolve_model
@@ -45,6 +45,30 @@ class VLLMEngine(InProcessEngine):
         super().__init__(self._config.max_model_len)
         self._model = model
         self._random_stream = torch.Generator().manual_seed(0).get_state()
+        self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
+
+    async def sleep(self) -> None:
+        """With engine.sleep=always, move the weights to the host and give up the cache, until `wake_up`.
+
+        They are kept, although a sync usually follows: after a step that trained nothing none does.
+        """
+        if self._sleeps:
+            await self._on_driver(self._fall_asleep)
+
+    async def wake_up(self) -> None:
+        """Take weights and cache back to the device."""
+        if self._sleeps:
+            await self._on_driver(self._awake)
+
+    def _fall_asleep(self) -> None:
+        if self._loaded and not self._asleep:
+            self._engine.sleep(level=1)
+            self._asleep = True
+
+    def _awake(self) -> None:
+        if self._asleep:
+            self._engine.wake_up()
+            self._asleep = False
 
     @property
     def tokenizer(self) -> Any:
@@ -176,6 +200,7 @@ class VLLMEngine(InProcessEngine):
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _free(self) -> None:
+        self._awake()  # its allocator cannot free what is not there
         self._engine.engine_core.shutdown()
         del self._engine
         self._leave_process_group()

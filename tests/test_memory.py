@@ -1,0 +1,68 @@
+"""What a memory plan makes of a run's configuration."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trinity_lightning.common.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    EngineDtype,
+    EngineKind,
+    EngineSleep,
+    ExplorerConfig,
+    KLConfig,
+    ModelConfig,
+    TrainConfig,
+    WeightDtype,
+)
+from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Training, plan
+from trinity_lightning.explorer.models.vllm_args import engine_args
+from trinity_lightning.memory import planned_engine, rollouts_of, training_of, with_memory_plan
+
+SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
+
+
+def config(**engine: Any) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig("smollm2", WeightDtype.bf16, gradient_checkpointing=True, attn_implementation="eager"),
+        engine=EngineConfig(dtype=EngineDtype.fp32, max_model_len=512, **engine),
+        explorer=ExplorerConfig(batch_size=32, repeat_times=16),
+        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.1), max_tokens_per_micro_batch=2048),
+    )
+
+
+def test_a_plan_is_asked_for_what_is_configured() -> None:
+    assert training_of(config()) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
+    assert training_of(replace(config(), trainer={"precision": "bf16-mixed"})).width == 4
+    assert rollouts_of(config()) == Rollouts(4, 512, 512)
+    given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
+    assert rollouts_of(given) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
+    assert rollouts_of(config(kind=EngineKind.vllm_server, servers=3)).servers == 3
+
+
+def test_without_a_gpu_there_is_no_plan() -> None:
+    assert with_memory_plan(config()) == (config(), None)
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
+    found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512, sleep=sleep), 20 * GIB, 100 * GIB)
+    arguments = engine_args("model", planned_engine(EngineConfig(max_model_len=512), found, 24 * GIB), on_cpu=False)
+    assert arguments["kv_cache_memory_bytes"] == found.kv_cache
+    assert arguments["gpu_memory_utilization"] == pytest.approx(found.engine / (24 * GIB), abs=1e-4)
+    assert arguments["max_num_seqs"] == 512
+    assert arguments.get("enable_sleep_mode", False) is sleep
+
+
+def test_what_is_given_to_vllm_by_hand_holds() -> None:
+    found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512), 20 * GIB, 100 * GIB)
+    engine = planned_engine(EngineConfig(args={"gpu_memory_utilization": 0.5}), found, 24 * GIB)
+    assert engine.args == {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192}
+
+
+def test_vllm_without_a_plan_has_defaults_of_its_machine() -> None:
+    cpu, gpu = (engine_args("model", EngineConfig(), on_cpu) for on_cpu in (True, False))
+    assert (cpu["max_num_seqs"], cpu["kv_cache_memory_bytes"]) == (64, GIB // 2)
+    assert (gpu["max_num_seqs"], gpu.get("kv_cache_memory_bytes")) == (256, None)

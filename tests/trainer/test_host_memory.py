@@ -1,0 +1,75 @@
+"""An optimizer whose masters and moments leave for the host between steps trains as one whose stay."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trinity_lightning.trainer.host_memory import HostMemory
+from trinity_lightning.trainer.master_weights import MasterWeights
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def with_masters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return MasterWeights(parameters, adamw)
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((4, 3), (5,))]
+
+
+def train(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        dtype = parameter.grad_dtype or parameter.dtype
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [with_masters, adamw])
+def test_training_goes_on_as_if_nothing_had_left(make: Callable[..., torch.optim.Optimizer]) -> None:
+    stay, leave = parameters(), parameters()
+    staying, leaving = make(stay), make(leave)
+    memory = HostMemory(leaving)
+    for step in range(4):
+        memory.leave()
+        memory.leave()
+        memory.come_back()
+        memory.come_back()
+        train(stay, staying, step)
+        train(leave, leaving, step)
+    assert all(torch.equal(one, other) for one, other in zip(stay, leave, strict=True))
+
+
+def test_what_left_is_not_where_it_was_and_a_checkpoint_of_it_is_the_same() -> None:
+    weights = parameters()
+    optimizer = MasterWeights(weights, adamw)
+    train(weights, optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    places = [tensor.data_ptr() for tensor in (*optimizer.masters, *optimizer.moments)]
+    memory = HostMemory(optimizer)
+    memory.leave()
+    assert not set(places) & {tensor.data_ptr() for tensor in (*optimizer.masters, *optimizer.moments)}
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+
+
+def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
+    weights, resumed = parameters(), parameters()
+    optimizer, other = MasterWeights(weights, adamw), MasterWeights(resumed, adamw)
+    train(weights, optimizer, 0)
+    memory = HostMemory(other)
+    memory.leave()  # the masters alone: there are no moments yet
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    places = [tensor.data_ptr() for tensor in (*other.masters, *other.moments)]
+    memory.come_back()
+    assert not set(places) & {tensor.data_ptr() for tensor in (*other.masters, *other.moments)}
+    train(weights, optimizer, 1)
+    train(resumed, other, 1)
+    assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))

@@ -1,0 +1,96 @@
+"""Who gets how much of a GPU that trainer and vLLM share, filled into a run's configuration."""
+
+from dataclasses import replace
+
+import psutil
+import torch
+
+from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, EngineSleep, TrainConfig, WeightDtype
+from trinity_lightning.common.memory_plan import (
+    BATCHED_TOKENS,
+    GIB,
+    MemoryPlan,
+    ModelShape,
+    Rollouts,
+    Training,
+    plan,
+    requests_at_once,
+)
+from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.common.trainer_settings import MIXED
+from trinity_lightning.common.validate_engines import TRAINER_GPU
+from trinity_lightning.common.weights import skeleton
+
+
+def with_memory_plan(config: TrainConfig) -> tuple[TrainConfig, MemoryPlan | None]:
+    """The configuration with what its nulls and autos of a GPU stand for, and the plan that they come from.
+
+    Without a GPU for the trainer, or where no engine of vLLM shares it, there is no plan.
+
+    Raises:
+        ConfigError: trainer and engines do not fit on the GPU together.
+    """
+    accelerator = (config.trainer or {}).get("accelerator", "auto")
+    if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
+        return config, None
+    requests = config.explorer.batch_size * config.explorer.repeat_times
+    engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
+    config = replace(config, engine=engine)
+    if not _shares_the_gpu(engine):
+        return config, None
+    free, total = torch.cuda.mem_get_info(TRAINER_GPU)
+    shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
+    found = plan(shape, training_of(config), rollouts_of(config), free, psutil.virtual_memory().available)
+    return replace(config, engine=planned_engine(engine, found, total)), found
+
+
+def _shares_the_gpu(engine: EngineConfig) -> bool:
+    if engine.kind is EngineKind.vllm_server:
+        return not engine.urls and TRAINER_GPU in (engine.gpus or [TRAINER_GPU])
+    return engine.kind is EngineKind.vllm
+
+
+def training_of(config: TrainConfig) -> Training:
+    """What the plan has to know of training; under mixed precision weights are float32."""
+    mixed = (config.trainer or {}).get("precision") in MIXED
+    return Training(
+        width=4 if config.model.dtype is WeightDtype.fp32 or mixed else 2,
+        longest_row=config.engine.max_model_len,
+        tokens=config.algorithm.max_tokens_per_micro_batch,
+        reference=config.algorithm.kl.coef > 0,
+        checkpointing=config.model.gradient_checkpointing,
+        eager=config.model.attn_implementation == "eager",
+    )
+
+
+def rollouts_of(config: TrainConfig) -> Rollouts:
+    """What the plan has to know of rollouts."""
+    engine = config.engine
+    sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
+    return Rollouts(
+        width=4 if engine.dtype is EngineDtype.fp32 else 2,
+        context=engine.max_model_len,
+        requests=config.explorer.batch_size * config.explorer.repeat_times,
+        max_num_seqs=engine.max_num_seqs,
+        kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+        sleep=sleeps[engine.sleep],
+        servers=engine.servers if engine.kind is EngineKind.vllm_server else 0,
+    )
+
+
+def planned_engine(engine: EngineConfig, found: MemoryPlan, total: int) -> EngineConfig:
+    """The engine's knobs by the plan; what `engine.args` says itself holds.
+
+    Args:
+        engine: as configured.
+        found: the plan.
+        total: bytes of the whole device, of which vLLM counts its share.
+    """
+    share = {"gpu_memory_utilization": round(found.engine / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
+    return replace(
+        engine,
+        max_num_seqs=found.max_num_seqs,
+        kv_cache_gb=found.kv_cache / GIB,
+        sleep=EngineSleep.always if found.sleep else EngineSleep.never,
+        args=share | engine.args,
+    )
