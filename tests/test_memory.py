@@ -35,6 +35,7 @@ def config(**engine: Any) -> TrainConfig:
 
 def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert training_of(config()) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
+    assert training_of(replace(config(), algorithm=AlgorithmConfig())).tokens is None
     assert training_of(replace(config(), trainer={"precision": "bf16-mixed"})).width == 4
     assert rollouts_of(config()) == Rollouts(4, 512, 512)
     given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)

@@ -104,6 +104,7 @@ def build(config: DictConfig) -> Run:
         dropout=typed.model.dropout,
         gradient_checkpointing=typed.model.gradient_checkpointing,
         attn_implementation=typed.model.attn_implementation,
+        planned_tokens=None if plan is None else plan.micro_batch_tokens,
     )
     monitor = RunMonitor(folder, typed.steps)
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.

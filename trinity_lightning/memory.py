@@ -5,6 +5,7 @@ from dataclasses import replace
 import psutil
 import torch
 
+from trinity_lightning.common.checks import AUTO
 from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, EngineSleep, TrainConfig, WeightDtype
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
@@ -56,7 +57,7 @@ def training_of(config: TrainConfig) -> Training:
     return Training(
         width=4 if config.model.dtype is WeightDtype.fp32 or mixed else 2,
         longest_row=config.engine.max_model_len,
-        tokens=config.algorithm.max_tokens_per_micro_batch,
+        tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
         reference=config.algorithm.kl.coef > 0,
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",

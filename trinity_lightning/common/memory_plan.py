@@ -12,7 +12,6 @@ Pure functions of numbers: bytes unless a name says otherwise. The activations a
 a layer of a transformer with root-mean-square norms and a gated feed-forward part; tests hold them against real models.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ FLOAT = 4  # bytes of a float32
 
 # Tokens of a micro-batch: more than the first gain nothing on a GPU, fewer than the last cost passes over the gradient.
 WANTED_TOKENS = (16384, 8192, 4096)
-TOKEN_STEP = 256
 HEAD_CHUNK, HEAD_BLOCK = GIB, GIB // 4  # logits, and their float32 copies: trainer/logprobs.py
 
 BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
@@ -231,11 +229,13 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     return tokens * (saved + last_norm + backward) + head + largest_gradient
 
 
-def micro_batch_tokens(shape: ModelShape, training: Training, free: int, most: int = WANTED_TOKENS[0]) -> int:
-    """The most computed tokens, up to `most` and in steps of 256, whose activations fit into `free` bytes; 0: none."""
-    steps = range(1, most // TOKEN_STEP + 1)
-    fitting = bisect_right(steps, free, key=lambda step: activations(shape, training, step * TOKEN_STEP))
-    return fitting * TOKEN_STEP
+def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
+    """The most computed tokens whose activations fit into `free` bytes, of 16,384 and its halves; 0: none.
+
+    Halves, so that a little less memory at another start makes no difference.
+    """
+    halves = (WANTED_TOKENS[0] >> half for half in range(WANTED_TOKENS[0].bit_length()))
+    return next((tokens for tokens in halves if activations(shape, training, tokens) <= free), 0)
 
 
 def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> MemoryPlan:

@@ -69,6 +69,7 @@ class PolicyModule(L.LightningModule):
         dropout: `off`: the model's dropout is set to 0; `keep`: trained with, as its configuration says.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
+        planned_tokens: what algorithm.max_tokens_per_micro_batch=auto stands for by a memory plan; None: found out.
 
     Attributes:
         skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
@@ -91,6 +92,7 @@ class PolicyModule(L.LightningModule):
         dropout: Dropout | str = Dropout.off,
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
+        planned_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -115,7 +117,7 @@ class PolicyModule(L.LightningModule):
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
         budget = self.algorithm.max_tokens_per_micro_batch
-        self._max_tokens = None if isinstance(budget, str) else budget
+        self._max_tokens = planned_tokens if isinstance(budget, str) else budget
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
