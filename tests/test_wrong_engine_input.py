@@ -144,6 +144,12 @@ REFUSED = {
         ("+engine.args.tensor_parallel_size=2",),
         "engine.args.tensor_parallel_size is 2, .*one device: choose engine=vllm_server",
     ),
+    "speculative decoding on a CPU": (
+        ("+engine.args.speculative_config={method: ngram, num_speculative_tokens: 3}",),
+        "engine.args.speculative_config: without a GPU.*wrong log-probabilities: leave it out",
+    ),
+    "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep is of engine=vllm.*vllm_server"),
+    "sleep without a GPU": (("engine.sleep=always",), "vLLM sleeps on a GPU only.*leave it auto"),
     "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder is of .*not of engine=vllm"),
     # auxiliary models
     "a key without an endpoint": (

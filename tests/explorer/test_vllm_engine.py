@@ -67,6 +67,11 @@ def test_a_model_is_not_spread_over_devices_from_within_a_process() -> None:
         VLLMEngine("tiny", args={"tensor_parallel_size": 2})
 
 
+def test_a_cpu_does_not_decode_speculatively() -> None:
+    with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
+        VLLMEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
+
+
 def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:
     engine = tiny_engine(args={"max_num_batched_token": 4096})
     with pytest.raises(ConfigError, match="Did you mean 'max_num_batched_tokens'"):

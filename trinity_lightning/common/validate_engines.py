@@ -49,6 +49,7 @@ def check_engine(config: DictConfig) -> None:
             f"engine.urls names servers that run already, and engine.{given[0]} is of servers that are started here: "
             "leave one of them out."
         )
+    check_speculation(engine.args)
     if engine.kind.value == "vllm":
         check_one_device(engine.args)
         _check_sleep(engine)
@@ -79,6 +80,23 @@ def check_one_device(args: Mapping[str, Any]) -> None:
                 f"engine.args.{name} is {args[name]}, and engine=vllm computes in this process, on one device: choose "
                 "engine=vllm_server, and give its GPUs as engine.gpus."
             )
+
+
+def check_speculation(args: Mapping[str, Any]) -> None:
+    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
+
+    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
+    the log-probability 0; only greedy decoding was exact.
+    """
+    if "speculative_config" not in args:
+        return
+    import torch  # late: nothing else here needs it
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.args.speculative_config: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
+            "depending on the batch, and gives wrong log-probabilities: leave it out."
+        )
 
 
 def check_synchronizer(config: DictConfig) -> None:

@@ -17,7 +17,7 @@ from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.common.require import require_vllm
 from trinity_lightning.common.suggest import unknown_name
-from trinity_lightning.common.validate_engines import check_one_device
+from trinity_lightning.common.validate_engines import check_one_device, check_speculation
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.vllm_args import engine_args, is_quantized
@@ -34,7 +34,8 @@ class VLLMEngine(InProcessEngine):
         config: the engine's knobs; keyword arguments override its fields.
 
     Raises:
-        ConfigError: vLLM is not installed, or `args` would spread the model over several devices.
+        ConfigError: vLLM is not installed, or `args` would spread the model over several devices, or have vLLM's CPU
+            build decode speculatively.
         ModelLoadError: (at the first use) vLLM cannot load the model.
     """
 
@@ -42,6 +43,7 @@ class VLLMEngine(InProcessEngine):
         require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         check_one_device(self._config.args)
+        check_speculation(self._config.args)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._random_stream = torch.Generator().manual_seed(0).get_state()
