@@ -96,3 +96,20 @@ def test_columns_go_with_their_rows(layout):
     assert micro.columns["old_logprobs"].tolist() == [expected[row] for row in part.rows]
     assert "advantages" not in micro.columns
     assert "logprobs" not in micro.columns
+
+
+@layouts
+@ragged
+@given(batch=batches())
+def test_one_copy_brings_all_of_it(layout, batch):
+    _, micro = whole(batch, layout)
+    moved = micro.to(CPU)
+    assert moved.rows.untyped_storage().data_ptr() == moved.expert.untyped_storage().data_ptr()
+    assert moved.inputs.keys() == micro.inputs.keys()
+    pairs = [(getattr(micro, name), getattr(moved, name)) for name in ("states", "targets", "rows", "action_mask")]
+    pairs += [(getattr(micro, name), getattr(moved, name)) for name in ("sampled", "temperature", "expert")]
+    pairs += [(micro.columns[name], each) for name, each in moved.columns.items()]
+    pairs += [(micro.inputs[name], each) for name, each in moved.inputs.items()]
+    for before, after in pairs:
+        assert not isinstance(before, torch.Tensor) or (before.dtype == after.dtype and torch.equal(before, after))
+    assert len(pairs) == 7 + len(micro.columns) + len(micro.inputs)

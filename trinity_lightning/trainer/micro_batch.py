@@ -1,8 +1,8 @@
-"""The tensors of one micro-batch, in either layout. Indices are made on the CPU and moved with the rest."""
+"""The tensors of one micro-batch, in either layout: made on the CPU, and moved to a GPU in one copy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from trinity_lightning.trainer.shared_prefix import CpuSharedPrefix, Segments
 
 # Masks of four dimensions are the caller's own to transformers: it makes none from positions that start again.
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several
 
 
 @dataclass
@@ -47,6 +48,15 @@ class MicroBatch:
     temperature: Tensor
     expert: Tensor
 
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same with all of its tensors on the device."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        fixed = {name: each for name, each in own.items() if isinstance(each, Tensor)}
+        inputs = {name: each for name, each in self.inputs.items() if isinstance(each, Tensor)}
+        moved = iter(moved_together([*fixed.values(), *inputs.values(), *self.columns.values()], device))
+        fixed, inputs, columns = (dict(zip(each, moved, strict=False)) for each in (fixed, inputs, self.columns))
+        return replace(self, **fixed, inputs=self.inputs | inputs, columns=columns)
+
 
 @dataclass
 class _Tokens:
@@ -71,28 +81,48 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
     """
     experiences = [batch.experiences[row] for row in part.rows]
     width = max(e.response_length for e in experiences)
-    columns = {name: _pad([values[row] for row in part.rows]).to(device) for name, values in batch.columns.items()}
+    columns = {name: _pad([values[row] for row in part.rows]) for name, values in batch.columns.items()}
     # Whether there is such a column is a matter of the whole batch: it must not depend on how that is cut.
     if any(e.advantages is not None for e in batch.experiences):
-        columns["advantages"] = gather_response_attrs(experiences, "advantages", width, device=device).float()
+        columns["advantages"] = gather_response_attrs(experiences, "advantages", width).float()
     if any(e.logprobs is not None for e in batch.experiences):
-        columns["logprobs"] = _pad([_logprobs(e) for e in experiences]).to(device)
+        columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
     tokens = _shared(experiences, part, device) if part.groups else _padded(experiences)
     action_mask = _pad([trained_mask(e) for e in experiences])
     rows, offsets = action_mask.nonzero(as_tuple=True)
     index = torch.tensor([e.prompt_length for e in experiences])[rows] + offsets
     targets = tokens.inputs["input_ids"].flatten()[tokens.place(rows, index)]
-    return MicroBatch(
-        inputs={name: each.to(device) if isinstance(each, Tensor) else each for name, each in tokens.inputs.items()},
-        states=tokens.place(rows, index - 1).to(device),
-        targets=targets.to(device),
-        rows=rows.to(device),
-        action_mask=action_mask.to(device),
+    micro = MicroBatch(
+        inputs=tokens.inputs,
+        states=tokens.place(rows, index - 1),
+        targets=targets,
+        rows=rows,
+        action_mask=action_mask,
         columns=columns,
-        sampled=torch.tensor([e.logprobs is not None for e in experiences], device=device),
-        temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences], device=device),
-        expert=torch.tensor([is_expert(e) for e in experiences], device=device),
+        sampled=torch.tensor([e.logprobs is not None for e in experiences]),
+        temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences]),
+        expert=torch.tensor([is_expert(e) for e in experiences]),
     )
+    return micro if device.type == "cpu" else micro.to(device)
+
+
+def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the CPU, of any shapes and dtypes, on the device: one copy, out of pinned memory if it is a GPU.
+
+    Nobody waits for it: what the device computes next comes after it.
+    """
+    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], tensors, strict=False)
+        ]
+
+    for place, tensor in zip(places(packed), tensors, strict=True):
+        place.copy_(tensor)
+    return places(packed.to(device, non_blocking=True))
 
 
 def _padded(experiences: Sequence[Experience]) -> _Tokens:
