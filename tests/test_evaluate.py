@@ -86,6 +86,7 @@ def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str, tm
     assert done.returncode == 2
     assert message in done.stdout
     assert "Traceback" not in done.stdout
+    assert not list(tmp_path.glob("outputs/*/*/*"))  # nothing is left of it
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -25,6 +25,10 @@ RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 BY_THE_COMMAND = {
     "unknown recipe": (["+recipe=grop"], ["unknown recipe 'grop'", "Did you mean 'grpo'"]),
     "misspelt nested key": (["+recipe=grpo", "explorer.batch_sise=4"], ["Did you mean 'explorer.batch_size'"]),
+    "mapping that changes nothing": (
+        ["+recipe=grpo", "eval_tasksets={}"],
+        ["eval_tasksets={} changes nothing", "'~eval_tasksets.addition_heldout'", "'~eval_tasksets'"],
+    ),
     "name that leaves the folder": (["+recipe=grpo", "name=../x"], ["name: '../x' cannot be a folder's name"]),
     "output root that is a file": (["+recipe=grpo", "output_root=/dev/null"], ["output_root:"]),
     "missing data file": (
@@ -133,6 +137,10 @@ REFUSED = {
         ["operators.overlong_penalty.args.cache_length", "give it a value"],
     ),
     "no strategy": (["+recipe=grpo", "~add_strategy"], ["add_strategy is empty"]),
+    "key of a taskset that is not there": (
+        ["+recipe=grpo", "+eval_tasksets.mine.path=mine.jsonl"],
+        ["'eval_tasksets.mine' is not there yet", "'+eval_tasksets={mine: {name: mine, path: mine.jsonl}}'"],
+    ),
     "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
     "clipping by Lightning": (
         ["+recipe=grpo", "+trainer.gradient_clip_val=1.0"],
@@ -188,6 +196,13 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert all(part in sentence for part in expected), sentence
     assert len(sentence.splitlines()) <= 2
     assert "while resolving" not in sentence
+
+
+@pytest.mark.parametrize("section", ["eval_tasksets", "tasksets", "auxiliary_models"])
+def test_a_section_may_be_left_out(section: str) -> None:
+    config = composed("+recipe=grpo", "model=tiny", f"~{section}", "output_dir=x")
+    validate(config)
+    assert config[section] == {}
 
 
 def refused_objective(*overrides: str) -> str:

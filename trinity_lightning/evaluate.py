@@ -80,6 +80,7 @@ def _send_as_folder(config: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
     with compose.told_plainly(config.output_dir):
+        compose.check_overrides(config)
         _send_as_folder(config)
         validate(config)
         check_reward(config)

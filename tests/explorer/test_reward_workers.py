@@ -237,6 +237,19 @@ def test_workers_that_do_not_start_are_known_before_an_engine_is_loaded(monkeypa
     assert begun == ["workers"]
 
 
+def test_a_ray_cluster_that_is_not_there_is_known_before_an_engine_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(self: OpenAIModel) -> None:
+        raise AssertionError("an engine was loaded")
+
+    monkeypatch.setattr(OpenAIModel, "load", load)
+    source = TaskSource(Taskset.addition(), "simple", length, SamplingConfig())
+    judge = OpenAIModel("http://127.0.0.1:1/v1", "judge")
+    config = ExplorerConfig(runner="ray", ray_address="127.0.0.1:1")
+    explorer = Explorer(config, [FakeModel()], source, auxiliary_models=[[judge]])
+    with pytest.raises(ConfigError, match=r"explorer\.ray_address=127\.0\.0\.1:1: .*give HOST:PORT"):
+        asyncio.run(explorer.prepare())
+
+
 def test_workers_are_for_local_runners() -> None:
     with pytest.raises(ConfigError, match="Ray runners are processes that call reward functions themselves"):
         ExplorerConfig(reward_workers=2, runner="ray")

@@ -1,5 +1,6 @@
 import json
 import random
+from contextlib import nullcontext
 
 import datasets
 import datasets.config
@@ -10,11 +11,18 @@ from hypothesis import strategies as st
 
 from trinity_lightning.common.config import TasksetConfig
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.formatter import Formatter
+from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.workflows import SimpleWorkflow
 
 ROWS = [{"question": f"q{index}", "solution": index, "level": "easy"} for index in range(5)]
 NAMED = Formatter(prompt_field="question", answer_field="solution")
+
+
+class Own(SimpleWorkflow):
+    """May find the answer elsewhere."""
 
 
 def numbered(size: int, **options) -> Taskset:
@@ -119,6 +127,32 @@ def test_a_bad_entry_is_named_and_the_cursor_stays():
 def test_a_wrong_taskset_says_so_at_once(entries, options, message):
     with pytest.raises(ConfigError, match=message):
         Taskset(entries, **options)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reward", "refused"),
+    [
+        ("math", None, "'math'"),
+        ("simple", "accuracy", "'accuracy'"),
+        ("simple", ["format", "exact_match"], "'exact_match'"),
+        ("simple", "last_number", "'last_number'"),
+        ("simple", "format", None),
+        ("simple", None, None),
+        (Own, "math", None),
+    ],
+)
+def test_entries_without_the_answer_that_the_reward_needs_are_refused(workflow, reward, refused):
+    """At the start, by the first entry: not by every rollout."""
+    entries = [{"prompt": "1 + 1 =", "solution": 2}]
+    with pytest.raises(ConfigError, match=f"{refused} compares with: set .*answer_field") if refused else nullcontext():
+        TaskSource(Taskset(entries), workflow, reward)
+    TaskSource(Taskset(entries, formatter=Formatter(answer_field="solution")), workflow, reward)
+
+
+def test_every_taskset_of_a_mixture_needs_answers():
+    tasksets = [Taskset.addition(), numbered(2, name="without")]
+    with pytest.raises(ConfigError, match="taskset 'without' have no answer"):
+        TaskSource(TasksetMixture(tasksets, [1, 1]), "math")
 
 
 def test_a_batch_of_nothing_is_refused():

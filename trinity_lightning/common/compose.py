@@ -33,10 +33,19 @@ def register() -> None:
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
     OmegaConf.register_new_resolver("trinity.run_dir", run_dir, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("trinity.evaluation_dir", evaluation_dir, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)
 
 
 _made: set[Path] = set()  # folders of runs that this process began
+
+
+def evaluation_dir(root: str, name: str) -> str:
+    """A folder for an evaluation, which Hydra makes."""
+    folder = Path(root) / name / "evaluate" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if not folder.exists():
+        _made.add(folder.resolve())
+    return str(folder)
 
 
 def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
@@ -126,6 +135,22 @@ def _quoted(value: str) -> str:
     return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'
 
 
+def check_overrides(config: DictConfig) -> None:
+    """Refuse `NAME={}` of a mapping that is not empty: Hydra merges mappings, and it would change nothing.
+
+    Raises:
+        ConfigError: there is such an override.
+    """
+    for override in HydraConfig.get().overrides.task:
+        name, _, value = override.partition("=")
+        entries = OmegaConf.select(config, name) if re.fullmatch(r"\{\s*\}", value) else None
+        if entries:
+            raise ConfigError(
+                f"{override} changes nothing, since Hydra merges mappings: leave out an entry by "
+                f"'~{name}.{next(iter(entries))}', or all of them by '~{name}'."
+            )
+
+
 @contextmanager
 def told_plainly(folder: str | Path) -> Iterator[None]:
     """Errors that we raise on purpose are one message and an exit code: 2 for the configuration, 1 for the rest.
@@ -178,6 +203,7 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
 
 # -- errors as sentences ----------------------------------------------------------------------------------------------
 
+_NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
@@ -190,6 +216,10 @@ def explain(error: BaseException) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return unknown_name(group or "config", name, error.options)
     root = _root(error)
+    if (entry := _NEW_ENTRY.match(str(error))) and "is not a subclass of" in str(root):
+        group, name, key, value = entry.groups()
+        whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
+        return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
         return str(root).strip()
     key = str(root.full_key or root.key or "")

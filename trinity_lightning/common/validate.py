@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.common import known_names as known
 from trinity_lightning.common.checks import one_of, whole_number
+from trinity_lightning.common.config import TrainConfig
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.older_weights import check_corrected, samples_older_weights
 from trinity_lightning.common.operator_config import operator_configs
@@ -52,6 +53,7 @@ def validate(config: DictConfig) -> None:
         ConfigError: names the key and the fix.
     """
     _check_keys(config, "")
+    _restore_left_out(config)
     for section in SECTIONS:
         OmegaConf.to_object(config[section])
     try:
@@ -196,6 +198,15 @@ def _check_expert(config: DictConfig) -> None:
         raise ConfigError(f"buffer.expert.storage={expert.storage} reads stored experiences: give buffer.expert.path.")
     elif expert.path is not None and not Path(expert.path).exists():
         raise ConfigError(f"buffer.expert.path: there is no file or folder '{expert.path}'.")
+
+
+def _restore_left_out(config: DictConfig) -> None:
+    """A section that `~NAME` left out is as if nothing had been said of it."""
+    defaults = OmegaConf.structured(TrainConfig)
+    present = list(config)
+    with open_dict(config):
+        for name in (str(each) for each in defaults if each not in present):
+            config[name] = defaults._get_node(name)
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:

@@ -102,11 +102,11 @@ class Explorer:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Start reward workers, load or start the engines, ask whether endpoints are there, and start the runners.
+        """Load or start the engines, ask whether endpoints are there, and start the runners.
 
-        The workers first: that they cannot be started is known in a second, and an engine may take minutes.
+        What the runners need comes first: that it is not there is known in seconds, and an engine may take minutes.
         """
-        await self._scheduler.start_reward_workers()
+        await self._scheduler.prepare()
         await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine | OpenAIModel)))
         await self._scheduler.start()
 

@@ -43,6 +43,11 @@ class RayCluster:
         self._runners: list[RayRunner] = []
         self._thread: ThreadPoolExecutor | None = None
 
+    def check(self) -> None:
+        """ConfigError unless somebody listens at the address of the cluster."""
+        if self._address not in (None, "auto"):
+            _check_reachable(self._address)
+
     async def start(self, runners: Sequence[RayRunner]) -> None:
         """Start or join the cluster, and start the workers of these runners.
 
@@ -79,8 +84,7 @@ class RayCluster:
         await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _connect(self) -> None:
-        if self._address not in (None, "auto"):
-            _check_reachable(self._address)
+        self.check()
         with _local() if self._address is None else nullcontext():
             import ray
 

@@ -82,8 +82,13 @@ class Scheduler:
         self._changed = asyncio.Event()
         self.on_task_done: Callable[[int | str], None] | None = None
 
-    async def start_reward_workers(self) -> None:
-        """Start the processes of reward functions, if there are to be any; errors are those of `RewardWorkers`."""
+    async def prepare(self) -> None:
+        """What takes seconds, to be done before an engine is loaded: look for the Ray cluster, start reward workers.
+
+        Errors are those of `RayCluster` and `RewardWorkers`.
+        """
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.check)
         if self._reward_workers is not None:
             await self._reward_workers.start()
 
@@ -92,7 +97,7 @@ class Scheduler:
 
         Errors are those of `RayCluster` and `RewardWorkers`.
         """
-        await self.start_reward_workers()
+        await self.prepare()
         if self._cluster is not None and not self._started:
             await self._cluster.start([each.runner for each in self.runners if isinstance(each.runner, RayRunner)])
         self._started = True

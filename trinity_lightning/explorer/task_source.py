@@ -5,10 +5,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trinity_lightning.common.config import SamplingConfig
-from trinity_lightning.explorer.rewards import resolve_rewards
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.known_names import WORKFLOWS as BUILT_IN
+from trinity_lightning.explorer.rewards import Reward, resolve_rewards
+from trinity_lightning.explorer.tasks.formatter import ANSWER
+from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
+from trinity_lightning.explorer.workflows import WORKFLOWS, Workflow, resolve_workflow
 
 
 @dataclass
@@ -24,7 +28,8 @@ class TaskSource:
         repeat_times: rollouts a task.
 
     Raises:
-        ConfigError: an unknown workflow or reward, or an argument that the workflow refuses.
+        ConfigError: an unknown workflow or reward, an argument that the workflow refuses, or entries without the answer
+            that the reward compares with.
     """
 
     taskset: TaskSelection
@@ -35,8 +40,23 @@ class TaskSource:
     repeat_times: int = 1
 
     def __post_init__(self) -> None:
-        resolve_workflow(self.workflow).check_args(self.workflow_args)
-        resolve_rewards(self.reward_fn)
+        workflow = resolve_workflow(self.workflow)
+        workflow.check_args(self.workflow_args)
+        reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
+        rewards = resolve_rewards(reward_fn)
+        if any(workflow is WORKFLOWS.get(name) for name in BUILT_IN):  # one's own may find the answer elsewhere
+            self._check_answers(rewards)
+
+    def _check_answers(self, rewards: Sequence[Reward]) -> None:
+        """Refuse tasksets whose first entry has no answer for a reward function that compares with it."""
+        mixed = self.taskset.tasksets.values() if isinstance(self.taskset, TasksetMixture) else None
+        comparing = [reward.name for reward in rewards if getattr(reward.function, "reads_answer", False)]
+        for taskset in mixed or [self.taskset]:
+            if comparing and ANSWER not in next(iter(taskset), {ANSWER: None}):
+                raise ConfigError(
+                    f"entries of taskset '{taskset.name}' have no answer, which reward function '{comparing[0]}' "
+                    "compares with: set the taskset's answer_field, or choose another reward."
+                )
 
     @property
     def name(self) -> str:

@@ -5,7 +5,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from trinity_lightning.explorer.rewards.scoring import REWARDS
-from trinity_lightning.explorer.rewards.text import answer_text, find_last_answer, find_last_number, find_numbers
+from trinity_lightning.explorer.rewards.text import (
+    answer_text,
+    find_last_answer,
+    find_last_number,
+    find_numbers,
+    reads_answer,
+)
 from trinity_lightning.explorer.rewards.verifier import MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -103,6 +109,7 @@ def same_answer(given: str, expected: str) -> bool:
 
 
 @REWARDS.register("math")
+@reads_answer
 def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or where it has none its last number, is the task's answer, else 0.
 
@@ -124,6 +131,7 @@ def math_boxed_or_last(response: str, task: Task) -> float:
 
 
 @REWARDS.register("accuracy")
+@reads_answer
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 

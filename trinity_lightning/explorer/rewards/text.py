@@ -2,10 +2,12 @@
 
 import re
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 from trinity_lightning.explorer.rewards.scoring import REWARDS
 from trinity_lightning.explorer.tasks.task import Task
+
+F = TypeVar("F")
 
 # A minus that follows a digit, a letter or a closing bracket is a subtraction ("7-3"), any other is a sign.
 _NUMBER = re.compile(
@@ -16,6 +18,12 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # Thoughts and answer of DeepSeek-R1 (arXiv 2501.12948, table 1). Reasoning models' chat templates write the first tag.
 _UNTAGGED = r"(?:(?!</?(?:think|answer)>).)*"
 _THINK_ANSWER = re.compile(rf"\s*+(?:<think>)?({_UNTAGGED})</think>\s*+<answer>({_UNTAGGED})</answer>\s*+", re.DOTALL)
+
+
+def reads_answer(function: F) -> F:
+    """Mark a reward function that needs the entry's answer."""
+    function.reads_answer = True  # type: ignore[attr-defined]
+    return function
 
 
 def answer_of(task: Task) -> Any:
@@ -49,6 +57,7 @@ def find_last_answer(text: str) -> str | None:
 
 
 @REWARDS.register("last_number")
+@reads_answer
 def last_number(response: str, task: Task) -> float:
     """1 when the last number in the response equals the task's answer (the last number in it), else 0.
 
@@ -62,6 +71,7 @@ def last_number(response: str, task: Task) -> float:
 
 
 @REWARDS.register("exact_match")
+@reads_answer
 def exact_match(response: str, task: Task) -> float:
     """1 when the response is the task's answer, space around either aside, else 0."""
     return float(response.strip() == str(answer_of(task)).strip())
