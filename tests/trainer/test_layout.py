@@ -29,8 +29,8 @@ def rows_of(prompts, responses=None):
     return [Experience(tokens=p + r, prompt_length=len(p), advantages=[1.0] * len(r)) for p, r in pairs]
 
 
-def group_rows(*arguments):
-    return sorted((sorted(group.rows), group.prefix) for group in prefix_groups(*arguments))
+def group_rows(experiences, rows, max_tokens=10_000):
+    return sorted((sorted(group.rows), group.prefix) for group in prefix_groups(experiences, rows, max_tokens))
 
 
 # -- padded ------------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_no_other_runs_of_sorted_prompts_compute_fewer_tokens(rows):
 
     most = max(sum(map(saved, each)) for each in runs(prompts))
     total = sum(len(row.tokens) for row in rows)
-    assert total - sum(group.tokens for group in prefix_groups(rows, range(len(rows)))) == most
+    assert total - sum(group.tokens for group in prefix_groups(rows, range(len(rows)), 10_000)) == most
 
 
 def test_groups_are_those_of_the_prompts():
@@ -112,7 +112,10 @@ def test_groups_are_those_of_the_prompts():
     assert group_rows(rows_of([system, [*system, 6, 6], one]), range(3)) == [([0, 1, 2], 2)]
     assert group_rows(rows_of([[*one, 1], [*one, 2], [*one, 1]]), range(3)) == [([0, 1, 2], 5)]  # not 6 for two
     assert group_rows(rows_of([one, one], [[5, 6], [5, 7]]), [0, 1]) == [([0, 1], 5)]  # responses are not looked at
-    assert prefix_groups([], []) == []
+    assert group_rows(rows_of([one, two]), [0, 1], 10) == [([0, 1], 2)]
+    assert group_rows(rows_of([one, two]), [0, 1], 9) == [([0], 0), ([1], 0)]  # they would not fit together
+    assert group_rows(rows_of([one, one]), [0, 1], 6) == [([0, 1], 5)]  # cut up later
+    assert group_rows([], []) == []
 
 
 def test_a_group_longer_than_the_budget_repeats_its_prefix():

@@ -115,7 +115,7 @@ def cut_shared(experiences: Sequence[Experience], rows: Sequence[int], max_token
     """The shared-prefix layout: whole groups, if they fit; of those that do not, pieces that repeat the prefix."""
     lengths = [len(e.tokens) for e in experiences]
     pieces: list[PrefixGroup] = []
-    for group in prefix_groups(experiences, rows):
+    for group in prefix_groups(experiences, rows, max_tokens):
         pieces += [group] if group.tokens <= max_tokens else _pieces(group, lengths, max_tokens)
     parts = []
     for part in _first_fit([piece.tokens for piece in pieces], max_tokens):
@@ -153,7 +153,7 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int]) -> list[PrefixGroup]:
+def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
     """The rows, grouped by what their prompts begin with, for few tokens to be computed.
 
     It is the tokens that decide: a task's rollouts share their prompt, unless a workflow gave them different ones;
@@ -161,7 +161,8 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int]) -> lis
 
     In sorted order, rows with a common prefix are neighbours, and any two share the least of what neighbours between
     them share. Of all groupings into runs of neighbours this is the best: saved(end) = max over start of saved(start)
-    + prefix(start, end) * (rows - 1). (A group around another one might save a little more.)
+    + prefix(start, end) * (rows - 1). (A group around another one might save a little more.) Rows of different prompts
+    are grouped only if they fit a micro-batch together.
     """
     lengths = [len(e.tokens) for e in experiences]
     by_prompt: dict[bytes, list[int]] = {}
@@ -170,15 +171,17 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int]) -> lis
     alike = [by_prompt[key] for key in sorted(by_prompt)]
     prompts = [_prompt(experiences[same[0]]) for same in alike]
     common = [_common_prefix(one, other) for one, other in pairwise(prompts)]
+    tokens = [sum(lengths[row] for row in same) for same in alike]
     best = [(0, 0)]  # of the first prompts: tokens saved, and where the last group starts
     for end in range(len(alike)):
-        prefix, members = len(prompts[end]), len(alike[end])
+        prefix, members, whole = len(prompts[end]), len(alike[end]), tokens[end]
         choice = (best[end][0] + prefix * (members - 1), end)
         for start in range(end - 1, -1, -1):
-            prefix, members = min(prefix, common[start]), members + len(alike[start])
-            if prefix == 0:
+            prefix, members, whole = min(prefix, common[start]), members + len(alike[start]), whole + tokens[start]
+            saved = prefix * (members - 1)
+            if prefix == 0 or whole - saved > max_tokens:
                 break
-            choice = max(choice, (best[start][0] + prefix * (members - 1), start))
+            choice = max(choice, (best[start][0] + saved, start))
         best.append(choice)
     groups: list[PrefixGroup] = []
     end = len(alike)
