@@ -120,6 +120,30 @@ what clip ranges are for.
 """
 
 
+LAYOUTS = """## Layouts
+
+A group's rollouts begin with the same prompt, and rows differ in length. How the rows of a micro-batch lie in memory
+changes neither loss nor gradient (they differ by rounding only), but how many tokens are computed:
+
+| `algorithm.layout` | computed tokens of a micro-batch |
+|---|---|
+| `padded` | rows x longest row; rows are sorted by length |
+| `shared_prefix` | each prefix once, and what every row has behind it, unpadded; larger groups are cut up |
+| `auto` | for each optimizer batch those of `shared_prefix` if that saves a tenth, else of `padded` |
+
+What is shared is what prompts begin with, whichever task they are of: the prompt of a group, a system prompt of single
+rows, the earlier turns of a later one. An expert's row shares it if its prompt is the same. `perf/shared_prefix` says
+which layout a step ran in, `perf/computed_tokens` how much it computed, `perf/padding_ratio` that over the tokens there
+are. `algorithm.max_tokens_per_micro_batch` bounds computed tokens in either, and with them memory.
+
+Prefixes can be shared by models all of whose layers attend to every token before (`layer_types` other than
+`full_attention`, sliding windows and recurrent layers cannot), loaded with `model.attn_implementation=sdpa`, without
+dropout, on a CPU or an NVIDIA GPU. Before a run's first rollouts log-probabilities and a gradient are computed both
+ways: where they differ, `auto` pads, and `shared_prefix` is refused with the reason.
+
+"""
+
+
 def _losses() -> str:
     names: dict[PolicyLossFn, list[str]] = {}
     for name in sorted(POLICY_LOSS_FN):
@@ -145,7 +169,7 @@ def _page(name: str, field: Any) -> str:
         extra = re.split(r"\n\s*Attributes:", body.partition("\n")[2])[0].strip()
         lines += [extra, ""] if extra else []
         lines += [*_knobs(cls, f"{name}."), ""]
-    lines += [_losses()] if name == "algorithm" else []
+    lines += [LAYOUTS + _losses()] if name == "algorithm" else []
     folder = config_dir("conf") / name
     if folder.is_dir():
         lines += ["## Choices", ""]
