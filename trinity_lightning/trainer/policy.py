@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.common.checks import AUTO, check_version, checked_copy
 from trinity_lightning.common.config import AlgorithmConfig, Dropout, Layout, OptimizerConfig, WeightDtype
+from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
@@ -30,7 +31,6 @@ from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.common.trainer_settings import HALF, check_trainer_settings
 from trinity_lightning.trainer.attention import attention_implementation
-from trinity_lightning.trainer.cpu_memory import reuse_large_buffers
 from trinity_lightning.trainer.device_peak import peak_flops
 from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.faults import describe_fault
@@ -274,6 +274,8 @@ class PolicyModule(L.LightningModule):
             schedule.step()
         finally:
             optimizer.zero_grad()  # not at the next step: rollouts need the memory
+            if self.device.type == "cpu":
+                trim_heap()
         self.bad_steps_in_a_row = 0
         self._log(metrics | self._costs(batch, parts, time.perf_counter() - start), batch)
         return {"loss": losses.sum()}

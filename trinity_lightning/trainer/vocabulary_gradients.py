@@ -1,10 +1,10 @@
 """Gradients of the two largest matrices, embeddings and head, added up where they lie, without a copy of their size.
 
 Autograd makes the gradient of a whole matrix for every micro-batch, twice where the head is tied to the embeddings,
-adds the two, casts the sum to float32 and adds that: four passes over a matrix that may be a fifth of the model, and as
-many copies of it. Instead the backward passes below write into `Tensor.grad` by blocks of rows (the head) or in the rows
-that occur (embeddings); as what Megatron-LM calls gradient accumulation fusion. On a CPU only: elsewhere rows would be
-added up in an order that changes.
+adds the two, casts the sum to float32 and adds that: four passes over a matrix that may be a fifth of the model, and
+as many copies of it. Instead the backward passes below write into `Tensor.grad`, by blocks of rows (the head) or in the
+rows that occur (embeddings): gradient accumulation fusion, as Megatron-LM calls it. On a CPU only: elsewhere rows would
+be added up in an order that changes.
 """
 
 from typing import Any

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
+from trinity_lightning.common.cpu_memory import forget
+from trinity_lightning.monitor.memory import resident_gb
 
 GROWTH = """
 import torch
@@ -43,7 +45,7 @@ def test_products_of_many_shapes_do_not_pile_up() -> None:
 REUSE = """
 import resource
 import torch
-from trinity_lightning.trainer.cpu_memory import reuse_large_buffers
+from trinity_lightning.common.cpu_memory import reuse_large_buffers
 
 if {reuse}:
     reuse_large_buffers()
@@ -67,3 +69,36 @@ def test_large_buffers_are_used_again() -> None:
     mapped_anew = page_faults(reuse=False)
     # Now and then a library lies where the heap would have to grow, and glibc has to map buffers all the same.
     assert any(10 * page_faults(reuse=True) < mapped_anew for _ in range(6))
+
+
+HOLES = """
+import torch
+from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
+from trinity_lightning.monitor.memory import resident_gb
+
+reuse_large_buffers()
+buffers = [torch.ones(250_000) for _ in range(400)]  # a megabyte each
+kept = buffers[::20]
+del buffers
+before = resident_gb()
+trim_heap()
+print(before - resident_gb())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_free_memory_between_buffers_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 0.3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise")
+def test_what_is_forgotten_takes_no_memory_and_reads_as_zeros() -> None:
+    tensor, neighbours = torch.ones(50_000_000), [torch.ones(1000) for _ in range(2)]
+    before = resident_gb()
+    forget(tensor[10:])
+    assert before - resident_gb() > 0.19
+    assert tensor[5_000:-5_000].sum() == 0
+    tensor[7] = 3.0
+    assert tensor[7] == 3.0
+    assert all(bool((each == 1).all()) for each in neighbours)
