@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -454,7 +455,28 @@ def test_vllm_failing_in_the_middle_of_a_sync_is_told(
     assert engine.model_version == 0
 
 
-# -- sleep: on a CPU nothing is freed, but vLLM pauses and forgets its prefixes ---------------------------------------
+# -- sleep: on a CPU the cache alone is given up; of vLLM's own sleep, the pause and the forgotten prefixes ------------
+
+
+def cache_of(engine: VLLMEngine) -> torch.Tensor:
+    """All bytes of vLLM's cache."""
+    [caches] = engine._engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
+    return torch.empty(0, dtype=torch.uint8).set_(caches[0].untyped_storage())
+
+
+def test_an_idle_engine_gives_the_memory_of_its_cache_to_the_trainer(
+    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, cache = ask(engine, host), cache_of(engine)
+    assert cache.any()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_has_work", lambda: True)
+        engine._empty_cache()
+    assert cache.any()  # a request under way would need it
+    host.run(engine.sleep())
+    assert not cache[PAGESIZE:-PAGESIZE].any()
+    host.run(engine.wake_up())
+    assert ask(engine, host) == before
 
 
 def test_an_engine_that_slept_has_its_weights_and_goes_on(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trinity_lightning.common.config import EngineConfig, EngineSleep
+from trinity_lightning.common.cpu_memory import forget
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import resolve_model
@@ -52,10 +53,10 @@ class VLLMEngine(InProcessEngine):
     async def sleep(self) -> None:
         """With engine.sleep=always, move the weights to the host and give up the cache, until `wake_up`.
 
-        They are kept, although a sync usually follows: after a step that trained nothing none does.
+        They are kept, although a sync usually follows: after a step that trained nothing none does. On a CPU the cache
+        is emptied, and takes no memory until it is written to.
         """
-        if self._sleeps:
-            await self._on_driver(self._fall_asleep)
+        await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
 
     async def wake_up(self) -> None:
         """Take weights and cache back to the device."""
@@ -66,6 +67,10 @@ class VLLMEngine(InProcessEngine):
         if self._loaded and not self._asleep:
             self._engine.sleep(level=1)
             self._asleep = True
+
+    def _empty_cache(self) -> None:
+        if self._loaded and not self._has_work() and self._engine.reset_prefix_cache():
+            self._engine.collective_rpc(_forget_cache)
 
     def _awake(self) -> None:
         if self._asleep:
@@ -215,6 +220,14 @@ class VLLMEngine(InProcessEngine):
 
             destroy_model_parallel()
             destroy_distributed_environment()
+
+
+def _forget_cache(worker: Any) -> None:
+    """Give the memory of a worker's key-value cache, of which no block is in use, back to a CPU's system."""
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
+    for cache in storages.values():
+        if cache.device.type == "cpu":
+            forget(cache)
 
 
 def _own_logprobs(flat: Any) -> list[float]:
