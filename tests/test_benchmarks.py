@@ -59,6 +59,15 @@ def test_reward_workers_measures_training_beside_a_reward_in_each_place() -> Non
     assert all(found[gain] > 0 for gain in gains)
 
 
+def test_memory_names_every_part_of_the_peak() -> None:
+    found = run_benchmark("memory.py", "--model", "tiny", "--tokens", "256", "--steps", "2")
+    parts = {"libraries", "vLLM", "weights", "masters", "moments", "gradients", "activations", "rest"}
+    assert set(found["gb"]) == parts
+    assert sum(found["gb"].values()) == pytest.approx(found["peak_gb"], abs=0.01)
+    assert found["gb"]["moments"] == pytest.approx(2 * found["gb"]["masters"], abs=0.002)
+    assert len(found["step_peaks_gb"]) == 2
+
+
 def test_vs_trl_computes_the_same_on_both_sides() -> None:
     found = run_benchmark("vs_trl.py", "--quick", "--models", "tiny", "--cases", "ragged", "--dtype", "fp32")
     assert (found["case"], found["rows"], found["rounds"]) == ("ragged", 8, 1)

@@ -1,0 +1,129 @@
+"""What the memory of a training run is made of: its parts are loaded one after the other, then it trains.
+
+    python benchmarks/memory.py [--model smollm2] [--tokens 512] [--steps 6]
+
+One process, as `+recipe=grpo` has it: libraries, vLLM, the policy in bfloat16; then steps over 8 groups of 8 rollouts
+(45 + 2 to 25 tokens) of changing lengths, in micro-batches of so many computed tokens. `gb` is what each part takes
+while the trainer trains, in GB (10^9 bytes): libraries and vLLM by how much the process grew with them, its cache given
+back; weights, masters, moments, gradients and activations (what autograd saves of one micro-batch) by the size of their
+tensors; the rest of the peak is what is computed with, and what the allocator lost. Prints one JSON line.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from _rollouts import CASES
+from _training import batch_of, fit
+from torch import Tensor
+
+from trinity_lightning.build import build  # noqa: F401  imports all that a run does
+from trinity_lightning.common.config import AlgorithmConfig, EngineDtype
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.monitor.memory import GB, MemoryMeter, resident_gb
+from trinity_lightning.trainer.master_weights import MasterWeights
+
+
+class Parts(L.Callback):
+    """Sizes of what a policy trains with, and the peak of each step.
+
+    Attributes:
+        tensors: GB by name.
+        meter: the peaks, by number of the step.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, float] = {}
+        self.meter = MemoryMeter(interval=0.02)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Let autograd say what it saves, from here on."""
+        weights = list(pl_module.policy.parameters())
+        self.tensors |= {"weights": _gb(weights), "activations": 0.0}
+        forward, own = pl_module._logprobs, {weight.untyped_storage().data_ptr() for weight in weights}
+
+        def counted(*arguments: Any) -> Any:
+            saved: dict[int, int] = {}
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    saved[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = forward(*arguments)
+            self.tensors["activations"] = max(self.tensors["activations"], sum(saved.values()) / GB)
+            return result
+
+        pl_module._logprobs = counted
+        self.meter.start()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A step of its own."""
+        self.meter.mark(str(batch_idx))
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Gradients are there now alone."""
+        self.tensors["gradients"] = _gb(p.grad for p in pl_module.policy.parameters() if p.grad is not None)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """What the optimizer keeps."""
+        self.meter.stop()
+        optimizer: Any = trainer.optimizers[0]
+        if isinstance(optimizer, MasterWeights):
+            self.tensors |= {"masters": _gb(optimizer.masters), "moments": _gb(optimizer.moments)}
+
+
+def _gb(tensors: Iterable[Tensor]) -> float:
+    return sum(tensor.nbytes for tensor in tensors) / GB
+
+
+def batches(steps: int, vocabulary: int) -> Iterator[OptimizerBatch]:
+    """Rollouts of other lengths for each step."""
+    for seed in range(steps):
+        yield batch_of(CASES["short"].rollouts(8, 8, vocabulary, seed))
+
+
+def measure(model: str, tokens: int, steps: int) -> dict[str, Any]:
+    gb = {"libraries": resident_gb()}
+    engine = VLLMEngine(model, dtype=EngineDtype.bf16, max_model_len=256)
+    host = Host([engine])
+    host.run(engine.load())
+    host.run(engine.sleep())
+    gb["vLLM"] = resident_gb() - gb["libraries"]
+    parts = Parts()
+    vocabulary = len(engine.tokenizer)
+    algorithm = AlgorithmConfig(max_tokens_per_micro_batch=tokens)
+    fit(model, batches(steps, vocabulary), algorithm=algorithm, callbacks=[parts])
+    host.run(engine.shutdown())
+    host.close()
+    peak = parts.meter.peak_gb
+    gb |= parts.tensors
+    gb["rest"] = peak - sum(gb.values())
+    return {
+        "benchmark": "memory",
+        "model": model,
+        "tokens": tokens,
+        "gb": {name: round(size, 3) for name, size in gb.items()},
+        "peak_gb": round(peak, 2),
+        "step_peaks_gb": [round(each, 2) for each in parts.meter.by_part.values()],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the memory of a training run is made of.")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=6)
+    arguments = parser.parse_args()
+    print(json.dumps(measure(arguments.model, arguments.tokens, arguments.steps)))
+
+
+if __name__ == "__main__":
+    main()
