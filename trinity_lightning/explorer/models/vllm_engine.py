@@ -23,6 +23,8 @@ from trinity_lightning.common.weights import Shape, WeightStream, parameter_shap
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.vllm_args import engine_args, is_quantized
 
+FREE_SHARE = 0.95  # of what is free on a GPU, for vLLM to find it free
+
 
 class VLLMEngine(InProcessEngine):
     """An `InferenceModel` over vLLM's engine, stepped by whoever drives it.
@@ -130,7 +132,12 @@ class VLLMEngine(InProcessEngine):
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             _avoid_compiled_sampler()
-        return LLMEngine.from_engine_args(EngineArgs(**engine_args(path, self._config, on_cpu)))
+        arguments = engine_args(path, self._config, on_cpu)
+        if not on_cpu and "kv_cache_memory_bytes" in arguments:
+            # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
+            free, total = torch.cuda.mem_get_info()
+            arguments.setdefault("gpu_memory_utilization", round(FREE_SHARE * free / total, 4))
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         chosen = {name: value for name, value in sampling.items() if value is not None}
