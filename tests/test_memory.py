@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from trinity_lightning.common.config import (
     AlgorithmConfig,
@@ -17,6 +18,7 @@ from trinity_lightning.common.config import (
     TrainConfig,
     WeightDtype,
 )
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Training, plan
 from trinity_lightning.explorer.models.vllm_args import engine_args
 from trinity_lightning.memory import planned_engine, rollouts_of, training_of, with_memory_plan
@@ -45,6 +47,53 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
 
 def test_without_a_gpu_there_is_no_plan() -> None:
     assert with_memory_plan(config()) == (config(), None)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 24 GiB, of which 20 are free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
+    run = replace(config(), model=ModelConfig("smollm2", WeightDtype.bf16), algorithm=AlgorithmConfig())
+    planned, found = with_memory_plan(run)
+    assert found is not None
+    assert found == plan(SMOLLM2, training_of(run), rollouts_of(run), 20 * GIB, 10**15)
+    assert planned == replace(run, engine=planned_engine(run.engine, found, 24 * GIB))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    run = replace(config(sleep=EngineSleep.never), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=10**6))
+    with pytest.raises(ConfigError, match=r"does not fit into the 20\.0 GiB.*max_tokens_per_micro_batch=auto"):
+        with_memory_plan(run)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kind": EngineKind.vllm_server, "gpus": [1]},
+        {"kind": EngineKind.vllm_server, "urls": ["http://node7:8000"]},
+        {"kind": EngineKind.transformers},
+    ],
+)
+def test_engines_elsewhere_have_no_plan_but_decode_a_step_at_once(engine: dict[str, Any]) -> None:
+    planned, found = with_memory_plan(config(**engine))
+    assert found is None
+    assert planned == config(**engine, max_num_seqs=512)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_server_on_the_trainers_gpu_is_planned() -> None:
+    run = replace(config(kind=EngineKind.vllm_server), algorithm=AlgorithmConfig())
+    planned, found = with_memory_plan(run)
+    assert found is not None
+    assert planned.engine.kv_cache_gb == found.kv_cache / GIB
+    assert not found.sleep
 
 
 @pytest.mark.parametrize("sleep", [True, False])
