@@ -1,0 +1,44 @@
+"""The profiler's callback in real fits of the tiny model."""
+
+import gzip
+import json
+from pathlib import Path
+
+import hydra.utils
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from policy_cases import batch_of, fit, make_experiences, make_policy
+
+from trinity_lightning.common import compose
+from trinity_lightning.common.config import config_dir
+from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.trainer.profiler import StepProfiler
+
+
+def test_one_step_is_profiled_as_configured(tmp_path: Path) -> None:
+    compose.register()
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        config = hydra_compose("train", [f"output_dir={tmp_path}", "ckpt_path=null", "callbacks=profiler"])
+    assert "checkpoint" in config.callbacks
+    profiler = hydra.utils.instantiate(config.callbacks.profiler)
+    steps = [batch_of(make_experiences(), step=step) for step in (1, 2, 2, 3)]  # the second has two optimizer steps
+    fit(make_policy(), steps, profiler)
+    assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == ["step_2.json.gz", "step_2.txt"]
+    events = json.loads(gzip.decompress((tmp_path / "profile" / "step_2.json.gz").read_bytes()))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert "aten::mm" in names
+    assert any("Backward" in name for name in names)
+    updates = [name for name in names if name.startswith("Optimizer.step")]
+    assert len(updates) == 1
+    assert "aten::mm" in (tmp_path / "profile" / "step_2.txt").read_text()
+
+
+def test_a_step_that_never_comes_leaves_nothing(tmp_path: Path) -> None:
+    fit(make_policy(), [batch_of(make_experiences())], StepProfiler(tmp_path / "profile", step=7))
+    assert not (tmp_path / "profile").exists()
+
+
+def test_steps_are_counted_from_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="profiler"):
+        StepProfiler(tmp_path, step=0)

@@ -1,0 +1,54 @@
+"""Where the time of a training step goes: torch's profiler over one explore step."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch.profiler import profile
+
+from trinity_lightning.common.checks import whole_number
+
+_ROWS = 40  # of the table
+
+
+class StepProfiler(L.Callback):
+    """Profiles the training of one explore step, its first optimizer step: forward, backward and update.
+
+    Writes `step_<n>.json.gz`, a trace that chrome://tracing and https://ui.perfetto.dev show, and `step_<n>.txt`, the
+    operators that took longest, with the shapes of what they were given.
+
+    Args:
+        folder: where to write.
+        step: the explore step; the first one also allocates, and compiles primitives.
+
+    Raises:
+        ConfigError: `step` is no whole number above 0.
+    """
+
+    def __init__(self, folder: str | Path, step: int = 2) -> None:
+        self._folder = Path(folder)
+        self._step = whole_number("callbacks.profiler.step", step, least=1)
+        self._profile: profile | None = None
+        self._done = False
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start, if this is the step."""
+        if batch.explore_step == self._step and not self._done:
+            self._profile = profile(record_shapes=True)
+            self._profile.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop and write."""
+        if self._profile is None:
+            return
+        found, self._profile, self._done = self._profile, None, True
+        found.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(self._folder / f"step_{self._step}.json.gz"))
+        sort_by = "self_cuda_time_total" if pl_module.device.type == "cuda" else "self_cpu_time_total"
+        averages = found.key_averages(group_by_input_shape=True)
+        (self._folder / f"step_{self._step}.txt").write_text(averages.table(sort_by=sort_by, row_limit=_ROWS))
