@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from _rollouts import Rollout
+from _turns import EnoughError
 from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -17,10 +18,6 @@ DTYPES = {
     "bf16": {"bf16": True},
     "bf16_weights": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
 }
-
-
-class EnoughError(Exception):
-    """Raised by a callback to end a training."""
 
 
 class FedTrainer(GRPOTrainer):

@@ -71,6 +71,10 @@ class Requests:
         self._answers.flush()
 
 
+class EnoughError(Exception):
+    """Ends a training from within a callback: nothing more is asked for."""
+
+
 def take_turns(sides: Mapping[str, Side], seconds: float, rounds: int) -> dict[str, list[float]]:
     """Answers to "step", by side, in turns: at least so many rounds, and more until so many seconds have passed."""
     answers: dict[str, list[float]] = {name: [] for name in sides}

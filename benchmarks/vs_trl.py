@@ -6,10 +6,10 @@ Each case is 8 groups of 8 rollouts: random tokens of the lengths in `_rollouts.
 `PolicyModule` under Lightning's Trainer with its defaults. TRL's has no gradient checkpointing and 8 rows a pass; it is
 fed with the rollouts, and generates nothing. `qwen2` is a Qwen2 of 4M random parameters, made on the spot. Each side is
 a process of its own, and they take turns. Seconds are the median (least, largest) of two rounds, or of as many as fit
-into `--seconds`. Peak memory is that of the process in these rounds, or of the GPU where there is one;
-`ours_same_tokens` is ours with as many tokens a micro-batch as TRL's 8 padded rows have. The dtype `auto` is the one
-whose products are faster here; TRL's bf16 is autocast over float32 weights, its default, and its bf16_weights has no
-float32 weights at all, so that small updates are lost.
+into `--seconds`, after a step to warm up. Peak memory is that of the process in these rounds, or of the GPU where there
+is one; `ours_same_tokens` is ours with as many tokens a micro-batch as TRL's 8 padded rows have. The dtype `auto` is
+the one whose products are faster here; TRL's bf16 is autocast over float32 weights, its default, and its bf16_weights
+has no float32 weights at all, so that small updates are lost.
 
 Afterwards both compute a step of the first two groups in float32, and the benchmark fails unless the losses and the
 norms of all gradients agree. Prints one JSON line a case: `ratio` is TRL's time divided by ours, `memory_ratio` is our
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from _rollouts import CASES, Rollout
-from _turns import Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
+from _turns import EnoughError, Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
 
 Groups = list[list[Rollout]]
 
@@ -67,10 +67,10 @@ def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
     from trinity_lightning.common.config import AlgorithmConfig
 
     def batches() -> Iterator[Any]:
-        yield batch_of(groups[:CHECKED_GROUPS])
+        batch = batch_of(groups)
+        yield batch  # the warm-up: memory, and compiled primitives for these shapes
         reset_peak()
         requests.answer("ready")
-        batch = batch_of(groups)
         for request in requests:
             if request != "step":
                 return
@@ -102,7 +102,7 @@ def our_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
 
 
 def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
-    from _trl import EnoughError, OnStep, feed, make_trainer, train
+    from _trl import OnStep, make_trainer, train
 
     started = 0.0
 
@@ -111,7 +111,6 @@ def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
         if trainer.state.global_step == 0:  # the warm-up
             return
         if trainer.state.global_step == 1:
-            trainer.fed = feed(groups)
             reset_peak()
             requests.answer("ready")
         if next(iter(requests), "") != "step":
@@ -124,11 +123,11 @@ def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
 
     rows = spec["groups"] * spec["group_size"]
     trainer = make_trainer(spec["model"], spec["dtype"], rows, spec["rows_a_pass"], OnStep(before, after=after))
-    train(trainer, groups[:CHECKED_GROUPS])
+    train(trainer, groups)
 
 
 def trl_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    from _trl import EnoughError, OnStep, make_trainer, train
+    from _trl import OnStep, make_trainer, train
 
     found: dict[str, Any] = {}
 

@@ -77,6 +77,22 @@ def test_vs_trl_computes_the_same_on_both_sides() -> None:
     assert found["gradient_difference"] < 1e-5
 
 
+def test_growth_measures_every_size() -> None:
+    found = run_benchmark("growth.py", "--model", "tiny", "--rounds", "1")
+    assert found["tokens"]["rollouts x8"] > 7 * found["tokens"]["1"]
+    assert found["seconds"].keys() == found["growth"].keys() == found["tokens"].keys()
+    assert found["growth"]["1"] == 1
+
+
+def test_utilization_is_that_of_the_metric() -> None:
+    found = run_benchmark("utilization.py", "--model", "tiny", "--cases", "ragged", "--rounds", "1")
+    assert found["dtype"] in ("bf16", "fp32")
+    case = found["cases"]["ragged"]
+    assert 0 < case["mfu"] < 1
+    assert case["tokens_6n"] > 0
+    assert case["peak_tflops"] > 0
+
+
 @pytest.mark.parametrize("norms", [{"a": 1.0, "b": 2.001}, {"a": 1.0}, {"a": 1.0, "b": float("nan")}])
 def test_vs_trl_refuses_sides_that_compute_something_else(
     norms: dict[str, float], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,85 @@
+"""Which share of the hardware's speed a training step reaches, for each of the cases of `vs_trl.py`.
+
+    python benchmarks/utilization.py [--model smollm2] [--rounds 2]
+
+Steps by `PolicyModule` under Lightning's Trainer, with its defaults. The peak is that of the best matrix product in the
+same dtype, timed in the same process (on a GPU that of its data sheet). Prints one JSON line, of each case the median
+over the rounds: `mfu` is the metric `perf/mfu`; `tokens_6n` counts computed tokens, padding included, times 6 times all
+weights that multiply, as if the head ran on every token, and nothing for attention.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import warnings
+from typing import Any
+
+from _rollouts import CASES
+
+GROUPS, GROUP_SIZE = 8, 8
+
+
+def measure(model: str, case: str, rounds: int, dtype: str, vocabulary: int) -> list[dict[str, float]]:
+    """Of each step but the first: seconds, and shares of the peak."""
+    import lightning as L
+    from _training import batch_of, fit
+
+    from trinity_lightning.trainer.device_peak import peak_flops
+    from trinity_lightning.trainer.flops import ModelSize
+
+    batch = batch_of(CASES[case].rollouts(GROUPS, GROUP_SIZE, vocabulary))
+    steps: list[dict[str, float]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            size, peak = ModelSize.of(pl_module.policy), peak_flops(pl_module.device, pl_module.policy.dtype)
+            if peak is None:
+                raise SystemExit("What this device can compute is not known: see trainer/device_peak.py.")
+            computed = metrics["perf/computed_tokens"] / metrics["time/train"]
+            steps.append(
+                {
+                    "seconds": metrics["time/train"],
+                    "peak_tflops": peak / 1e12,
+                    "mfu": metrics["perf/mfu"],
+                    "tokens_6n": 6 * (size.body + size.head) * computed / peak,
+                }
+            )
+
+    fit(model, iter([batch] * (1 + rounds)), dtype, callbacks=[Look()], accelerator="auto")
+    return steps[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["short", "ragged", "uniform"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    from transformers import AutoConfig
+
+    from trinity_lightning.common.model_files import resolve_model
+    from trinity_lightning.common.product_speed import faster_dtype
+
+    dtype = faster_dtype().value if args.dtype == "auto" else args.dtype
+    vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size
+    found = {}
+    for case in args.cases:
+        steps = measure(args.model, case, args.rounds, dtype, vocabulary)
+        found[case] = {name: round(statistics.median(step[name] for step in steps), 3) for name in steps[0]}
+    result = {
+        "benchmark": "utilization",
+        **vars(args),
+        "dtype": dtype,
+        "cores": len(os.sched_getaffinity(0)),
+        "cases": found,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""A whole step of the default recipe (rollouts, rewards, training, weight sync) against TRL's GRPOTrainer as it comes.
+
+    python benchmarks/vs_trl_step.py [--model smollm2] [--steps 3]
+
+Ours is `+recipe=grpo` with vLLM, without evaluations; TRL generates by transformers, since its vLLM mode stops at the
+first weight sync on a CPU. Both learn the same sums with 8 prompts x 8 completions of at most 32 tokens, the same
+learning rate and objective. TRL's other settings are its defaults, gradient checkpointing among them; `--trl` changes
+them, as JSON. Each side is a process of its own, and they take turns. Each begins with the same model and learns, so
+that completions become shorter on both sides; the first step warms up. Prints one JSON line: seconds a step (median,
+least, largest), peak memory of each process in these steps, `ratio` is TRL's time divided by ours.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import statistics
+import tempfile
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from _turns import EnoughError, Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
+
+ENVIRONMENT = dict(os.environ)  # before this package sets what libraries read, which is none of TRL's
+PROMPTS, COMPLETIONS, MAX_TOKENS, LEARNING_RATE = 8, 8, 32, 2e-5
+
+
+# -- the processes that train -----------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Waits for a request at the beginning of each step but the first, and answers at its end."""
+
+    def __init__(self) -> None:
+        self._requests = Requests()
+        self._started: float | None = None
+
+    def begin(self, step: int) -> None:
+        """`step` counts from 0; an EnoughError where none is asked for."""
+        if step == 0:
+            return
+        if step == 1:
+            reset_peak()
+            self._requests.answer("ready")
+        if next(iter(self._requests), "") != "step":
+            self._requests.answer(peak_gb())
+            raise EnoughError
+        self._started = clock()
+
+    def end(self) -> None:
+        if self._started is not None:
+            self._requests.answer(clock() - self._started)
+
+
+def train_ours(spec: dict[str, Any], folder: str) -> None:
+    import lightning as L
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from trinity_lightning.build import build
+    from trinity_lightning.common import compose
+    from trinity_lightning.common.config import config_dir
+
+    turns = Turns()
+
+    class InTurns(L.Callback):
+        """The first of the callbacks: the explorer's rolls out in the same hook."""
+
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.current_epoch > 1:
+                turns.end()
+            turns.begin(trainer.current_epoch)
+
+    compose.register()
+    overrides = ["+recipe=grpo", f"output_dir={folder}", f"model={spec['model']}", "steps=1000000", "ckpt_path=null"]
+    overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "callbacks={}"]
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        run = build(hydra_compose("train", overrides))
+    callbacks: list[L.Callback] = run.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(0, InTurns())
+    run.trainer.fit(run.policy, run.data)
+
+
+def train_trl(spec: dict[str, Any], folder: str) -> None:
+    from _trl import OnStep
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    turns = Turns()
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+        numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
+        return [float(found[-1:] == [expected]) for found, expected in zip(numbers, answer, strict=True)]
+
+    arguments = GRPOConfig(
+        output_dir=folder,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        num_generations=COMPLETIONS,
+        per_device_train_batch_size=COMPLETIONS,
+        gradient_accumulation_steps=PROMPTS,
+        max_completion_length=MAX_TOKENS,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_steps=1_000_000,
+        **spec["trl"],
+    )
+    trainer = GRPOTrainer(
+        model=spec["folder"],
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_list(json.loads(Path(spec["tasks"]).read_text())),
+        callbacks=[OnStep(before=lambda: turns.begin(trainer.state.global_step), after=turns.end)],
+    )
+    trainer.train()
+
+
+def work(spec: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, suppress(EnoughError):
+        {"ours": train_ours, "trl": train_trl}[spec["side"]](spec, folder)
+
+
+# -- the process that measures ----------------------------------------------------------------------------------------
+
+
+def write_tasks(file: Path) -> None:
+    """The sums of the default taskset, as conversations."""
+    from trinity_lightning.explorer.tasks.sources import addition_entries
+
+    entries = addition_entries("train", low=0, high=20, heldout=128)
+    tasks = [{"prompt": [{"role": "user", "content": each["prompt"]}], "answer": each["answer"]} for each in entries]
+    file.write_text(json.dumps(tasks))
+
+
+def compare(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    sides = {
+        name: Side([__file__, "--work", json.dumps(spec | {"side": name})], ENVIRONMENT) for name in ("ours", "trl")
+    }
+    try:
+        for side in sides.values():
+            side.answer()
+        seconds = take_turns(sides, seconds=0.0, rounds=steps)
+        peaks = {name: side.ask("peak") for name, side in sides.items()}
+    finally:
+        for side in sides.values():
+            side.close()
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "ratio": round(median["trl"] / median["ours"], 2),
+        "peak_gb": {name: round(value, 2) for name, value in peaks.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--trl", type=json.loads, default={}, help="settings of TRL's, as JSON")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(json.loads(args.work))
+        return
+    from trinity_lightning.common.model_files import resolve_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = Path(folder) / "tasks.json"
+        write_tasks(tasks)
+        spec = {"model": args.model, "folder": str(resolve_model(args.model)), "tasks": str(tasks), "trl": args.trl}
+        found = compare(spec, args.steps)
+    result = {
+        "benchmark": "vs_trl_step",
+        "trl": importlib.metadata.version("trl"),
+        "model": args.model,
+        "steps": args.steps,
+        "trl_settings": args.trl,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    print(json.dumps(result | found))
+
+
+if __name__ == "__main__":
+    main()
