@@ -13,7 +13,7 @@ from policy_cases import batch_of, fit, make_experiences, make_policy
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.trainer.profiler import StepProfiler
+from trinity_lightning.monitor.profiler import StepProfiler
 
 
 def test_one_step_is_profiled_as_configured(tmp_path: Path) -> None:
