@@ -98,7 +98,7 @@ async def run(workflow: type[Workflow], total: int) -> tuple[float, Ended, list[
 
 def main(total: int) -> None:
     """Print the line; an AssertionError where something was lost."""
-    logging.disable(logging.WARNING)  # every failed task is told, 1,700 times here
+    logging.disable(logging.WARNING)  # every failed task is logged, 1,700 times here
     overhead, _, trivial, _ = asyncio.run(run(Trivial, total))
     seconds, ended, indices, memory = asyncio.run(run(Faulty, total))
     healthy = [index for index in range(total) if fault_of(index) is None]

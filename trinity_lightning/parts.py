@@ -170,7 +170,7 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
 
 
 def loggers_of(config: DictConfig) -> list[Logger]:
-    """The loggers, which have been told the configuration."""
+    """The loggers, which have been given the configuration."""
     loggers = [hydra.utils.instantiate(node) for node in (config.logger or {}).values()]
     for each in loggers:
         each.log_hyperparams(OmegaConf.to_container(config, resolve=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning
 import pytest
-from run_cases import rows
+from run_cases import quiet_trainer, rows
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -66,18 +66,8 @@ def fit(
         Explorer(config, [engine], source), SynchronizerConfig(check_interval=1), offload=offload
     )
     recorder = Recorder(callback)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=STEPS,
-        callbacks=[callback, recorder],
-        logger=MetricsCSVLogger(folder),
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-    )
+    logger = MetricsCSVLogger(folder)
+    trainer = quiet_trainer(folder, callback, recorder, max_epochs=STEPS, logger=logger, log_every_n_steps=1)
     policy = PolicyModule("tiny", algorithm, optimizer=OptimizerConfig(lr=1e-2), dtype="fp32")
     try:
         trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))

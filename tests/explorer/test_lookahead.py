@@ -92,10 +92,11 @@ def test_waiting_may_have_a_limit(host: Host) -> None:
     host.run(made.explorer.shutdown())
 
 
-def test_a_failure_waits_until_the_step_is_needed(host: Host) -> None:
-    def broken(response: str, task: Any) -> float:
-        raise OSError("no reward today")
+def broken(response: str, task: Any) -> float:
+    raise OSError("no reward today")
 
+
+def test_a_failure_waits_until_the_step_is_needed(host: Host) -> None:
     made = Ahead(host, FakeModel(), broken)
     made.ahead.begin(host, 1)
     made.ahead.settle()  # a checkpoint of the step before
@@ -106,9 +107,6 @@ def test_a_failure_waits_until_the_step_is_needed(host: Host) -> None:
 
 
 def test_a_failure_that_nobody_waits_for_is_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(response: str, task: Any) -> float:
-        raise OSError("no reward today")
-
     made = Ahead(host, FakeModel(), broken)
     made.ahead.begin(host, 1)
     made.ahead.settle()
@@ -120,9 +118,6 @@ def test_a_failure_that_nobody_waits_for_is_logged(host: Host, caplog: pytest.Lo
 
 
 def test_a_failure_that_came_before_it_was_given_up_is_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(response: str, task: Any) -> float:
-        raise OSError("no reward today")
-
     made = Ahead(host, FakeModel(), broken)
     made.ahead.begin(host, 1)
     host.run(until(lambda: made.ahead._job is not None and made.ahead._job.done))

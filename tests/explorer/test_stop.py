@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from run_cases import rows, same_metrics
+from run_cases import quiet_trainer, rows, same_metrics
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.config import (
@@ -136,17 +136,9 @@ class Run:
         self.logger = MetricsCSVLogger(folder)
 
     def fit(self, resumed: bool = False, *callbacks: lightning.Callback) -> "Run":
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=self.steps,
-            callbacks=[self.monitor, self.callback, *callbacks, ModelCheckpoint(self.folder / "checkpoints")],
-            logger=self.logger,
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            default_root_dir=self.folder,
-        )
+        callbacks = (self.monitor, self.callback, *callbacks, ModelCheckpoint(self.folder / "checkpoints"))
+        settings = {"logger": self.logger, "log_every_n_steps": 1, "enable_checkpointing": True}
+        trainer = quiet_trainer(self.folder, *callbacks, max_epochs=self.steps, **settings)
         checkpoint = self.checkpoint if resumed else None
         trainer.fit(self.policy, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
         return self

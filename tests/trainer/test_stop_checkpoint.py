@@ -7,6 +7,7 @@ import lightning
 import pytest
 import torch
 from policy_cases import Items, batch_of, make_experiences, make_policy
+from run_cases import quiet_trainer
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
@@ -48,16 +49,8 @@ def fit(folder, torn=None, resumed=False, data=read):
         return clip(*args)
 
     policy._clip = tearing
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=STEPS,
-        callbacks=[StopCheckpoint(folder, "trinity-lightning +recipe=offline ckpt_path=last")],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    stop = StopCheckpoint(folder, "trinity-lightning +recipe=offline ckpt_path=last")
+    trainer = quiet_trainer(folder, stop, max_epochs=STEPS)
     checkpoint = folder / "interrupted.ckpt" if resumed else None
     trainer.fit(policy, datamodule=data(), ckpt_path=checkpoint, weights_only=True)
     assert trainer.global_step == STEPS * ITEMS
@@ -80,16 +73,7 @@ def test_a_wait_for_data_ends_at_once_and_the_run_goes_on_from_there(number, tmp
 
         reader._try_read = interrupted
         data = OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=2, whole_groups=False, wait=300.0)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            callbacks=[stop],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
+        trainer = quiet_trainer(tmp_path, stop)
         trainer.fit(policy, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return policy.policy.state_dict()
 
@@ -107,16 +91,7 @@ def test_a_wait_for_data_ends_at_once_and_the_run_goes_on_from_there(number, tmp
 def test_nothing_is_saved_of_what_fails_after_training(tmp_path):
     stop, policy = StopCheckpoint(tmp_path), make_policy()
     data = OfflineExperienceDataModule(MemoryReader(make_experiences(count=8)), batch_size=8, steps_per_epoch=1)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[stop],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(tmp_path, stop)
     trainer.fit(policy, datamodule=data)
     stop.on_exception(trainer, policy, TornError("in a test"))
     assert not stop.wanted

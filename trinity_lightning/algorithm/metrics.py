@@ -2,7 +2,7 @@
 
 Every metric that a loss, a KL or a correction of this package returns is a detached 0-d tensor, normalised by the
 totals of the whole optimizer batch (see `policy_loss.aggregate`). So metrics *add* over micro-batches and ranks. The
-one exception is told by the name: a key that ends in `/max` is combined by the maximum.
+one exception is known by its name: a key that ends in `/max` is combined by the maximum.
 """
 
 from collections.abc import Iterable, Mapping

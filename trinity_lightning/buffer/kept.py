@@ -6,7 +6,7 @@
     dataset = to_hf_datasets(read_experiences("outputs/.../experiences"))
 
 A step is a file `step_<n>.trxp`, a payload of version 2. Resumed from an earlier checkpoint, a run writes the steps
-after it anew. `folder.id` tells the folder from others, wherever it is moved or copied to: a position saved while one
+after it again. `folder.id` tells the folder from others, wherever it is moved or copied to: a position saved while one
 was read means nothing in another.
 """
 
@@ -127,7 +127,7 @@ class FolderReader(CursorReader):
         """Go on where `state_dict` was taken.
 
         Raises:
-            StorageError: the state is another folder's; of a folder without an id that cannot be told.
+            StorageError: the state is another folder's; a folder without an id is not checked.
         """
         self._source = _identity(self.folder)
         unknown = _UNKNOWN in (self._source, state["source"])

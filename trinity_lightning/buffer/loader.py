@@ -20,7 +20,7 @@ class ExperienceLoader:
     Args:
         storage: the buffer.
         optimizer_steps: batches that the step's experiences are dealt into, by whole groups.
-        inner_epochs: passes over them, each dealt anew.
+        inner_epochs: passes over them, each dealt again.
         seed: seed of the dealing; with the explore step and the pass it decides the order.
         max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 

@@ -63,7 +63,7 @@ class ExperiencePipeline:
     def selector_metric(self) -> dict[Any, Any]:
         """What the last step's operators tell a task selector: {taskset_id: {"indices": [...], "values": [...]}}.
 
-        For selectors of your own: tasksets of this library are told by the explorer, of rewards as they came.
+        For selectors of your own: tasksets of this library are updated by the explorer, by rewards as they came.
         """
         return self._chain.selector_metric
 

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, told without a library that would take hold of them."""
+"""Which GPUs this process may use, found without a library that would take hold of them."""
 
 import os
 

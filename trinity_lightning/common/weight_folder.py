@@ -35,7 +35,7 @@ class WeightFolder:
         self._writes = 0
 
     def write(self, stream: WeightStream, dtype: torch.dtype) -> Path:
-        """The folder that holds these weights, in the engine's dtype; written anew unless it is the same stream.
+        """The folder that holds these weights, in the engine's dtype; written again unless it is the same stream.
 
         Raises:
             WeightSyncError: it cannot be written.
@@ -68,7 +68,7 @@ class WeightFolder:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
     def close(self) -> None:
-        """Delete what was written; the next `write` begins anew."""
+        """Delete what was written; the next `write` writes everything."""
         with self._lock:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The policy's weights on their way to an engine: what will come, told before anything is sent."""
+"""The policy's weights on their way to an engine: what will come, known before anything is sent."""
 
 import copy
 import re

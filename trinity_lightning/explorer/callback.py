@@ -51,7 +51,7 @@ class ExplorerCallback(L.Callback):
         synchronizer: how weights reach the engines and how that is checked.
         stop: saves a run that ends early; its hooks are called from here, while the engines are up.
         observer: shown the experiences of every step and evaluation: (experiences, step, taskset or None for training).
-        progress: told how many tasks of a batch have ended: (batch, done, all).
+        progress: called with how many tasks of a batch have ended: (batch, done, all).
         offload: whether masters and moments are in the host's memory while the engines generate.
 
     Attributes:
@@ -332,7 +332,7 @@ class ExplorerCallback(L.Callback):
         except TimeoutError as error:
             raise WeightSyncError(
                 f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
-                "Start servers of engine.urls anew: they may hold half of the weights."
+                "Restart the servers of engine.urls: they may hold half of the weights."
             ) from error
 
     def _running_host(self) -> Host:

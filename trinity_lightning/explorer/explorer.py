@@ -32,7 +32,7 @@ from trinity_lightning.explorer.workflow_runner import Status
 Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
 # Is shown the experiences of a step, or of an evaluation on the named taskset.
 Observer = Callable[[list[Experience], int, str | None], None]
-# Is told how many tasks of a batch have ended: (batch, done, all).
+# Called with how many tasks of a batch have ended: (batch, done, all).
 Progress = Callable[[int | str, int, int], None]
 
 

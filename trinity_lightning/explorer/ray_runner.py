@@ -68,7 +68,7 @@ class RayRunner:
         models = (self.model, self.auxiliary_models)
         setup = _pickled((self.config, *models), f"the engine {type(self.model).__name__}")
         level = logging.getLogger(PACKAGE).getEffectiveLevel()
-        # No CPU is reserved: what computes is the engine, and a machine holds as many runners as it is told to.
+        # No CPU is reserved: what computes is the engine, and a machine holds as many runners as are asked for.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
         self._actor = _actor_class().options(**options).remote(setup, sys.path, self.runner_id, level)
         self._pid, self._greeting = None, self._actor.ready.remote()

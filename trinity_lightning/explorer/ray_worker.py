@@ -91,7 +91,7 @@ class RayWorker:
 
 
 class _AtVersion:
-    """A model that is told its version: weights are synced from the program that trains, and this is a copy."""
+    """A model that is given its version: weights are synced from the program that trains, and this is a copy."""
 
     def __init__(self, model: InferenceModel, version: int) -> None:
         self._model = model

@@ -14,7 +14,7 @@ class Watchers:
 
     Args:
         observer: shown the experiences of every step and evaluation.
-        progress: told how many tasks of a batch have ended.
+        progress: called with how many tasks of a batch have ended.
         waiting: whether the main thread waits for rollouts; while it trains the bar is the trainer's.
     """
 

@@ -25,8 +25,8 @@ END_SECONDS = 1.0  # for a server to say why, where the sender has only seen a c
 class WeightGroup:
     """The trainer, which sends, and every worker of some vLLM servers, which receive.
 
-    It follows vLLM's weight-transfer requests: a server is told what will come, each tensor is broadcast once for all
-    servers in the engine's dtype, and loaded as it arrives.
+    It follows vLLM's weight-transfer requests: a server is sent the list of what will come, each tensor is broadcast
+    once for all servers in the engine's dtype, and loaded as it arrives.
 
     A server that is started again has lost its connection. It is sent its weights through a group of its own, while the
     others go on generating, and the next `send` forms the group of all again.
@@ -114,8 +114,8 @@ class WeightGroup:
             await _together(run_in_thread(lambda: _broadcast(group, stream, servers[0].dtype)), receiving)
         except (WeightSyncError, RuntimeError, OSError) as error:
             raise WeightSyncError(
-                f"the weights did not reach every server, and one may hold half of them: {error}. Start servers of "
-                "engine.urls anew."
+                f"the weights did not reach every server, and one may hold half of them: {error}. Restart the "
+                "servers of engine.urls."
             ) from error
 
     def close(self) -> None:

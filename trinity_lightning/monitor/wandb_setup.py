@@ -1,4 +1,4 @@
-"""What a W&B run is told beyond its metrics: the axis of its pictures, and the completions as a table."""
+"""What a W&B run is given beyond its metrics: the axis of its pictures, and the completions as a table."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -124,7 +124,7 @@ class FileStorage(BufferWriter):
                 self._append(parts)
                 os.fsync(self._descriptor)
             except OSError as error:
-                # After a failed fsync nobody knows what is on the disk: only who opens the file anew finds out.
+                # After a failed fsync nobody knows what is on the disk: only opening the file again shows it.
                 self.close()
                 raise StorageError(
                     f"{self.path}, offset {self._end}: cannot be written: {error.strerror}. Make room or mend the "

@@ -8,9 +8,9 @@ file header, 16 bytes       frame                                            aft
                             24  8  xxh3_64 of the 24 bytes before
                             32  .. payload of version 2
 
-What a killed writer or a power failure leaves is told from what something else damaged: a frame is torn when the file
-ends inside it or is zero from its end backwards (blocks that were promised but never written). The header has a
-checksum of its own, so that a damaged length is never taken for a torn frame: everything behind it would be cut off.
+What a killed writer or a power failure leaves is another thing than damage: a frame is torn when the file ends inside
+it or is zero from its end backwards (blocks that were promised but never written). The header has a checksum of its own,
+so that a damaged length is never taken for a torn frame: everything behind it would be cut off.
 """
 
 import os
@@ -28,7 +28,7 @@ _FRAME = struct.Struct("<4sIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _HEAD = _FRAME.size + _CHECKSUM.size
 
-# A reader that looks while a tail is cut off and written anew may mix both; a second look then differs from the first.
+# A reader that looks while a tail is cut off and written again may mix both; a second look then differs from the first.
 _LOOKS = 10
 
 

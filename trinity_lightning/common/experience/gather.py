@@ -1,7 +1,7 @@
 """Collation: unpadded experiences to padded tensors. P is the prompt width, R the response width, B the batch size.
 
 A padded tensor is one flat concatenation of rows and slices of padding, so it is allocated and written once. What rows
-must have in common is told in bulk: a loop over thousands of them takes as long as the copying.
+must have in common is checked in bulk: a loop over thousands of them takes as long as the copying.
 """
 
 from collections.abc import Sequence

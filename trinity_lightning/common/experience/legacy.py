@@ -84,7 +84,7 @@ def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> 
         for custom in item.get("custom_fields") or []
     ]
     if _is_single_turn(fields):
-        fields["action_mask"] = None  # the constructor makes it anew, and takes a given one for several turns
+        fields["action_mask"] = None  # the constructor makes it, and takes a given one for several turns
     return Experience(**fields)
 
 

@@ -88,7 +88,7 @@ def _write_rows(
 
 
 def _group_by_kind(tensors: Sequence[Any]) -> list[tuple[tuple[Any, ...] | None, list[int] | None]]:
-    """What is not None, by kind; a kind None is of no tensors. Indices None are all: the usual case, told in bulk."""
+    """What is not None, by kind; a kind None is of no tensors. Indices None are all: the usual case, in bulk."""
     types = set(map(type, tensors))
     if types <= {NoneType}:
         return []

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class BoundModel:
-    """An InferenceModel that fills in what a run's calls have in common. Made anew for every run and every retry, so
+    """An InferenceModel that fills in what a run's calls have in common. Made for every run and every retry, so
     that a retry draws the same samples.
 
     Attributes:

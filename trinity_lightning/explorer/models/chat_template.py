@@ -11,7 +11,7 @@ from trinity_lightning.explorer.models.tool_calls import call_of_message, format
 
 Messages = Sequence[Mapping[str, Any]]
 
-# Stands for a response whose tokens are known, so that what the template writes after it can be told apart.
+# Stands for a response whose tokens are known, so that what the template writes after it can be found.
 _PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
 
 # Short: it is part of every prompt, and small models have little context.

@@ -154,7 +154,7 @@ class Engine(ABC):
         if max_tokens is not None and max_tokens > room and not self._told_of_room:
             self._told_of_room = True
             logger.warning(
-                "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (told once): raise "
+                "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
                 "engine.max_model_len (%d), or lower max_tokens.",
                 prompt,
                 room,

@@ -19,7 +19,7 @@ from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
 
 # Path and body of a request -> HTTP status and body of the response.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
-# Is told of every call: messages, tools, sampling settings, completions.
+# Called for every call: messages, tools, sampling settings, completions.
 Record = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any], list[Completion]], None]
 
 ROOT = "/v1"  # of the paths of requests
@@ -55,7 +55,7 @@ class ChatCompletions:
     Args:
         model: what generates.
         sampling: settings of calls that do not give them themselves.
-        record: is told of every call that succeeded.
+        record: called for every call that succeeded.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ChatCompletions:
 
 
 def async_client(answer: Answer) -> Any:
-    """An `openai.AsyncOpenAI` whose requests `answer` answers. It never retries unless told so (`with_options`).
+    """An `openai.AsyncOpenAI` whose requests `answer` answers. It never retries unless asked to (`with_options`).
 
     Its `model_path` is what to give as `model=`.
 

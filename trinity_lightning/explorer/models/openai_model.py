@@ -40,7 +40,7 @@ class OpenAIModel:
         self._url = url
         self._model = model
         self._api_key_env = api_key_env
-        # Made at once, for what is missing to be told at once; and anew by the first request after a shutdown.
+        # Made at once, for what is missing to be reported at once; and again by the first request after a shutdown.
         self._client: Any = self.get_openai_async_client()
 
     async def load(self) -> None:

@@ -209,7 +209,7 @@ class VLLMEngine(InProcessEngine):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
         except Exception as error:
             raise WeightSyncError(
-                f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); it must be built anew."
+                f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); build another engine."
             ) from error
         self._engine.reset_prefix_cache(reset_running_requests=True)
 

@@ -73,7 +73,7 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
         raise ConfigError("the list of reward functions is empty: name one, or leave it out for the workflow's own.")
     names = [reward.name for reward in rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two reward functions are called {', '.join(twice)}: their metrics could not be told apart.")
+        raise ConfigError(f"two reward functions are called {', '.join(twice)}: their metrics would be the same.")
     return rewards
 
 

@@ -44,7 +44,7 @@ class Taskset(TaskSelection):
         formatter: which fields are prompt, answer and messages.
         order: `sequential`; `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone;
             `easy_to_hard`: by the number in `difficulty_field`, lowest first; or `by_difficulty`: those that are
-            solved half of the time, as `update` has told (see `DifficultySelector`).
+            solved half of the time, as `update` was given it (see `DifficultySelector`).
         seed: of the order.
         epochs: how often the entries are handed out; None for without end.
         difficulty_field: an entry's field with a number, for `easy_to_hard`.

@@ -1,7 +1,7 @@
 """An episode of several turns, token by token as the engine saw it, and the experiences that it becomes.
 
 The prompt of a turn is the last turn's prompt, the response to it, and the environment's message: token ids that are
-appended to, never made anew from text. What is trained on is therefore exactly what was sampled.
+appended to, never made again from text. What is trained on is therefore exactly what was sampled.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ STEP_REWARDS = ("return", "own")
 
 @dataclass(frozen=True)
 class EpisodeArguments:
-    """What all workflows of several turns can be told.
+    """Settings of all workflows of several turns.
 
     Attributes:
         mode: `single`, one multi-turn Experience an episode, in which the policy's own tokens are trained on; or

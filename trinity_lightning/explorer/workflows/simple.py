@@ -40,7 +40,7 @@ class SimpleWorkflow(Workflow):
         self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
 
     async def run(self) -> list[Experience]:
-        """One Experience a response; those whose reward function failed are told by PartialFailure."""
+        """One Experience a response; those whose reward function failed are reported by PartialFailure."""
         completions = await self.model.chat(self.messages, n=self.repeat_times)
         results = await asyncio.gather(
             *(self._experience(completion, self.run_id_base + i) for i, completion in enumerate(completions)),

@@ -59,10 +59,10 @@ class ToolUseArguments(EpisodeArguments):
 
 @WORKFLOWS.register("tool_use")
 class ToolUseWorkflow(EpisodeWorkflow):
-    """An agent loop: the model's calls are made, their results told to it, until it answers without a call.
+    """An agent loop: the model's calls are made and their results given to it, until it answers without a call.
 
     The task's reward functions (`math` where it names none) judge the last response, its calls left out. Errors of
-    tools are told to the model, and counted. Settings: `ToolUseArguments`; metrics besides those of every episode:
+    tools are reported to the model, and counted. Settings: `ToolUseArguments`; metrics besides those of every episode:
     `tool_calls`, `tool_errors`.
     """
 

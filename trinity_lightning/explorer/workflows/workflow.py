@@ -62,7 +62,7 @@ class Workflow(ABC):
         """
 
     def reset(self, task: Task) -> None:
-        """Take another task. A subclass that keeps anything made from its task makes it anew here."""
+        """Take another task. A subclass that keeps anything made from its task makes it again here."""
         self.task = task
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:

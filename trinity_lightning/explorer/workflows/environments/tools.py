@@ -111,7 +111,7 @@ def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
 class ToolEnvironment:
     """Runs the calls of a response and tells their results; a response without a call ends the episode.
 
-    What goes wrong with a call is told to the model as text. Metrics: `tool_calls` and, of these, `tool_errors`.
+    The model is given what goes wrong with a call as text. Metrics: `tool_calls` and, of these, `tool_errors`.
 
     Args:
         tools: by name.
