@@ -9,8 +9,8 @@ file header, 16 bytes       frame                                            aft
                             32  .. payload of version 2
 
 What a killed writer or a power failure leaves is another thing than damage: a frame is torn when the file ends inside
-it or is zero from its end backwards (blocks that were promised but never written). The header has a checksum of its own,
-so that a damaged length is never taken for a torn frame: everything behind it would be cut off.
+it or is zero from its end backwards (blocks that were promised but never written). The header has a checksum
+of its own, so that a damaged length is never taken for a torn frame: everything behind it would be cut off.
 """
 
 import os
