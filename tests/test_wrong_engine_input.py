@@ -138,6 +138,10 @@ REFUSED = {
         "engine.args is of vLLM, and engine=transformers",
     ),
     "a dtype of the training model's own": (("engine=transformers", "engine.dtype=fp32"), "engine.dtype is of vLLM"),
+    "older weights than the training model's own": (
+        ("engine=transformers", "explorer.sync_interval=2"),
+        "explorer.sync_interval is 2, and engine=transformers generates with the training model itself",
+    ),
     "a cache of servers elsewhere": ((*SERVER, URLS, "engine.kv_cache_gb=3"), "engine.urls .*engine.kv_cache_gb is"),
     "arguments of servers elsewhere": ((*SERVER, URLS, "+engine.args.seed=1"), "engine.urls .*engine.args is"),
     "several devices within a process": (

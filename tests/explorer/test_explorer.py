@@ -389,6 +389,16 @@ def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
         Explorer(ExplorerConfig(sync_offset=1), [TransformersEngine("tiny")], source())
 
 
+def test_an_engine_that_shares_the_trainers_weights_has_no_older_ones() -> None:
+    engine = TransformersEngine("tiny")
+    with pytest.raises(ConfigError, match=r"sync_interval must be 1: .*the training model itself.*vllm_server"):
+        Explorer(ExplorerConfig(sync_interval=2), [engine], source())
+    # A checkpoint of a run with another engine holds the weights that this one had.
+    explored = Explorer(ExplorerConfig(), [engine], source())
+    explored.load_state_dict(explored.state_dict() | {"engines": {"version": 1, "weights": {"w": torch.zeros(2)}}})
+    assert asyncio.run(explored.engines.restore()) is False
+
+
 def test_syncs_are_due_by_interval_and_offset() -> None:
     def due(**fields: Any) -> list[int]:
         explored = explorer(**fields)

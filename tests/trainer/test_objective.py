@@ -41,7 +41,7 @@ from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.expert import marked
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.layout import cut
@@ -309,7 +309,7 @@ def uncorrected(**settings: Any) -> AlgorithmConfig:
 def test_uncorrected_rollouts_of_older_weights_are_refused_before_anything_is_loaded() -> None:
     source = TaskSource(Taskset.addition(), "simple", "math", SamplingConfig(max_tokens=8))
     policy = PolicyModule("tiny", uncorrected())
-    callback = ExplorerCallback(Explorer(ExplorerConfig(sync_interval=4), [TransformersEngine("tiny")], source))
+    callback = ExplorerCallback(Explorer(ExplorerConfig(sync_interval=4), [VLLMEngine("tiny")], source))
     trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[callback])
     with pytest.raises(ConfigError, match="of older weights"):
         trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))

@@ -211,7 +211,8 @@ class ExplorerConfig:
             what is slow pure Python there takes its time from rollouts and training ([reward](reward.md)).
         reward_timeout: seconds that one call of a reward function may take in such a process, which is ended then.
         max_refills: how often a step that add_strategy=dapo leaves short may ask for further tasks.
-        sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights.
+        sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights,
+            which engine=transformers does not have.
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
             while the trainer trains, which needs engine=vllm_server.
         eval_interval: explore steps between evaluations; 0 means never.

@@ -43,6 +43,12 @@ def check_engine(config: DictConfig) -> None:
             "engine.sleep is of engine=vllm, which shares a GPU with the trainer, not of "
             f"engine={engine.kind.value}: leave it out."
         )
+    if engine.kind.value == "transformers" and config.explorer.sync_interval > 1:
+        raise ConfigError(
+            f"explorer.sync_interval is {config.explorer.sync_interval}, and engine=transformers generates with the "
+            "training model itself, whose weights are always the present ones: leave the key out, or choose another "
+            "engine."
+        )
     started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "args")
     if engine.urls and (given := _set_ones(engine, *started)):
         raise ConfigError(

@@ -19,7 +19,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.policy_engines import PolicyEngines
+from trinity_lightning.explorer.policy_engines import PolicyEngines, shares_weights
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.scheduler import Scheduler
@@ -333,4 +333,9 @@ def _check_sync(config: ExplorerConfig, models: Sequence[InferenceModel]) -> Non
         raise ConfigError(
             "explorer.sync_offset must be 0: an engine in this process cannot generate while the trainer trains. "
             "Choose engine=vllm_server."
+        )
+    if config.sync_interval > 1 and shares_weights(models):
+        raise ConfigError(
+            "explorer.sync_interval must be 1: an engine that generates with the training model itself always has its "
+            "present weights. Choose engine=vllm or vllm_server."
         )

@@ -1,7 +1,7 @@
 """The engines that hold the policy, as one: which weights they have, and giving them others."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,13 @@ from torch import Tensor
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import Shape, WeightStream
-from trinity_lightning.explorer.models.engine import Sleeper
+from trinity_lightning.explorer.models.engine import Engine, Sleeper
 from trinity_lightning.explorer.weight_group import WeightGroup
+
+
+def shares_weights(models: Iterable[InferenceModel]) -> bool:
+    """Whether any of these engines generates with the trainer's own weights: there are no older ones to give it."""
+    return any(isinstance(model, Engine) and model.shares_weights for model in models)
 
 
 class PolicyEngines:
@@ -112,8 +117,9 @@ class PolicyEngines:
         return {"version": version, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember what `restore` is to give."""
-        self._restored = (state["weights"], state["version"]) if state["weights"] else None
+        """Remember what `restore` is to give, unless that would overwrite the trainer's own weights."""
+        kept = bool(state["weights"]) and not shares_weights(self.models)
+        self._restored = (state["weights"], state["version"]) if kept else None
 
     async def restore(self) -> bool:
         """Give fresh engines the weights that they had when the state was taken, once; whether there were any."""
