@@ -26,7 +26,7 @@ def experiences(draw, prompts=None):
         action_mask=draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         advantages=[draw(st.sampled_from([-1.0, 0.0, 2.0]))] * count,
         logprobs=draw(st.none() | st.just([-0.5] * count)),
-        info={"temperature": draw(st.sampled_from([0.5, 1.0]))},
+        info={"temperature": draw(st.sampled_from([0.5, 1.0])), "is_expert": draw(st.booleans())},
     )
 
 

@@ -55,6 +55,7 @@ def test_a_micro_batch_holds_what_the_experiences_hold(layout, batch):
         if experience.logprobs is not None:
             assert micro.columns["logprobs"][order, :response].tolist() == experience.logprobs.tolist()
         assert float(micro.temperature[order]) == experience.info["temperature"]
+        assert bool(micro.expert[order]) == experience.info["is_expert"]
         if layout is Layout.padded:
             length = len(experience.tokens)
             assert micro.inputs["input_ids"][order, :length].tolist() == experience.tokens.tolist()

@@ -30,9 +30,13 @@ from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.policy import PolicyModule
 
 
-@pytest.fixture(scope="module")
-def policy() -> PolicyModule:
-    policy = make_policy(entropy_coef=0.1)
+@pytest.fixture(scope="module", params=["ppo", "mix"])  # of mixed batches, too
+def policy(request) -> PolicyModule:
+    return make_loaded(policy_loss=request.param, entropy_coef=0.1)
+
+
+def make_loaded(**settings) -> PolicyModule:
+    policy = make_policy(**settings)
     policy.configure_model()
     return policy
 
@@ -67,9 +71,7 @@ def column(policy: PolicyModule, batch: OptimizerBatch) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def sharing() -> PolicyModule:
-    policy = make_policy(layout=Layout.shared_prefix, max_tokens_per_micro_batch=10_000, entropy_coef=0.1)
-    policy.configure_model()
-    return policy
+    return make_loaded(layout=Layout.shared_prefix, max_tokens_per_micro_batch=10_000, entropy_coef=0.1)
 
 
 @settings(deadline=None, max_examples=30)
@@ -158,12 +160,6 @@ def test_a_probe_has_one_row(sharing):
     assert sharing.sequence_logprobs([5, 17, 4, 60, 33]) == pytest.approx(
         make_loaded(layout=Layout.padded).sequence_logprobs([5, 17, 4, 60, 33]), abs=1e-6
     )
-
-
-def make_loaded(**settings) -> PolicyModule:
-    policy = make_policy(**settings)
-    policy.configure_model()
-    return policy
 
 
 def test_bfloat16_gradients_are_as_near_the_truth_as_those_of_padded_rows():
