@@ -129,6 +129,7 @@ def test_prefixes_are_shared_where_that_changes_nothing(name: str) -> None:
             usable_layout(Layout.shared_prefix, model, function)
     assert usable_layout(Layout.padded, model, function) is Layout.padded
     assert model.training
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 class Leaky(nn.Module):

@@ -139,11 +139,15 @@ def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
 
     was_training = model.training
     model.eval()
+    for parameter in trained:
+        parameter.requires_grad_(parameter is weights)  # embeddings would add up their gradient in place
     try:
         whole = with_gradient(model, Layout.padded)
         shared = _tried(with_gradient, model, Layout.shared_prefix)
     finally:
         model.train(was_training)
+        for parameter in trained:
+            parameter.requires_grad_(True)
     return shared is not None and all(
         _close(mine, own, _limit(model, own)) for mine, own in zip(shared, whole, strict=True)
     )
