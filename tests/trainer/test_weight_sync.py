@@ -97,6 +97,15 @@ def test_a_stream_shows_the_present_weights(model: Any) -> None:
     assert torch.equal(dict(stream)[EMBEDDING], model.get_input_embeddings().weight)
 
 
+def test_weights_are_streamed_layer_by_layer(model: Any) -> None:
+    """vLLM keeps what it was sent of a layer in memory until the layer is whole."""
+    names = list(weight_stream(model).shapes)
+    layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
+    assert layers == sorted(layers)
+    assert len(set(layers)) == model.config.num_hidden_layers
+    assert (names[0], names[-1]) == (EMBEDDING, HEAD)
+
+
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 

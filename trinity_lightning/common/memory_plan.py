@@ -353,10 +353,8 @@ def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts, way: Mem
     needed = sum({**parts, **({} if trains else {CACHE: cache})}.values()) - _reserve(way.device)
     advice = []
     if trains and not training.checkpointing:
-        spared = replace(training, checkpointing=True)
-        saved = activations(shape, training, way.micro_batch_tokens) - activations(
-            shape, spared, way.micro_batch_tokens
-        )
+        spared, tokens = replace(training, checkpointing=True), way.micro_batch_tokens
+        saved = activations(shape, training, tokens) - activations(shape, spared, tokens)
         advice.append(f"model.gradient_checkpointing=true takes {gib(saved)} less")
     if trains and training.tokens and training.tokens > training.longest_row:
         advice.append("algorithm.max_tokens_per_micro_batch=auto computes fewer tokens at once")

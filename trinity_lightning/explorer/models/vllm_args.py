@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineSleep
+from trinity_lightning.common.memory_plan import GIB
 from trinity_lightning.common.validate_engines import PARALLEL
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
-GIB = 1 << 30
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 CPU_CACHE_GB = 0.5
 CPU_BLOCK_TOKENS = 32  # the fewest that its kernels for AMX take
