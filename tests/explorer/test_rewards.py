@@ -170,6 +170,8 @@ def test_find_boxed(text: str, boxed: str | None) -> None:
         ("€5", "$5", False),
         ("5 dollars", "5 euros", False),
         ("€6", "5", False),
+        ("", "EUR", False),
+        ("dollars", "euros", False),
         (r"\left( 1, 2 \right)", "(1,2)", True),
         (r"\text{blue}", "blue", True),
         (r"x + 1", "x+1", True),

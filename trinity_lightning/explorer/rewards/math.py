@@ -92,12 +92,13 @@ def same_answer(given: str, expected: str) -> bool:
     knows and, in an equation, the name of what is equal.
     """
     given, expected = _bare(given), _bare(expected)
-    if not (_has_currency(given) and _has_currency(expected)):
-        given, expected = _CURRENCY.sub("", given), _CURRENCY.sub("", expected)
-    plain = _undecorated(given), _undecorated(expected)
-    number, expected_number = _as_number(plain[0]), _as_number(plain[1])
+    amounts = [given, expected]
+    if not all(map(_has_currency, amounts)):
+        amounts = [_CURRENCY.sub("", amount) for amount in amounts]
+    number, expected_number = (_as_number(_undecorated(amount)) for amount in amounts)
     if number is not None and expected_number is not None:
         return number == expected_number or _share(number, given) == _share(expected_number, expected)
+    plain = _undecorated(given), _undecorated(expected)
     texts = _IDLE_SPACE.sub("", plain[0]), _IDLE_SPACE.sub("", plain[1])
     if texts[0] == texts[1]:
         return True
