@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trinity_lightning.common.config import EngineConfig, EngineSleep
-from trinity_lightning.common.cpu_memory import forget
+from trinity_lightning.common.cpu_memory import forget, trim_heap
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import resolve_model
@@ -56,7 +56,7 @@ class VLLMEngine(InProcessEngine):
         """With engine.sleep=always, move the weights to the host and give up the cache, until `wake_up`.
 
         They are kept, although a sync usually follows: after a step that trained nothing none does. On a CPU the cache
-        is emptied, and takes no memory until it is written to.
+        is emptied, and takes no memory until it is written to; nor does what vLLM computed with.
         """
         await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
 
@@ -71,8 +71,11 @@ class VLLMEngine(InProcessEngine):
             self._asleep = True
 
     def _empty_cache(self) -> None:
-        if self._loaded and not self._has_work() and self._engine.reset_prefix_cache():
+        if not self._loaded or self._engine.vllm_config.device_config.device_type != "cpu":
+            return
+        if not self._has_work() and self._engine.reset_prefix_cache():
             self._engine.collective_rpc(_forget_cache)
+            trim_heap()
 
     def _awake(self) -> None:
         if self._asleep:
@@ -233,8 +236,7 @@ def _forget_cache(worker: Any) -> None:
     """Give the memory of a worker's key-value cache, of which no block is in use, back to a CPU's system."""
     storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
     for cache in storages.values():
-        if cache.device.type == "cpu":
-            forget(cache)
+        forget(cache)
 
 
 def _own_logprobs(flat: Any) -> list[float]:
