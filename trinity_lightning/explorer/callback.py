@@ -259,13 +259,13 @@ class ExplorerCallback(L.Callback):
         self._run(self._ahead.explore(target))
 
     def _engines_turn(self) -> None:
-        """The device's memory is the engines' from here on, as far as it goes back and forth."""
+        """Before the engines compute: give them the memory that they share with the trainer in turns, if any."""
         if self._host_memory is not None:
             self._host_memory.leave()
         self._run(self.explorer.engines.wake_up())
 
     def _trainers_turn(self) -> None:
-        """And here the trainer's."""
+        """Before the trainer computes: the same the other way round."""
         self._run(self.explorer.engines.sleep())
         if self._host_memory is not None:
             self._host_memory.come_back()
