@@ -76,7 +76,7 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
 
     compose.register()
     overrides = ["+recipe=grpo", f"output_dir={folder}", f"model={spec['model']}", "steps=1000000", "ckpt_path=null"]
-    overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "callbacks={}"]
+    overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "~callbacks.checkpoint"]
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
         run = build(hydra_compose("train", overrides))
     callbacks: list[L.Callback] = run.trainer.callbacks  # type: ignore[attr-defined]
