@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import trinity_lightning.trainer.policy as policy_module
-from trinity_lightning.common.config import AlgorithmConfig, KLConfig, OptimizerConfig
+from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -199,7 +199,8 @@ def test_costs_are_logged():
 def test_utilization_is_a_share_of_the_peak_of_the_products_dtype(dtype, precision, expected, monkeypatch):
     peaks = {expected: 1e9}  # another dtype's is not known
     monkeypatch.setattr(policy_module, "peak_flops", lambda device, dtype: peaks.get(dtype))
-    experiences, policy = make_experiences(), make_policy(dtype=dtype, max_tokens_per_micro_batch=10_000)
+    experiences = make_experiences()
+    policy = make_policy(dtype=dtype, layout=Layout.padded, max_tokens_per_micro_batch=10_000)
     metrics = fit(policy, [batch_of(experiences)], precision=precision).logged_metrics
     rows, width = len(experiences), max(len(e.tokens) for e in experiences)
     trained = sum(int(e.action_mask.sum()) for e in experiences)
