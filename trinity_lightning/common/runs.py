@@ -55,18 +55,13 @@ def judged(run: Run, metric: str | None = None) -> float | None:
     Args:
         run: its experiences.
         metric: a metric of the experiences (`metrics[metric]`, or a reward function's `metrics["reward/<metric>"]`) or
-            an entry of their info; of several steps the last that has it counts. None: the reward before operators
-            shaped it, as `raw_reward`.
+            an entry of their info; of several steps the last that has it counts. None: the last step's reward before
+            operators shaped it, as `raw_reward`. Whether the steps before may have others is up to what weighs them.
 
     Raises:
-        ExperienceError: the metric is no number, or the rewards of the run's steps differ.
+        ExperienceError: the metric is no number.
     """
-    if metric is None:
-        rewards = [raw_reward(experience) for experience in run]
-        if not all(map(is_valid_reward, rewards)):
-            return next(reward for reward in rewards if not is_valid_reward(reward))
-        return _common(run, [reward for reward in rewards if reward is not None])
-    return metric_of(run, metric)
+    return raw_reward(last_step(run)) if metric is None else metric_of(run, metric)
 
 
 class Criterion:

@@ -47,11 +47,22 @@ def test_whitening_counts_all_tokens_of_a_run():
     assert tokens.var() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*BY_RUN, *FILTERS])
+@pytest.mark.parametrize("name", BY_RUN)
 def test_steps_with_rewards_of_their_own_are_refused(name):
     exps = [make(0, 0, 0.0, step=0), make(0, 0, 1.0, step=1), make(0, 1, 0.0)]
     with pytest.raises(ExperienceError, match=r"run 1/0/0.*2 steps differ \(0 to 1\).*step_wise_grpo.*gigpo"):
         add(name, exps)
+
+
+@pytest.mark.parametrize("before", [None, 0.25, float("nan")])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_judges_a_run_by_its_last_step(name, before):
+    """What weighs the steps may do without a reward of those before, as step_wise_grpo does, or refuse them."""
+    steps = [(0, before), (1, before)]
+    calls, _ = add(name, [make(0, run, r, step=s) for run in (0, 1) for s, r in [*steps, (2, float(run))]])
+    assert sum(map(len, calls)) == 6
+    calls, _ = add(name, [make(0, run, r, step=s) for run in (0, 1) for s, r in [*steps, (2, 1.0)]])
+    assert calls == []
 
 
 @pytest.mark.parametrize("name", FILTERS)
