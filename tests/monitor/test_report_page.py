@@ -258,12 +258,12 @@ def test_steps_that_trained_nothing_are_listed_with_their_reasons(tmp_path: Path
     ]
     write_metrics(tmp_path, rows)
     text = Page(report_page(read_run(tmp_path))).text
-    assert "2 of 4 steps" in text
+    assert "Steps that trained on no rollout 2 of 4 steps" in " ".join(text.split())
     assert "equal rewards (64)" in text
     assert "truncated (5), filtered by" in text
     assert "truncated (4)" not in text
     write_metrics(tmp_path, rows[:1])
-    assert "trained nothing" not in report_page(read_run(tmp_path))
+    assert "trained on no rollout" not in report_page(read_run(tmp_path))
 
 
 def test_a_completion_that_was_not_trained_on_says_why(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
         if name in metrics:
             parts.append(template.format(metrics[name]))
     if metrics.get("experience_pipeline/trained") == 0:
-        parts.append("nothing trained")
+        parts.append("no rollout trained")
     seconds = metrics.get("time/step", sum(metrics.get(name, 0.0) for name in times_in_turn(WAIT in metrics)))
     if seconds > 0:
         parts.append(f"left {format_seconds((total_steps - step) * seconds)}")

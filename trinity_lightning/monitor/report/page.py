@@ -90,8 +90,9 @@ def _untrained_section(run: RunRecord) -> str:
         reasons = ", ".join(f"{reason} ({short(steps[step])})" for reason, steps in counts.items() if step in steps)
         rows += f'<tr><td class="n">{short(step)}</td><td>{escape(reasons)}</td></tr>'
     return (
-        f'<h2>Steps that trained nothing</h2>\n<p class="quiet">{len(idle)} of {len(run.steps())} steps, with the '
-        'responses for each reason.</p>\n<div class="wide"><table><thead><tr><th class="n">step</th><th>reasons</th>'
+        "<h2>Steps that trained on no rollout</h2>\n"
+        f'<p class="quiet">{len(idle)} of {len(run.steps())} steps, with the responses for each reason.</p>\n'
+        '<div class="wide"><table><thead><tr><th class="n">step</th><th>reasons</th>'
         f"</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
