@@ -49,6 +49,10 @@ REFUSED = {
         ("explorer.max_repeat_times_per_runner=0",),
         "explorer.max_repeat_times_per_runner is 0; give a whole number of 1 or more",
     ),
+    "a time-out of workers that there are not": (
+        ("explorer.reward_timeout=5",),
+        "explorer.reward_timeout has no effect without explorer.reward_workers",
+    ),
     "a sync without time": (
         ("synchronizer.sync_timeout=0",),
         r"synchronizer.sync_timeout is 0.0; give a finite number above 0",

@@ -263,6 +263,11 @@ class ExplorerConfig:
                 f"explorer.reward_workers is {self.reward_workers}, and Ray runners are processes that call reward "
                 "functions themselves: set explorer.reward_workers=0, or explorer.runner=local."
             )
+        if not self.reward_workers and self.reward_timeout != ExplorerConfig.reward_timeout:
+            raise ConfigError(
+                "explorer.reward_timeout has no effect without explorer.reward_workers: a call in a thread cannot be "
+                "ended. Set explorer.reward_workers, or leave the time-out out."
+            )
 
 
 def runners_per_model(explorer: ExplorerConfig) -> int:
