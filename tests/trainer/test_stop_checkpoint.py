@@ -107,3 +107,9 @@ def test_an_item_that_failed_is_read_and_trained_on_again(item, data, tmp_path, 
     assert "Resume with: trinity-lightning +recipe=offline ckpt_path=last" in caplog.text
     resumed = fit(tmp_path, resumed=True, data=data)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_loader_waits_as_it_did_before_once_the_run_has_ended(tmp_path):
+    data = read()
+    fit(tmp_path, data=lambda: data)
+    assert data.train_dataloader().pause is time.sleep

@@ -47,6 +47,7 @@ class StopCheckpoint(L.Callback):
         self._steps_before = 0  # optimizer steps begun before the item under way
         self._random_state: dict[str, Any] | None = None  # when the item under way began
         self._loader_states: list[tuple[Any, Any]] = []  # loaders that cannot rewind, and where they stood before it
+        self._pauses: list[tuple[Any, Any]] = []  # loaders that wait by `_pause`, and how they did before
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
@@ -60,8 +61,10 @@ class StopCheckpoint(L.Callback):
         self._started = True
         self._steps_before = _optimizer_steps_begun(trainer)
         self._loader_states = _states_of_loaders(trainer)
+        self._give_back_pauses()
         for loader in _loaders(trainer):
             if hasattr(loader, "pause"):
+                self._pauses.append((loader, loader.pause))
                 loader.pause = partial(self._pause, trainer)
 
     def _pause(self, trainer: L.Trainer, seconds: float) -> None:
@@ -104,6 +107,12 @@ class StopCheckpoint(L.Callback):
     def _end(self) -> None:
         self._started = False  # what fails from here on, a test say, has nothing to be saved
         self.ctrl_c.restore()
+        self._give_back_pauses()
+
+    def _give_back_pauses(self) -> None:
+        while self._pauses:
+            loader, pause = self._pauses.pop()
+            loader.pause = pause
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
