@@ -162,13 +162,14 @@ class OperatorChain:
                 if before is None:
                     raise self._failure(stage, error, step, came) from error
                 logger.warning("%s failed at explore step %d and is skipped.", stage.title, step, exc_info=error)
-                experiences, told = before, {}
+                _put_back(given, before)  # in place: observers hold these experiences too
+                experiences, told = given, {}
             finally:
                 metrics[stage.time_key] = time.perf_counter() - start
             untrained.leave_out(given, experiences, f"filtered by {stage.label}")
             metrics |= self._numbers(stage, told)
             if before is not None:
-                metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is before)
+                metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is given)
         return experiences, metrics
 
     def _numbers(self, stage: _Stage, told: Mapping[str, Any]) -> dict[str, float]:
@@ -222,6 +223,13 @@ def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
     """
     memo: dict[int, Any] = {}
     return [_copy_experience(experience, memo) for experience in experiences]
+
+
+def _put_back(experiences: Sequence[Experience], before: Sequence[Experience]) -> None:
+    """Give the experiences the fields of their copies."""
+    for experience, twin in zip(experiences, before, strict=True):
+        vars(experience).clear()
+        vars(experience).update(vars(twin))
 
 
 def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience:

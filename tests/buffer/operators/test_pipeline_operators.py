@@ -228,6 +228,8 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
     with caplog.at_level(logging.WARNING):
         metrics = process(pipeline, exps)
     assert rewards(writer.written) == [1.5, 2.5, 3.5]
+    assert rewards(exps) == [0.5, 1.5, 2.5, 3.5]  # what observers have is what is trained on
+    assert exps[0].info["trace"] == []
     for exp in writer.written:
         assert exp.info == {"bonus": 0.5, "trace": []}
         assert exp.action_mask.tolist() == [True, True]
