@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT
 from fake_model import FakeModel
+from pebble import ProcessPool
 from reward_functions import (
     Scale,
     WaitHere,
@@ -157,6 +159,34 @@ def test_an_idle_worker_that_somebody_ended_is_replaced() -> None:
             await asyncio.sleep(1.0)  # until the pool has seen it
             second, _ = await score(resolve_rewards(process_id), "x", a_task)
             assert second != first
+
+    asyncio.run(run())
+
+
+def test_a_pool_that_broke_is_joined_beside_the_loop_and_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined_by = []
+    join = ProcessPool.join
+
+    def noted(pool: ProcessPool, *arguments: Any) -> None:
+        joined_by.append(threading.current_thread())
+        join(pool, *arguments)
+
+    def broken(*arguments: Any, **keywords: Any) -> None:
+        raise RuntimeError("The Pool is not active")  # as pebble does
+
+    monkeypatch.setattr(ProcessPool, "join", noted)
+
+    async def run() -> None:
+        async with running() as workers:
+            assert workers._pool is not None
+            workers._pool.stop()
+            calls = [score(resolve_rewards(length), "x", a_task) for _ in range(2)]
+            assert await asyncio.gather(*calls) == [(2.0, {"reward/length": 2.0})] * 2
+            assert len(joined_by) == 1
+            assert joined_by[0] is not threading.main_thread()
+            monkeypatch.setattr(ProcessPool, "schedule", broken)
+            with pytest.raises(RolloutError, match="reward function 'length' was not called: The Pool is not active"):
+                await score(resolve_rewards(length), "x", a_task)
 
     asyncio.run(run())
 

@@ -20,6 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.registry import import_object
+from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.explorer.rewards.scoring import Reward, raised, worth
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -55,8 +56,9 @@ class RewardWorkers:
         if self._started:
             return
         self._started = True
+        self._repairing = asyncio.Lock()  # another one at each start: it belongs to the loop of that time
         atexit.register(self._end)  # before multiprocessing's own, which waits for each process, idle ones too
-        pool = self._running()
+        pool = await self._running()
         try:
             await asyncio.wrap_future(pool.schedule(_ready, timeout=START_SECONDS))
         except (ProcessExpired, BrokenProcessPool, FutureTimeoutError) as error:
@@ -71,7 +73,7 @@ class RewardWorkers:
         """End the processes, and what they are at; rollouts that wait for them must have been cancelled before."""
         self._started = False
         atexit.unregister(self._end)
-        await asyncio.to_thread(self._end)
+        await run_in_thread(self._end)
 
     async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
         """What a response is worth by one reward function, before weighting, and its metrics.
@@ -81,7 +83,11 @@ class RewardWorkers:
             RolloutError: the function raised or returned no finite number, took too long, or ended its process.
         """
         arguments = (reward.name, check_importable(reward), response, _sendable(reward, task))
-        future = self._running().schedule(_call, args=arguments, timeout=self._timeout)
+        pool = await self._running()
+        try:
+            future = pool.schedule(_call, args=arguments, timeout=self._timeout)
+        except RuntimeError as error:  # it broke just now
+            raise RolloutError(f"reward function '{reward.name}' was not called: {error}") from error
         try:
             return await asyncio.wrap_future(future)
         except FutureTimeoutError:
@@ -96,16 +102,18 @@ class RewardWorkers:
         except BrokenProcessPool as error:
             raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
 
-    def _running(self) -> ProcessPool:
+    async def _running(self) -> ProcessPool:
         """The pool; another one where it broke, as pebble's does when a process ends that has nothing to do."""
         if not self._started:
             raise RolloutError("the processes of explorer.reward_workers do not run")
-        if self._pool is not None and not self._pool.active:
-            logger.warning("the processes of explorer.reward_workers ended; others are started.")
-            self._end()
-        if self._pool is None:
-            self._pool = ProcessPool(self._count, initializer=_prepare, context=multiprocessing.get_context("spawn"))
-        return self._pool
+        async with self._repairing:
+            if self._pool is not None and not self._pool.active:
+                logger.warning("the processes of explorer.reward_workers ended; others are started.")
+                await run_in_thread(self._end)
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPool(self._count, initializer=_prepare, context=context)
+            return self._pool
 
     def _end(self) -> None:
         """End the pool and wait until it is: its thread may be replacing a process, which would then be left over."""
