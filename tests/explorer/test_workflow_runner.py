@@ -17,6 +17,7 @@ from trinity_lightning.common.errors import ReadOnlyError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.common.untrained import UNTRAINED, Untrained
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure, Workflow
@@ -78,6 +79,18 @@ def test_the_calls_of_a_run_are_its_steps_where_the_workflow_does_not_number_the
     storage = MemoryStorage()
     _, metrics = asyncio.run(DrGRPOAddStrategy(storage).add(experiences, 1))
     assert metrics["group_advantages/reward_mean/mean"] == 0.5
+
+
+def test_experiences_that_share_an_id_are_told_apart_by_why_they_are_not_trained_on() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        eid = EID()
+        return [Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=1.0) for _ in range(3)]
+
+    _, experiences = run_task(scripted(body, ScriptedRepeatable), 3)
+    untrained = Untrained(all_rows=False)
+    untrained.leave_out(experiences, experiences[:2], "filtered by a test")
+    untrained.note(experiences)
+    assert [UNTRAINED in experience.info for experience in experiences] == [False, False, True]
 
 
 def test_several_experiences_of_a_run_of_a_repeatable_workflow_are_its_steps() -> None:

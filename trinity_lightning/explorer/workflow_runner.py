@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.errors import PromptTooLongError, RolloutError
-from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
@@ -195,9 +195,9 @@ class _Run:
                 check_assigned(experience)
             except ExperienceError as error:
                 raise RolloutError(f"{type(self.workflow).__name__}.run: {error}") from error
-            experience.eid.batch, experience.eid.task = self.task.batch_id, self.task.task_id
-            if not self.workflow.repeatable:
-                experience.eid.run = self.run
+            run = experience.eid.run if self.workflow.repeatable else self.run
+            # A new one: a workflow may give several experiences the same.
+            experience.eid = replace(experience.eid, batch=self.task.batch_id, task=self.task.task_id, run=run)
             if "task_index" in self.task.raw_task:
                 experience.info.setdefault("task_index", self.task.raw_task["task_index"])
             experience.info["model_version"] = self.view.used_version
@@ -205,6 +205,7 @@ class _Run:
             if "temperature" not in experience.info:
                 experience.info["temperature"] = self._temperature()
         _number_steps(experiences, runs)
+        _tell_apart(experiences)
         return experiences
 
     def _temperature(self) -> float:
@@ -229,6 +230,15 @@ def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> Non
         if len({experience.eid.step for experience in run}) < len(run):
             for step, experience in enumerate(run):
                 experience.eid = replace(experience.eid, step=step)
+
+
+def _tell_apart(experiences: Sequence[Experience]) -> None:
+    """Give experiences of one run and step suffixes of their own: by the whole id is noted which are trained on."""
+    seen: set[str] = set()
+    for experience in experiences:
+        if experience.eid.uid in seen:
+            experience.eid = replace(experience.eid, suffix=EID().suffix)
+        seen.add(experience.eid.uid)
 
 
 def summarize(
