@@ -170,7 +170,7 @@ def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: 
     """What the function yields; None if the architecture is another than it is for."""
     try:
         return function(model, *arguments)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such output, argument or shape
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:  # no such output, or shape
         if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
             raise  # memory says nothing of the architecture
         logger.info("%s has no %s: %s", _name(model), function.__name__, error)

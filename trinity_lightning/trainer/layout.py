@@ -16,7 +16,9 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 
-# `auto` shares prefixes if that computes at most this share of the padded layout's tokens.
+# `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Measured in layers of
+# SmolLM2's size, forward and backward: such a token takes 1.04 times a padded one's time in float32, up to 1.11 in
+# bfloat16 (in layers of 64 units, where calls cost more than products, up to 1.4).
 WORTH_SHARING = 0.9
 
 
