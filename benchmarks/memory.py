@@ -54,7 +54,7 @@ class Parts(L.Callback):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in own:
                     saved[storage.data_ptr()] = storage.nbytes()
-                return tensor
+                return tensor.detach()  # an operation's own result would hold on to the operation
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = forward(*arguments)
