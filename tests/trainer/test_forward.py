@@ -113,10 +113,14 @@ OBSTACLES = {
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
-def test_prefixes_are_shared_where_that_changes_nothing(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in (*ARCHITECTURES, *OTHERS)]
+    + [(name, torch.bfloat16) for name in ("llama", "qwen2", "gpt2", "hyperclovax")],
+)
+def test_prefixes_are_shared_where_that_changes_nothing(name: str, dtype: torch.dtype) -> None:
     architecture, settings = OTHERS[name] if name in OTHERS else ARCHITECTURES[name][:2]
-    model = build(architecture, settings)
+    model = build(architecture, settings).to(dtype)
     switch_off_dropout(model)
     model.set_attn_implementation(attention_implementation("sdpa"))
     function = logprob_function(model.train())

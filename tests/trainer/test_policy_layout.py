@@ -183,6 +183,12 @@ def test_smollm2_has_one_gradient_in_both_layouts():
     assert float((other - gradient).norm()) <= 1e-5 * float(gradient.norm())
 
 
+def test_smollm2_shares_prefixes_in_bfloat16_too():
+    policy = PolicyModule("smollm2", AlgorithmConfig(layout=Layout.shared_prefix), dtype="bf16")
+    policy.configure_model()
+    assert policy._layout is Layout.shared_prefix  # it would be refused
+
+
 def test_a_model_that_cannot_share_is_refused_by_name_before_it_is_trained():
     policy = PolicyModule(
         "tiny", AlgorithmConfig(layout=Layout.shared_prefix), dtype="fp32", attn_implementation="eager"
