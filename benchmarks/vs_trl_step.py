@@ -85,6 +85,7 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
 
 
 def train_trl(spec: dict[str, Any], folder: str) -> None:
+    import torch
     from _trl import OnStep
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
@@ -101,6 +102,7 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
         num_generations=COMPLETIONS,
         per_device_train_batch_size=COMPLETIONS,
         gradient_accumulation_steps=PROMPTS,
