@@ -17,7 +17,8 @@ from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = [sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")]
+PACKAGE = Path(__file__).parents[1]
+LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
 
 
 class LoopWatch:
@@ -73,13 +74,13 @@ class LoopWatch:
             )
 
     def blocker(self) -> str | None:
-        """What the loop runs just now: the workflow, else the innermost line that is no library's; None: nothing."""
+        """The innermost line that the loop runs just now and that is no library's, with its workflow; None: nothing."""
         frames = list(self._running())
-        for frame in frames:
-            if isinstance(owner := frame.f_locals.get("self"), Workflow):
-                return f"workflow '{type(owner).__name__}'"
         own = [frame for frame in frames if not _of_a_library(frame)]
-        return next((_place(frame) for frame in own or frames), None)
+        place = next((_place(frame) for frame in own or frames), None)
+        owners = (frame.f_locals.get("self") for frame in frames)
+        workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
+        return None if place is None else place + workflow
 
     def _running(self) -> Iterator[FrameType]:
         """Frames of the callback that the loop is in, the innermost first; none while it waits for something to do."""
