@@ -13,6 +13,7 @@ from torch import nn
 from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.common.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import forward
+from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.attention import attention_implementation
 from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head, usable_layout
@@ -181,6 +182,28 @@ def test_a_model_whose_logits_cannot_be_had_for_some_positions_is_refused_by_nam
     model.forward = lambda input_ids, use_cache: SimpleNamespace(logits=2 * own(input_ids, use_cache=use_cache).logits)
     with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained"):
         logprob_function(model)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no head"), ValueError("no mask"), KeyError("no layer")])
+def test_whatever_a_models_parts_raise_its_own_forward_pass_is_tried(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_parts(*_arguments: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(forward, "logprobs_by_head", by_parts)
+    assert logprob_function(build("LlamaForCausalLM", {})) is logprobs_by_forward
+
+
+def test_a_policy_says_what_its_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(model: Any) -> Any:
+        raise AttributeError("no lm_head")
+
+    monkeypatch.setattr(policy_module, "logprob_function", lacking)
+    policy = PolicyModule("tiny", dtype="fp32")
+    policy.configure_model()
+    with pytest.raises(ModelLoadError, match="'tiny' cannot be trained: no lm_head"):
+        policy.check_trainable()
 
 
 def test_a_policy_of_such_a_model_trains_on_its_own_log_probabilities(tmp_path: Path) -> None:

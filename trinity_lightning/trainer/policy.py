@@ -216,10 +216,22 @@ class PolicyModule(L.LightningModule):
             logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", self._max_tokens)
         return self._max_tokens
 
+    def check_trainable(self) -> None:
+        """Refuse a model that cannot be trained as it is configured; it must be on its device.
+
+        Raises:
+            ModelLoadError: its log-probabilities cannot be computed.
+            ConfigError: `algorithm.layout` is not for this architecture.
+        """
+        _ = self._layout
+
     @cached_property
     def _logprob_fn(self) -> LogprobFn:
         """How log-probabilities of this architecture are computed."""
-        return logprob_function(self.policy)
+        try:
+            return logprob_function(self.policy)
+        except AttributeError as error:  # nn.Module would say that it has no attribute `_logprob_fn`
+            raise ModelLoadError(f"'{self.model_name}' cannot be trained: {error}") from error
 
     @cached_property
     def _layout(self) -> Layout:
@@ -375,8 +387,8 @@ class PolicyModule(L.LightningModule):
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
         `old_logprobs` where several optimizer steps follow one rollout batch (and the ratio is not against the
-        engine), `ref_logprobs` where the objective has a
-        reference. Each is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
+        engine), `ref_logprobs` where the objective has a reference. Each is a list of float32 CPU tensors [response],
+        one an experience; 0 in rows that are not trained.
         """
         columns: dict[str, list[Tensor]] = {}
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
@@ -443,7 +455,7 @@ class PolicyModule(L.LightningModule):
         if self.device.type == "cpu":
             reuse_large_buffers()
         self._peak = self._peak_flops()
-        _ = self._layout  # a model that cannot be trained is refused before rollouts; on its device, by now
+        self.check_trainable()
         self._restore_random_state()
 
     def on_train_start(self) -> None:
