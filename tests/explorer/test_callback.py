@@ -6,6 +6,8 @@ from typing import Any
 
 import lightning
 import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from run_cases import quiet_trainer, rows
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from trinity_lightning.common.config import (
     SamplingConfig,
     SynchronizerConfig,
 )
-from trinity_lightning.common.errors import WeightSyncError
+from trinity_lightning.common.errors import ModelLoadError, WeightSyncError
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
@@ -28,6 +30,7 @@ from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.policy import PolicyModule
 
 pytestmark = [
@@ -203,6 +206,56 @@ def test_an_engine_that_ignores_syncs_stops_the_run_at_its_start(tmp_path: Path)
     with pytest.raises(WeightSyncError, match=r"drill with perturbed weights: .*are not the trainer's"):
         fit(engine, tmp_path)
     assert engine.syncs == 1
+
+
+class Noting(SingleDeviceStrategy):
+    """Notes where the policy goes: Lightning takes it to the CPU before `on_fit_end`."""
+
+    def __init__(self, places: list[str]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.places = places
+
+    def model_to_device(self) -> None:
+        self.places.append("device")
+        super().model_to_device()
+
+    def teardown(self) -> None:
+        self.places.append("CPU")
+        super().teardown()
+
+
+def test_what_is_left_to_evaluate_of_a_finished_run_is_evaluated_on_the_policys_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    monkeypatch.setattr(ExplorerCallback, "_evaluate", lambda *_arguments, **_keywords: places.append("evaluation"))
+    source = TaskSource(Taskset.addition(), "simple", "contains_digits", SamplingConfig(max_tokens=8))
+    config = ExplorerConfig(batch_size=4, repeat_times=4, eval_on_startup=False, eval_interval=1)
+    engine = TransformersEngine("tiny", max_model_len=320)
+    callback = ExplorerCallback(Explorer(config, [engine], source, [source]))
+    trainer = quiet_trainer(tmp_path, callback, strategy=Noting(places))
+    progress = trainer.fit_loop.epoch_progress.current
+    progress.ready = progress.started = progress.processed = progress.completed = 1  # as a checkpoint restores it
+    trainer.fit(PolicyModule("tiny", dtype="fp32"), datamodule=ExperienceDataModule("grpo"))
+    assert places == ["device", "CPU", "device", "evaluation"]
+
+
+class Expensive(TransformersEngine):
+    """Takes minutes to load."""
+
+    def _load(self) -> None:
+        raise AssertionError("loaded before the policy was looked at")
+
+
+def test_a_policy_that_cannot_be_trained_is_refused_before_an_engine_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(model: Any) -> Any:
+        raise ModelLoadError("of no use")
+
+    monkeypatch.setattr(policy_module, "logprob_function", refused)
+    with pytest.raises(ModelLoadError, match="of no use"):
+        fit(Expensive("tiny", max_model_len=320), tmp_path)
 
 
 def test_the_transformers_engine_needs_no_sync(tmp_path: Path) -> None:

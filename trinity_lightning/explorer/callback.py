@@ -111,10 +111,15 @@ class ExplorerCallback(L.Callback):
         self._ended = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Load the engines and start the runners; the main thread drives them from now on."""
+        """Load the engines and start the runners; the main thread drives them from now on.
+
+        Raises:
+            ModelLoadError, ConfigError: the policy cannot be trained; known before an engine is loaded.
+        """
         # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         policy, data = self._policy(trainer), self._data(trainer)
+        policy.check_trainable()
         engines = [model for model in self.explorer.engines.models if isinstance(model, Engine)]
         for engine in engines:
             if isinstance(engine, TransformersEngine):
@@ -210,8 +215,15 @@ class ExplorerCallback(L.Callback):
         pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate the last step, where a resumed run had only that left to do."""
-        self._evaluate_end(trainer)
+        """Evaluate the last step, where a resumed run had only that left to do.
+
+        Only now is it known that there is no training: Lightning restores its loops behind `on_fit_start`, and has
+        taken the policy to the CPU.
+        """
+        if self._ended < _epochs(trainer).processed:
+            trainer.strategy.model_to_device()
+            self._evaluate_end(trainer)
+            pl_module.cpu()
 
     def _evaluate_end(self, trainer: L.Trainer) -> None:
         """The evaluation at a step's end, where one is due and not done yet."""
