@@ -129,7 +129,7 @@ changes neither loss nor gradient (they differ by rounding only), but how many t
 |---|---|
 | `padded` | rows x longest row; rows are sorted by length |
 | `shared_prefix` | each prefix once, and what every row has behind it, unpadded; larger groups are cut up |
-| `auto` | for each optimizer batch those of `shared_prefix` if that saves a tenth, else of `padded` |
+| `auto` | for each optimizer batch those of `shared_prefix` if that saves a fifth, else of `padded` |
 
 What is shared is what prompts begin with, whichever task they are of: the prompt of a group, a system prompt of single
 rows, the earlier turns of a later one. An expert's row shares it if its prompt is the same. `perf/shared_prefix` says
