@@ -536,6 +536,19 @@ def test_a_reward_that_blocks_the_loop_is_refused_by_its_line_beside_the_workflo
     host.close()
 
 
+def test_a_run_that_ends_says_why_it_waits_no_longer(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
+    host = Host()
+    host.limit_blocking(60)
+    host.hurry()
+    with pytest.raises(WorkflowBlockedError, match=r"has blocked all rollouts for .* s \(the run is ending\)"):
+        host.run(helper(released))
+    released.set()
+    host.close()
+
+
 def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
     host = Host()
     host.limit_blocking(0.0)

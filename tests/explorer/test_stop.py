@@ -358,9 +358,12 @@ def test_an_error_while_saving_leaves_the_one_that_ended_the_run(
     run = Run(tmp_path)
     breaks(run.policy, "_accumulate", 2)
     run.policy.on_save_checkpoint = lambda checkpoint: 1 / 0  # type: ignore[method-assign]
+    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    (run.checkpoint.parent / "epoch=1.ckpt").touch()
     with pytest.raises(TornError):
         run.fit()
-    assert "the checkpoint could not be written" in caplog.text
+    assert "the checkpoint could not be written: ZeroDivisionError" in caplog.text
+    assert "The last checkpoint before it stands. Resume with" in caplog.text
     assert not run.checkpoint.exists()
 
 

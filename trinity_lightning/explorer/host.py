@@ -134,7 +134,9 @@ class Host:
 
     def hurry(self) -> None:
         """The run is ending: do not wait for long where something blocks the loop."""
-        self.limit_blocking(min(self._watch.fail_after, BLOCKED_SECONDS))
+        if self._watch.fail_after > BLOCKED_SECONDS:
+            self._watch.why = "the run is ending"
+            self.limit_blocking(BLOCKED_SECONDS)
 
     def _stuck(self) -> bool:
         """Whether there is no point in waiting for the loop."""

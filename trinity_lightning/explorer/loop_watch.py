@@ -31,12 +31,14 @@ class LoopWatch:
     Attributes:
         warn_after: seconds without an answer after which the stack of its thread is logged, once.
         fail_after: seconds for which anything may block it.
+        why: what sets that time, in words.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         self._loop = loop
         self._thread = thread
         self.warn_after = self.fail_after = math.inf
+        self.why = "explorer.max_timeout"
         self._asked = 0.0
         self._answered = True
         self._warned = False
@@ -68,7 +70,7 @@ class LoopWatch:
             logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", what, silent, stack)
         if blocker is not None and silent > self.fail_after:
             raise WorkflowBlockedError(
-                f"{blocker} has blocked all rollouts for {silent:.3g} s (explorer.max_timeout): an `async def` calls "
+                f"{blocker} has blocked all rollouts for {silent:.3g} s ({self.why}): an `async def` calls "
                 "something that waits without `await`. Call it by `await asyncio.to_thread(...)`; a workflow may be a "
                 "`def run`, which runs in a thread."
             )

@@ -231,7 +231,7 @@ on is named in `train.log` and `report.html`. Where the loss needs no advantage 
 
 | reason | meaning | what helps |
 |---|---|---|
-| `equal rewards` | All runs of the task got the same reward: less their mean, nothing is left. | \
+| `equal rewards` | All runs of the task got the same reward, and their advantages are 0. | \
 Tasks neither too easy nor too hard (`taskset.order=by_difficulty`), more `explorer.repeat_times`, a reward with steps \
 between wrong and right, or new tasks in their place: `add_strategy=[dapo,grpo] explorer.max_refills=3`. |
 | `zero advantage` | The reward is just the baseline; the task's other runs are trained on. | Nothing is wrong. |

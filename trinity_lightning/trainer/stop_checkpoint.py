@@ -96,7 +96,8 @@ class StopCheckpoint(L.Callback):
             if self.wanted:
                 self._save(trainer)
         except Exception as error:  # the one that ended the run is on its way to the user
-            logger.error("the checkpoint could not be written: %s: %s", type(error).__name__, error)
+            earlier = self._earlier(self._path(trainer))
+            logger.error("the checkpoint could not be written: %s: %s. %s", type(error).__name__, error, earlier)
         finally:
             self._end()
 
@@ -122,19 +123,32 @@ class StopCheckpoint(L.Callback):
         return self._started and self.ctrl_c.count <= 1
 
     def _save(self, trainer: L.Trainer) -> None:
-        folder = self._folder or getattr(trainer.checkpoint_callback, "dirpath", None)
-        if folder is None:
+        path = self._path(trainer)
+        if path is None:
             logger.warning("stopped without a checkpoint: there is no ModelCheckpoint.")
             return
-        path = Path(str(folder)) / FILE
-        resume = f"Resume with: {self._command}" if self._command else f"Resume with ckpt_path='{path}'."
         if self._cut_short(trainer):
-            before = f"The last checkpoint before it stands. {resume}" if any(path.parent.glob("*.ckpt")) else ""
-            logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", before)
+            earlier = self._earlier(path)
+            logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", earlier)
             return
         self._back_to_whole_items(trainer)
         trainer.save_checkpoint(path)
-        logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, resume)
+        logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, self._resume(path))
+
+    def _path(self, trainer: L.Trainer) -> Path | None:
+        folder = self._folder or getattr(trainer.checkpoint_callback, "dirpath", None)
+        return None if folder is None else Path(str(folder)) / FILE
+
+    def _resume(self, path: Path) -> str:
+        return f"Resume with: {self._command}" if self._command else f"Resume with ckpt_path='{path}'."
+
+    def _earlier(self, path: Path | None) -> str:
+        """What to go on with where nothing was saved now; nothing if there is none."""
+        checkpoints = [] if path is None else list(path.parent.glob("*.ckpt"))
+        if not checkpoints:
+            return ""
+        latest = max(checkpoints, key=lambda each: each.stat().st_mtime)
+        return f"The last checkpoint before it stands. {self._resume(latest)}"
 
     def _cut_short(self, trainer: L.Trainer) -> bool:
         """Whether the item under way has begun to change the weights, and did not come to its end."""
