@@ -1,6 +1,7 @@
 """What a step does not train on is judged by what workflows gave, and says why."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def answers(task, rewards, lengths, name="math"):
 
 def test_a_group_of_wrong_answers_is_dropped_however_their_lengths_differ():
     """The penalty for length made a difference between wrong answers, and trained short ones as good."""
-    config = composed("+recipe=dapo", "output_dir=x")
+    config: Any = composed("+recipe=dapo", "output_dir=x")
     wrong = answers(0, [0.0] * 8, [4, 8, 12, 20, 24, 28, 30, 32])
     mixed = answers(1, [0.0] * 4 + [1.0] * 4, [4, 8, 12, 20, 24, 28, 30, 32])
     data, metrics = fill(wrong + mixed, strategies_of(config), operator_configs(config.operators))

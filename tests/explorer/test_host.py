@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import logging
 import sys
@@ -341,7 +342,18 @@ def test_a_wait_that_is_left_says_how_long_it_was(
     monkeypatch.setattr(host_module, "CANCEL_SECONDS", 30.0)
     now = iter([0.0, *[31.0] * 99])
     monkeypatch.setattr(host_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    host.cancel(host.start(asyncio.sleep(0.01)))
+    begun, released = threading.Event(), threading.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    job = host.start(stubborn())
+    begun.wait()
+    host.cancel(job)
+    released.set()
     assert "did not end within 31 s" in caplog.text
 
 
