@@ -167,8 +167,12 @@ def test_every_runner_runs_one_task_at_a_time() -> None:
     running(body, models=3)
 
 
-def test_a_model_has_eight_runners_unless_told_otherwise() -> None:
-    assert len(Scheduler(ExplorerConfig(), [FakeModel(), FakeModel()]).runners) == 16
+@pytest.mark.parametrize(
+    ("settings", "runners"),
+    [({}, 8), ({"runner_per_model": None}, 64), ({"runner_per_model": None, "batch_size": 100}, 100)],
+)
+def test_a_model_has_eight_runners_or_one_for_every_task(settings: dict[str, Any], runners: int) -> None:
+    assert len(Scheduler(ExplorerConfig(**settings), [FakeModel(), FakeModel()]).runners) == 2 * runners
 
 
 def test_runners_get_one_engine_of_each_auxiliary_model() -> None:

@@ -198,8 +198,8 @@ class ExplorerConfig:
     Attributes:
         batch_size: tasks (prompts) an explore step.
         repeat_times: rollouts a task, the group size.
-        runner_per_model: runners a model, each running one task at a time; null: one for every task of a step and at
-            least 64, with Ray 8.
+        runner_per_model: runners a model, each running one task at a time; null, which the commands set: one for every
+            task of a step and at least 64, with Ray 8.
         max_timeout: seconds one attempt at a task may take.
         max_retry_times: further attempts after a failed one.
         max_repeat_times_per_runner: a task with more rollouts is cut into chunks of this many; null: never.
@@ -226,7 +226,7 @@ class ExplorerConfig:
 
     batch_size: int = 8
     repeat_times: int = 8
-    runner_per_model: int | None = None
+    runner_per_model: int | None = 8
     max_timeout: float = 1800.0
     max_retry_times: int = 2
     max_repeat_times_per_runner: int | None = None
