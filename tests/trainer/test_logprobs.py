@@ -1,5 +1,6 @@
 """Log-probabilities and entropies against log_softmax of all logits in float64."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -36,21 +37,22 @@ def case(n, seed=0, bias=True):
 
 def naive(c, softcap, scale):
     """The same in float64 and in one piece, with gradients of a weighted sum of both results."""
-    weight, bias = (p.detach().double().requires_grad_() for p in c.projection.parameters())
+    projection = copy.deepcopy(c.projection).double()
     hidden = c.hidden.detach().double().requires_grad_()
-    logits = hidden @ weight.T + bias
+    logits = projection(hidden)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits * scale / c.temperature.double()[:, None], -1)
     logprobs, entropies = log_p[range(len(c.targets)), c.targets], -(log_p.exp() * log_p).sum(-1)
     (c.weights[0] * logprobs + c.weights[1] * entropies).sum().backward()
-    return logprobs, entropies, [hidden.grad, weight.grad, bias.grad]
+    return logprobs, entropies, [hidden.grad, *(p.grad for p in projection.parameters())]
 
 
+@pytest.mark.parametrize("bias", [True, False])  # without one, the weight's gradient is added up in place
 @pytest.mark.parametrize("n", [1, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (2.0, 1.0), (None, 0.25), (1.5, 3.0)])
-def test_values_and_gradients_equal_float64(n, softcap, scale):
-    c = case(n)
+def test_values_and_gradients_equal_float64(n, softcap, scale, bias):
+    c = case(n, bias=bias)
     logprobs, entropies = token_logprobs(Head(c.projection, softcap, scale), c.hidden, c.targets, c.temperature)
     (c.weights[0] * logprobs + c.weights[1] * entropies).sum().backward()
     expected_logprobs, expected_entropies, gradients = naive(c, softcap, scale)

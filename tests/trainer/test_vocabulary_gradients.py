@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import trinity_lightning.trainer.logprobs as logprobs
 import trinity_lightning.trainer.vocabulary_gradients as vocabulary_gradients
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.vocabulary_gradients import LeanEmbedding, lean_embeddings
@@ -17,8 +20,9 @@ PADDING = 3
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head of 50 rows has several."""
+    """A head of 50 rows has several, and 24 tokens are several chunks, all but the first computed again."""
     monkeypatch.setattr(vocabulary_gradients, "BLOCK_BYTES", 4 * 16 * 20)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 50 * 7)
 
 
 def make_model(tied: bool) -> Any:
@@ -66,6 +70,21 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
     assert found.keys() == expected.keys() == dict(model.named_parameters()).keys() - {frozen}
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["computed again", "saved elsewhere"])
+def test_embeddings_get_their_gradient_however_tensors_are_kept_for_the_backward_pass(kept: str) -> None:
+    torch.manual_seed(0)
+    embeddings = LeanEmbedding(50, 16)
+    ids = torch.randint(0, 50, (3, 9))
+    if kept == "computed again":
+        vectors = checkpoint(embeddings, ids, use_reentrant=False)
+    else:
+        with save_on_cpu():
+            vectors = embeddings(ids)
+    vectors.sum().backward()
+    expected = torch.bincount(ids.flatten(), minlength=50).float()[:, None].expand(50, 16)
+    torch.testing.assert_close(embeddings.weight.grad, expected)
 
 
 def test_bfloat16_weights_have_float32_gradients_nearer_to_the_truth() -> None:

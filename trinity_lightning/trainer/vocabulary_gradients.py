@@ -36,13 +36,13 @@ class LeanEmbedding(nn.Embedding):
 class _Lookup(Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.padding = padding
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding  # not saved: checkpointing would give back a copy, without its `grad`
         return nn.functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.weight
         if ctx.needs_input_grad[1]:
             rows, vectors = ids.flatten(), grads[0].flatten(0, -2)
             if ctx.padding is not None:  # whose vector is not trained as an input
@@ -57,12 +57,13 @@ class Projection(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+        ctx.save_for_backward(hidden)
+        ctx.weight = weight  # as above
         return hidden @ weight.T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        hidden, weight = ctx.saved_tensors
+        (hidden,), weight = ctx.saved_tensors, ctx.weight
         wants_hidden, wants_weight = ctx.needs_input_grad
         if wants_weight:
             total = gradient_of(weight)
