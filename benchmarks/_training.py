@@ -1,12 +1,12 @@
 """Training steps for benchmarks: `PolicyModule` under Lightning's Trainer, a step whenever one is asked for."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from _rollouts import Rollout
-from torch.utils.data import DataLoader, IterableDataset
 
 from trinity_lightning.common.config import AlgorithmConfig
 from trinity_lightning.common.experience import EID, Experience
@@ -64,13 +64,17 @@ def fit(
 ) -> None:
     """One optimizer step a batch; the iterator goes on when it is done."""
 
-    class Steps(IterableDataset[Any]):
+    class Steps:
         def __iter__(self) -> Iterator[Any]:
             return batches
 
+        def __len__(self) -> int:
+            """Only what has a length is asked for a batch when it is needed: Lightning fetches others one ahead."""
+            return sys.maxsize
+
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> Any:
-            return DataLoader(Steps(), batch_size=None)
+            return Steps()
 
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
             return batch

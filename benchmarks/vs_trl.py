@@ -165,7 +165,7 @@ def compare(spec: dict[str, Any], dtypes: dict[str, str], seconds: float, rounds
     finally:
         for side in sides.values():
             side.close()
-    peaks["ours_same_tokens"] = peak_at_same_tokens(spec | {"side": "ours", "dtype": dtypes["ours"]})
+    peaks["ours_same_tokens"] = peak_at_same_tokens(spec | {"side": "ours", "dtype": dtypes["ours"]}, len(taken["trl"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
     return {
         "rounds": len(taken["ours"]),
@@ -177,13 +177,14 @@ def compare(spec: dict[str, Any], dtypes: dict[str, str], seconds: float, rounds
     }
 
 
-def peak_at_same_tokens(spec: dict[str, Any]) -> float:
-    """Peak memory of ours with as many tokens a micro-batch as TRL's rows are padded to."""
+def peak_at_same_tokens(spec: dict[str, Any], steps: int) -> float:
+    """Peak memory of so many steps of ours with as many tokens a micro-batch as TRL's rows are padded to."""
     tokens = spec["rows_a_pass"] * CASES[spec["case"]].longest
     side = start(spec | {"algorithm": spec["algorithm"] | {"max_tokens_per_micro_batch": tokens}})
     try:
         side.answer()
-        side.ask("step")
+        for _ in range(steps):
+            side.ask("step")
         return side.ask("peak")
     finally:
         side.close()

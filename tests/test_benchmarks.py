@@ -4,10 +4,14 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from conftest import ROOT, environment
+
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.trainer.policy import PolicyModule
 
 
 def run_benchmark(name: str, *arguments: str) -> dict[str, Any]:
@@ -75,6 +79,26 @@ def test_vs_trl_computes_the_same_on_both_sides() -> None:
     assert set(found["peak_gb"]) == {"ours", "trl", "ours_same_tokens"}
     assert all(gb > 0.1 for gb in found["peak_gb"].values())
     assert found["gradient_difference"] < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # Lightning's own
+def test_a_batch_is_asked_for_when_the_one_before_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    training = importlib.import_module("_training")
+    seen: list[str] = []
+
+    def batches() -> Iterator[OptimizerBatch]:
+        for rows in (2, 4, 8):
+            seen.append(f"ask {rows}")
+            yield training.make_batch(rows)
+            seen.append(f"done {rows}")
+
+    def train(self: PolicyModule, batch: OptimizerBatch, batch_idx: int) -> None:
+        seen.append(f"train {len(batch.experiences)}")
+
+    monkeypatch.setattr(PolicyModule, "training_step", train)
+    training.fit("tiny", batches(), "fp32")
+    assert seen == [f"{word} {rows}" for rows in (2, 4, 8) for word in ("ask", "train", "done")]
 
 
 def test_growth_measures_every_size() -> None:
