@@ -19,6 +19,7 @@ from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head, usable_layout
 from trinity_lightning.trainer.logprobs import Head
 from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.vocabulary_gradients import lean_embeddings
 
 VOCABULARY = 64
 SIZES = {
@@ -98,6 +99,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2}),  # learnt positions
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 2}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 32, "word_embed_proj_dim": 32}),
+    "olmo": ("OlmoForCausalLM", {}),  # no vector among its parameters
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 1}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 32}),
     "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 2}),
@@ -125,6 +127,7 @@ def test_prefixes_are_shared_where_that_changes_nothing(name: str, dtype: torch.
     model = build(architecture, settings).to(dtype)
     switch_off_dropout(model)
     model.set_attn_implementation(attention_implementation("sdpa"))
+    lean_embeddings(model)
     function = logprob_function(model.train())
     if name not in OBSTACLES:
         assert usable_layout(Layout.shared_prefix, model, function) is Layout.shared_prefix
@@ -136,6 +139,28 @@ def test_prefixes_are_shared_where_that_changes_nothing(name: str, dtype: torch.
     assert usable_layout(Layout.padded, model, function) is Layout.padded
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo"])
+@pytest.mark.parametrize("trained", ["nothing", "embeddings"])
+def test_prefixes_are_shared_whatever_is_trained(name: str, trained: str) -> None:
+    model = build(*(ARCHITECTURES | OTHERS)[name][:2])
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    lean_embeddings(model)
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(trained == "embeddings")
+    before = [parameter.requires_grad for parameter in model.parameters()]
+    assert usable_layout(Layout.shared_prefix, model, logprob_function(model)) is Layout.shared_prefix
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
+
+
+def test_a_policy_is_probed_in_inference_mode() -> None:
+    policy = PolicyModule("tiny", AlgorithmConfig(layout=Layout.shared_prefix), dtype="fp32")
+    policy.configure_model()
+    tokens = [5, 17, 4, 60, 33]
+    with torch.inference_mode():
+        probed = policy.sequence_logprobs(tokens)
+    assert probed == policy.sequence_logprobs(tokens)
 
 
 class Leaky(nn.Module):

@@ -122,25 +122,29 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     return None if _shares_prefixes(model, function) else "computes other log-probabilities if prefixes are shared"
 
 
+@torch.inference_mode(False)
 @torch.enable_grad()
 def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
-    """Whether two random responses to one prompt have the same log-probabilities and gradient in both layouts."""
+    """Whether two random responses to one prompt have the same log-probabilities and gradient in both layouts.
+
+    The gradient is that of one parameter; if none but embeddings is trained, log-probabilities alone are compared.
+    """
     tokens = _random_tokens(model, CHECKED_TOKENS // 2)
     batch = OptimizerBatch.of([Experience(tokens=row, prompt_length=CHECKED_TOKENS // 2) for row in tokens.cpu()], 0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A vector's gradient is small, and that of the first needs all layers.
-    weights = next((parameter for parameter in trained if parameter.ndim == 1), trained[0])
+    probe = _probe(model)
 
     def with_gradient(model: Any, layout: Layout) -> tuple[Tensor, ...]:
         (part,) = cut(batch, [0, 1], tokens.numel(), layout)
         micro = collate(batch, part, model.device)
         found = function(model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
-        return (*(each.detach() for each in found), *torch.autograd.grad(found[0].sum(), weights))
+        gradients = () if probe is None else torch.autograd.grad(found[0].sum(), probe)
+        return (*(each.detach() for each in found), *gradients)
 
     was_training = model.training
     model.eval()
     for parameter in trained:
-        parameter.requires_grad_(parameter is weights)  # embeddings would add up their gradient in place
+        parameter.requires_grad_(parameter is probe)  # embeddings would add up their gradient in place
     try:
         with torch.no_grad():
             limit = _limit(model, model(input_ids=tokens, use_cache=False).logits)
@@ -150,8 +154,21 @@ def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
         model.train(was_training)
         for parameter in trained:
             parameter.requires_grad_(True)
-    limits = (limit, limit, 4 * _limit(model, whole[-1]))  # a gradient is rounded in both passes of every layer
+    # A gradient is rounded in both passes of every layer.
+    limits = (limit, limit, *(4 * _limit(model, gradient) for gradient in whole[2:]))
     return shared is not None and all(map(_close, shared, whole, limits))
+
+
+def _probe(model: Any) -> nn.Parameter | None:
+    """The trained parameter whose gradient is compared: the first vector, or else the first matrix.
+
+    A vector's gradient is small, and that of the first needs all layers. Not one of input and output embeddings, whose
+    gradient is no result of the backward pass (`vocabulary_gradients`).
+    """
+    embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}
+    trained = [each for each in model.parameters() if each.requires_grad and id(each) not in left_out]
+    return next((each for each in trained if each.ndim == 1), trained[0] if trained else None)
 
 
 def _random_tokens(model: Any, alike: int) -> Tensor:
