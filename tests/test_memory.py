@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from trinity_lightning import memory
 from trinity_lightning.common.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -63,6 +64,17 @@ def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
     assert found is not None
     assert found == plan(SMOLLM2, training_of(run), rollouts_of(run), 20 * GIB, 10**15)
     assert planned == replace(run, engine=planned_engine(run.engine, found, 24 * GIB))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("free", "sleeps"), [(0, False), (100 * GIB, True)])
+def test_vllm_sleeps_only_if_its_container_has_memory_for_that(
+    free: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: free)
+    found = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
+    assert found is not None
+    assert found.sleep is sleeps
 
 
 @pytest.mark.usefixtures("gpu")

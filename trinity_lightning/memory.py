@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-import psutil
 import torch
 
 from trinity_lightning.common.checks import AUTO
 from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, EngineSleep, TrainConfig, WeightDtype
+from trinity_lightning.common.free_memory import free_memory
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
     GIB,
@@ -41,7 +41,7 @@ def with_memory_plan(config: TrainConfig) -> tuple[TrainConfig, MemoryPlan | Non
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
-    found = plan(shape, training_of(config), rollouts_of(config), free, psutil.virtual_memory().available)
+    found = plan(shape, training_of(config), rollouts_of(config), free, free_memory())
     return replace(config, engine=planned_engine(engine, found, total)), found
 
 

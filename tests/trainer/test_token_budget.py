@@ -7,9 +7,7 @@ import pytest
 import torch
 from policy_cases import batch_of, fit, make_experiences, make_policy
 
-import trinity_lightning.common.free_memory as free_memory_module
 import trinity_lightning.trainer.token_budget as token_budget
-from trinity_lightning.common.free_memory import free_memory
 from trinity_lightning.common.memory_plan import GIB, ModelShape
 from trinity_lightning.trainer.token_budget import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
 
@@ -51,14 +49,3 @@ def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: 
     chosen = make_policy(max_tokens_per_micro_batch=77)
     fit(chosen, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
     assert chosen.max_tokens == 77
-
-
-def test_a_container_has_less_memory_than_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(free_memory_module, "_CONTAINER", [(str(limit), str(used))])
-    machine = free_memory()
-    limit.write_text(f"{300 << 20}\n")
-    used.write_text(f"{100 << 20}\n")
-    assert free_memory() == 200 << 20
-    limit.write_text("max\n")
-    assert free_memory() > min(machine, 200 << 20)
