@@ -1,10 +1,11 @@
 """Memory plans: what is counted is what real models take, and no plan promises more than the device has."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -28,6 +29,7 @@ from trinity_lightning.common.weights import skeleton
 
 SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
 QWEN_1_5B = ModelShape(1_543_714_304, 151936 * 1536, 28, 1536, 8960, 12, 1536, 256, 151936)
+QWEN_3B = ModelShape(3_085_938_688, 151936 * 2048, 36, 2048, 11008, 16, 2048, 256, 151936)
 HOST = 200 * GIB
 
 SMALL: dict[str, Any] = {
@@ -146,6 +148,30 @@ def test_servers_on_the_trainers_device_have_caches_of_their_own() -> None:
 def test_what_does_not_fit_is_refused_with_numbers_and_knobs(training: dict, rollouts: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(QWEN_1_5B, Training(2, 1024, **training), Rollouts(2, 1024, 512, **rollouts), 24 * GIB, HOST)
+
+
+@settings(max_examples=50)
+@given(
+    device=st.integers(20, 140),
+    tokens=st.integers(1, 16384),
+    context=st.sampled_from([256, 700, 2048]),
+    way=st.sampled_from([{"servers": 1}, {"sleep": False}, {}]),
+    host=st.sampled_from([0, HOST]),
+)
+def test_what_fits_with_a_budget_of_ones_own_fits_with_auto(
+    device: int, tokens: int, context: int, way: dict[str, Any], host: int
+) -> None:
+    rollouts, training = Rollouts(2, context, 512, **way), Training(2, context)
+    try:
+        plan(QWEN_3B, replace(training, tokens=tokens), rollouts, device * GIB, host)
+    except ConfigError:
+        return
+    assert plan(QWEN_3B, training, rollouts, device * GIB, host).left >= 0
+
+
+def test_fewer_tokens_than_wanted_are_computed_at_once_if_nothing_else_fits() -> None:
+    found = plan(QWEN_3B, Training(2, 2048), Rollouts(2, 2048, 512, sleep=False), 78 * GIB, HOST)
+    assert (found.micro_batch_tokens, found.sleep) == (2048, False)
 
 
 def test_a_cache_that_is_too_large_is_refused() -> None:

@@ -12,7 +12,7 @@ Pure functions of numbers: bytes unless a name says otherwise. The activations a
 a layer of a transformer with root-mean-square norms and a gated feed-forward part; tests hold them against real models.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from trinity_lightning.common.errors import ConfigError
 GIB = 1 << 30
 FLOAT = 4  # bytes of a float32
 
-# Tokens of a micro-batch: more than the first gain nothing on a GPU, fewer than the last cost passes over the gradient.
-WANTED_TOKENS = (16384, 8192, 4096)
+# Tokens of a micro-batch: more than the first gain nothing on a GPU. They are halved, so that a little less memory at
+# another start makes no difference. Fewer than the last that is wanted cost passes over the gradient.
+TOKENS = tuple(16384 >> half for half in range(15))
+WANTED_TOKENS = TOKENS[:3]
 HEAD_CHUNK, HEAD_BLOCK = GIB, GIB // 4  # logits, and their float32 copies: trainer/logprobs.py
 
 BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
@@ -230,16 +232,14 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
 
 
 def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
-    """The most computed tokens whose activations fit into `free` bytes, of 16,384 and its halves; 0: none.
-
-    Halves, so that a little less memory at another start makes no difference.
-    """
-    halves = (WANTED_TOKENS[0] >> half for half in range(WANTED_TOKENS[0].bit_length()))
-    return next((tokens for tokens in halves if activations(shape, training, tokens) <= free), 0)
+    """The most computed tokens whose activations fit into `free` bytes, of 16,384 and its halves; 0: none."""
+    return next((tokens for tokens in TOKENS if activations(shape, training, tokens) <= free), 0)
 
 
 def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> MemoryPlan:
     """The first way with room enough for all rollouts of a step at once, or else the one with the largest cache.
+
+    If none fits and vLLM cannot sleep, both stay side by side with as many tokens a micro-batch as leave room.
 
     Args:
         shape: the model, which trainer and engine both hold.
@@ -251,7 +251,10 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int,
         ConfigError: no way has room for a micro-batch and for one request; with numbers and the knobs that help.
     """
     ways = list(_ways(shape, training, rollouts, device, host))
-    fitting = [way for way in ways if way.left >= 0 and way.kv_cache >= _cache(shape, rollouts, 1)]
+    fitting = _fitting(shape, rollouts, ways)
+    if not fitting and not ways[-1].sleep:  # a way in turns needs less than any side by side
+        ways = [_side_by_side(shape, training, rollouts, device, tokens) for tokens in _budgets(training, TOKENS)]
+        fitting = _fitting(shape, rollouts, ways)[:1]
     if not fitting:
         raise ConfigError(_refusal(shape, training, rollouts, ways[-1]))
     wanted = ENOUGH * _cache(shape, rollouts, rollouts.at_once) if rollouts.kv_cache is None else rollouts.kv_cache
@@ -259,10 +262,15 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int,
     return next(enough, max(fitting, key=lambda way: way.kv_cache))
 
 
+def _fitting(shape: ModelShape, rollouts: Rollouts, ways: Sequence[MemoryPlan]) -> list[MemoryPlan]:
+    """Those with room for what they are made of, and for one request."""
+    return [way for way in ways if way.left >= 0 and way.kv_cache >= _cache(shape, rollouts, 1)]
+
+
 def _ways(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> Iterator[MemoryPlan]:
     """Every way that the configuration and the host allow, the cheapest first; each may be too large for the device."""
     if rollouts.sleep is not True:
-        for tokens in _budgets(training):
+        for tokens in _budgets(training, WANTED_TOKENS):
             yield _side_by_side(shape, training, rollouts, device, tokens)
     weights = rollouts.width * shape.parameters
     states = weight_states(shape, training)
@@ -273,9 +281,9 @@ def _ways(shape: ModelShape, training: Training, rollouts: Rollouts, device: int
                 yield _in_turns(shape, training, rollouts, device, offload)
 
 
-def _budgets(training: Training) -> list[int]:
-    """Tokens of a micro-batch to try, the best first; a row that is longer than all of them has one of its own."""
-    wanted = (training.tokens,) if training.tokens else WANTED_TOKENS
+def _budgets(training: Training, sizes: Sequence[int]) -> list[int]:
+    """Tokens of a micro-batch to try, the most first; a row that is longer than all of them has one of its own."""
+    wanted = (training.tokens,) if training.tokens else sizes
     return sorted({max(tokens, training.longest_row) for tokens in wanted}, reverse=True)
 
 
