@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from trinity_lightning.common import compose
 from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.validate import validate
+from trinity_lightning.parts import instantiate
 from trinity_lightning.train import check, check_objective
 from trinity_lightning.trainer.token_budget import CPU_TOKENS
 
@@ -67,7 +68,10 @@ REFUSED = {
         ],
         ["operator 'overlong_penalty' gives the steps", "step_wise_grpo or gigpo"],
     ),
-    "filter alone": (["+recipe=grpo", "add_strategy=reward_variance"], ["add_strategy=reward_variance only filters"]),
+    "filter alone": (
+        ["+recipe=grpo", "add_strategy=reward_variance"],
+        ["only filters", "add_strategy=[reward_variance,grpo]"],
+    ),
     "no reward in the list": (["+recipe=grpo", "reward=[]"], ["list of reward functions is empty"]),
     "engine of this process ahead": (
         ["+recipe=grpo", "explorer.sync_offset=1"],
@@ -99,6 +103,7 @@ REFUSED = {
     "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
+    "epochs beside steps": (["+recipe=grpo", "trainer.max_epochs=4"], ["trainer.max_epochs is 4", "(24)", "set steps"]),
     "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
     "no room for a prompt": (
@@ -242,6 +247,11 @@ def test_stored_experiences_come_without_a_reference(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "trainer"))
     refused = refused_objective("buffer.storage=file", "algorithm.policy_loss=test_objective.needs_reference")
     assert "there is no reference, which algorithm.policy_loss=test_objective.needs_reference needs" in refused
+
+
+def test_what_a_callback_refuses_keeps_its_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\.profiler\.step is 0; give a whole number of 1 or more\.$"):
+        instantiate({"_target_": "trinity_lightning.monitor.profiler.StepProfiler", "folder": "x", "step": 0})
 
 
 def test_an_argument_of_the_loss_is_refused_by_the_command(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import hydra.utils
 import lightning as L
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +21,7 @@ from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (
     explorer_callback,
     finish,
+    instantiate,
     loggers_of,
     online_data,
     quiet_lightning,
@@ -171,8 +171,8 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
 
 def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
     loggers = loggers_of(config)
-    callbacks += [hydra.utils.instantiate(node) for node in (config.callbacks or {}).values()]
-    return hydra.utils.instantiate(config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()])
+    callbacks += [instantiate(node) for node in (config.callbacks or {}).values()]
+    return instantiate(config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()])
 
 
 def _summary(run: Run) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra.utils
+from hydra.errors import InstantiationException
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,6 +18,7 @@ from trinity_lightning.buffer.kept import FOLDER
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.common.config import TasksetConfig, TrainConfig
+from trinity_lightning.common.errors import TrinityError
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.known_names import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.common.operator_config import operator_configs
@@ -169,9 +171,19 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     ]
 
 
+def instantiate(node: Any, **arguments: Any) -> Any:
+    """`hydra.utils.instantiate`, whose errors are our own again if they were: one sentence each."""
+    try:
+        return hydra.utils.instantiate(node, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, TrinityError):
+            raise error.__cause__ from None
+        raise
+
+
 def loggers_of(config: DictConfig) -> list[Logger]:
     """The loggers, which have been given the configuration."""
-    loggers = [hydra.utils.instantiate(node) for node in (config.logger or {}).values()]
+    loggers = [instantiate(node) for node in (config.logger or {}).values()]
     for each in loggers:
         each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
     return loggers

@@ -73,7 +73,7 @@ def validate(config: DictConfig) -> None:
     if last in known.FILTERING_STRATEGIES and config.algorithm.policy_loss != "sft":
         raise ConfigError(
             f"add_strategy={last} only filters: put a strategy that sets advantages behind it, such as "
-            f"'~add_strategy' '+add_strategy={{{last}: {{}}, grpo: {{}}}}'."
+            f"add_strategy=[{last},grpo]."
         )
     for operator in operator_configs(config.operators):
         one_of("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
@@ -252,4 +252,6 @@ def _check_trainer(config: DictConfig) -> None:
     for key in ("callbacks", "logger", "plugins"):
         if trainer.get(key) is not None:
             raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
+    if (epochs := trainer.get("max_epochs")) != config.steps:
+        raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
     check_trainer_settings(trainer)
