@@ -34,8 +34,14 @@ _DECORATION = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[()]|\\?\$")
 _SPACING = re.compile(r"(?<!\\)\\[,;!: ]|~")  # and no row's end \\ before a space
 _UNIT = re.compile(r"\s*(?:\\?%|\^\\circ|\^\{\\circ\}|°)$")
 _PERCENT = re.compile(r"%\s*(?:\\?\$)?$")
-# Money: as the dollar sign, they are left out; not where the other answer may be of another currency.
-_CURRENCY = re.compile(r"[€£¥]|\\pounds(?![a-zA-Z])|(?<![a-zA-Z])(?:dollars?|euros?|USD|EUR|GBP)(?![a-zA-Z])")
+# Money, by currency; the dollar signs around a formula aside.
+_CURRENCIES = {
+    "USD": re.compile(r"\\?\$|(?<![a-zA-Z])(?:dollars?|USD)(?![a-zA-Z])"),
+    "EUR": re.compile(r"€|(?<![a-zA-Z])(?:euros?|EUR)(?![a-zA-Z])"),
+    "GBP": re.compile(r"£|\\pounds(?![a-zA-Z])|(?<![a-zA-Z])GBP(?![a-zA-Z])"),
+    "JPY": re.compile(r"¥"),
+}
+_DELIMITERS = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 _IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
 # Algebra would take a word for a product of letters, and "on" for the same as "no".
@@ -86,16 +92,18 @@ def find_boxed(text: str) -> str | None:
 def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are equal.
 
-    As exact numbers where both are decimals, ratios, mixed numbers or such with a power of ten: degree and currency
-    signs aside, and 50% is 50 as well as 0.5. Words as words, in small or capital letters; else as text that looks the
-    same, or as mathematics by math-verify, which compares inexact numbers to six digits, leaves out the units that it
-    knows and, in an equation, the name of what is equal.
+    As exact numbers where both are decimals, ratios, mixed numbers or such with a power of ten: degree signs aside, and
+    50% is 50 as well as 0.5. Signs and names of one currency are left out; amounts in two different ones are never
+    equal. Words as words, in small or capital letters; else as text that looks the same, or as mathematics by
+    math-verify, which compares inexact numbers to six digits, leaves out the units that it knows and, in an equation,
+    the name of what is equal.
     """
     given, expected = _bare(given), _bare(expected)
-    amounts = [given, expected]
-    if not all(map(_has_currency, amounts)):
-        amounts = [_CURRENCY.sub("", amount) for amount in amounts]
-    number, expected_number = (_as_number(_undecorated(amount)) for amount in amounts)
+    amount, currencies = _without_currency(given)
+    expected_amount, expected_currencies = _without_currency(expected)
+    if currencies and expected_currencies and currencies != expected_currencies:
+        return False
+    number, expected_number = (_as_number(_undecorated(each)) for each in (amount, expected_amount))
     if number is not None and expected_number is not None:
         return number == expected_number or _share(number, given) == _share(expected_number, expected)
     plain = _undecorated(given), _undecorated(expected)
@@ -218,8 +226,14 @@ def _share(number: Fraction, answer: str) -> Fraction:
     return number / 100 if _PERCENT.search(answer) else number
 
 
-def _has_currency(answer: str) -> bool:
-    return "$" in answer or _CURRENCY.search(answer) is not None
+def _without_currency(answer: str) -> tuple[str, set[str]]:
+    """An answer without the signs and names of currencies, and which ones it has."""
+    answer, found = _DELIMITERS.sub(r"\1", answer), set()
+    for code, sign in _CURRENCIES.items():
+        answer, count = sign.subn("", answer)
+        if count:
+            found.add(code)
+    return answer, found
 
 
 def _end_of(text: str) -> str:
