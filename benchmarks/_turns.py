@@ -75,9 +75,9 @@ class EnoughError(Exception):
     """Ends a training from within a callback: nothing more is asked for."""
 
 
-def take_turns(sides: Mapping[str, Side], seconds: float, rounds: int) -> dict[str, list[float]]:
+def take_turns(sides: Mapping[str, Side], seconds: float, rounds: int) -> dict[str, list[Any]]:
     """Answers to "step", by side, in turns: at least so many rounds, and more until so many seconds have passed."""
-    answers: dict[str, list[float]] = {name: [] for name in sides}
+    answers: dict[str, list[Any]] = {name: [] for name in sides}
     start = time.perf_counter()
     done = 0
     while done < rounds or time.perf_counter() - start < seconds:

@@ -4,10 +4,13 @@
 
 Ours is `+recipe=grpo` with vLLM, without evaluations; TRL generates by transformers, since its vLLM mode stops at the
 first weight sync on a CPU. Both learn the same sums with 8 prompts x 8 completions of at most 32 tokens, the same
-learning rate and objective. TRL's other settings are its defaults, gradient checkpointing among them; `--trl` changes
-them, as JSON. Each side is a process of its own, and they take turns. Each begins with the same model and learns, so
-that completions become shorter on both sides; the first step warms up. Prints one JSON line: seconds a step (median,
-least, largest), peak memory of each process in these steps, `ratio` is TRL's time divided by ours.
+learning rate and objective, in the dtype whose products are faster here: in bf16 ours has bfloat16 weights with float32
+masters, TRL's is autocast over float32 weights. TRL's other settings are its defaults, gradient checkpointing among
+them; `--trl` changes them, as JSON. Each side is a process of its own, and they take turns. Each begins with the same
+model and learns, so that completions become shorter on both sides; the first step warms up. Prints one JSON line:
+seconds a step (median, least, largest), peak memory of each process in these steps, `ratio` is TRL's time divided by
+ours, `trained_rows` the share of completions that each side computed gradients of: ours leaves out groups whose rewards
+are all equal, which have none.
 """
 
 import argparse
@@ -50,9 +53,10 @@ class Turns:
             raise EnoughError
         self._started = clock()
 
-    def end(self) -> None:
+    def end(self, trained_rows: float) -> None:
+        """Answer with the seconds of the step, and how many of its rows were trained on."""
         if self._started is not None:
-            self._requests.answer(clock() - self._started)
+            self._requests.answer({"seconds": clock() - self._started, "trained_rows": trained_rows})
 
 
 def train_ours(spec: dict[str, Any], folder: str) -> None:
@@ -71,11 +75,12 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
 
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             if trainer.current_epoch > 1:
-                turns.end()
+                turns.end(float(trainer.callback_metrics["actor/trained_rows"]))
             turns.begin(trainer.current_epoch)
 
     compose.register()
     overrides = ["+recipe=grpo", f"output_dir={folder}", f"model={spec['model']}", "steps=1000000", "ckpt_path=null"]
+    overrides += [f"model.dtype={spec['dtype']}"]
     overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "~callbacks.checkpoint"]
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
         run = build(hydra_compose("train", overrides))
@@ -117,7 +122,11 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
         reward_funcs=reward,
         args=arguments,
         train_dataset=Dataset.from_list(json.loads(Path(spec["tasks"]).read_text())),
-        callbacks=[OnStep(before=lambda: turns.begin(trainer.state.global_step), after=turns.end)],
+        callbacks=[
+            OnStep(
+                before=lambda: turns.begin(trainer.state.global_step), after=lambda: turns.end(PROMPTS * COMPLETIONS)
+            )
+        ],
     )
     trainer.train()
 
@@ -147,16 +156,22 @@ def compare(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     try:
         for side in sides.values():
             side.answer()
-        seconds = take_turns(sides, seconds=0.0, rounds=steps)
+        answers = take_turns(sides, seconds=0.0, rounds=steps)
         peaks = {name: side.ask("peak") for name, side in sides.items()}
     finally:
         for side in sides.values():
             side.close()
+    seconds = {name: [each["seconds"] for each in values] for name, values in answers.items()}
+    shares = {
+        name: statistics.mean(each["trained_rows"] for each in values) / (PROMPTS * COMPLETIONS)
+        for name, values in answers.items()
+    }
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "seconds": {name: spread(values) for name, values in seconds.items()},
         "ratio": round(median["trl"] / median["ours"], 2),
         "peak_gb": {name: round(value, 2) for name, value in peaks.items()},
+        "trained_rows": {name: round(share, 2) for name, share in shares.items()},
     }
 
 
@@ -171,18 +186,22 @@ def main() -> None:
         work(json.loads(args.work))
         return
     from trinity_lightning.common.model_files import resolve_model
+    from trinity_lightning.common.product_speed import faster_dtype
 
+    dtype = faster_dtype().value
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder) / "tasks.json"
         write_tasks(tasks)
-        spec = {"model": args.model, "folder": str(resolve_model(args.model)), "tasks": str(tasks), "trl": args.trl}
+        spec = {"model": args.model, "folder": str(resolve_model(args.model)), "tasks": str(tasks), "dtype": dtype}
+        spec["trl"] = {"bf16": dtype == "bf16"} | args.trl
         found = compare(spec, args.steps)
     result = {
         "benchmark": "vs_trl_step",
         "trl": importlib.metadata.version("trl"),
         "model": args.model,
         "steps": args.steps,
-        "trl_settings": args.trl,
+        "dtype": dtype,
+        "trl_settings": spec["trl"],
         "cores": len(os.sched_getaffinity(0)),
     }
     print(json.dumps(result | found))
