@@ -1,6 +1,7 @@
 """What a memory plan makes of a run's configuration."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,23 @@ def test_vllm_sleeps_only_if_its_container_has_memory_for_that(
     found = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
     assert found is not None
     assert found.sleep is sleeps
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_resumed_run_is_planned_with_the_budget_of_its_checkpoint(tmp_path: Path) -> None:
+    run = replace(config(), algorithm=AlgorithmConfig())
+    torch.save({"policy": {"max_tokens": 1536}}, tmp_path / "it.ckpt")
+    _, fresh = with_memory_plan(run)
+    _, resumed = with_memory_plan(run, str(tmp_path / "it.ckpt"))
+    assert fresh is not None
+    assert resumed is not None
+    assert fresh.micro_batch_tokens != resumed.micro_batch_tokens == 1536
+    _, configured = with_memory_plan(config(), str(tmp_path / "it.ckpt"))
+    assert configured is not None
+    assert configured.micro_batch_tokens == 2048
+    torch.save({"policy": {}}, tmp_path / "old.ckpt")
+    with pytest.raises(ConfigError, match="earlier version"):
+        with_memory_plan(run, str(tmp_path / "old.ckpt"))
 
 
 @pytest.mark.usefixtures("gpu")

@@ -94,7 +94,7 @@ def build(config: DictConfig) -> Run:
     if checkpoint is not None:
         check_resumed_dtype(config, checkpoint)
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
-    typed, plan = with_memory_plan(replace(typed, trainer=config.trainer))
+    typed, plan = with_memory_plan(replace(typed, trainer=config.trainer), checkpoint)
     L.seed_everything(typed.seed, verbose=False)
     policy = PolicyModule(
         typed.model.name,

@@ -21,15 +21,20 @@ from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.trainer_settings import MIXED
 from trinity_lightning.common.validate_engines import TRAINER_GPU
 from trinity_lightning.common.weights import skeleton
+from trinity_lightning.trainer.policy import resumed_budget
 
 
-def with_memory_plan(config: TrainConfig) -> tuple[TrainConfig, MemoryPlan | None]:
+def with_memory_plan(config: TrainConfig, checkpoint: str | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
     """The configuration with what its nulls and autos of a GPU stand for, and the plan that they come from.
 
     Without a GPU for the trainer, or where no engine of vLLM shares it, there is no plan.
 
+    Args:
+        config: of a run whose dtypes are settled.
+        checkpoint: what the run resumes from, which says how many tokens its micro-batches have under `auto`.
+
     Raises:
-        ConfigError: trainer and engines do not fit on the GPU together.
+        ConfigError: trainer and engines do not fit on the GPU together; the checkpoint is of an earlier version.
     """
     accelerator = (config.trainer or {}).get("accelerator", "auto")
     if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
@@ -41,7 +46,10 @@ def with_memory_plan(config: TrainConfig) -> tuple[TrainConfig, MemoryPlan | Non
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
-    found = plan(shape, training_of(config), rollouts_of(config), free, free_memory())
+    training = training_of(config)
+    if checkpoint is not None and training.tokens is None:
+        training = replace(training, tokens=resumed_budget(checkpoint))
+    found = plan(shape, training, rollouts_of(config), free, free_memory())
     return replace(config, engine=planned_engine(engine, found, total)), found
 
 

@@ -365,7 +365,7 @@ def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts, way: Mem
         saved = activations(shape, training, tokens) - activations(shape, spared, tokens)
         advice.append(f"model.gradient_checkpointing=true takes {gib(saved)} less")
     if trains and training.tokens and training.tokens > training.longest_row:
-        advice.append("algorithm.max_tokens_per_micro_batch=auto computes fewer tokens at once")
+        advice.append("algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens need less")
     if not trains and rollouts.kv_cache is not None:
         advice.append("engine.kv_cache_gb=null takes what there is")
     if rollouts.sleep is False and not rollouts.servers:

@@ -468,6 +468,17 @@ class PolicyModule(L.LightningModule):
             self._random_state = None
 
 
+def resumed_budget(checkpoint: str | Path) -> int:
+    """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`.
+
+    Raises:
+        ConfigError: the checkpoint is of an earlier version.
+    """
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True).get("policy", {})
+    check_version(state, (BUDGET,), "the policy")
+    return state[BUDGET]
+
+
 def _trained_tokens(batch: OptimizerBatch, parts: list[Part], sampled: bool = False) -> int:
     """Trained tokens of the parts; `sampled`: of their rows with an engine's log-probabilities."""
     experiences = [batch.experiences[row] for part in parts for row in part.rows]
