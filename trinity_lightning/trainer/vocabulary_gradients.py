@@ -4,7 +4,8 @@ Autograd makes the gradient of a whole matrix for every micro-batch, twice where
 adds the two, casts the sum to float32 and adds that: four passes over a matrix that may be a fifth of the model, and
 as many copies of it. Instead the backward passes below write into `Tensor.grad`, by blocks of rows (the head) or in the
 rows that occur (embeddings): gradient accumulation fusion, as Megatron-LM calls it. On a CPU only: elsewhere rows would
-be added up in an order that changes.
+be added up in an order that changes. Hooks on these parameters (`Tensor.register_hook`,
+`register_post_accumulate_grad_hook`) are not called for such gradients, and `torch.autograd.grad` does not return them.
 """
 
 from typing import Any
