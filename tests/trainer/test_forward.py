@@ -19,6 +19,7 @@ from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head, usable_layout
 from trinity_lightning.trainer.logprobs import Head
 from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.shared_prefix import CpuSharedPrefix
 from trinity_lightning.trainer.vocabulary_gradients import lean_embeddings
 
 VOCABULARY = 64
@@ -181,6 +182,22 @@ def test_a_model_that_mixes_neighbours_by_other_means_is_found_out() -> None:
     model.model.layers[0] = Leaky(model.model.layers[0])
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(llama\) computes other log-probabilities"):
         usable_layout(Layout.shared_prefix, model, logprob_function(model))
+
+
+def test_what_sharing_prefixes_raises_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def fails(*_arguments: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    model = build("LlamaForCausalLM", {})
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    function = logprob_function(model)
+    monkeypatch.setattr(CpuSharedPrefix, "__call__", fails)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(llama\) raises RuntimeError if prefixes are shared"):
+        usable_layout(Layout.shared_prefix, model, function)
+    caplog.clear()
+    assert usable_layout(Layout.auto, model, function) is Layout.padded
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "no compiler" in str(warning.exc_info)
 
 
 def test_prefixes_are_not_shared_under_dropout() -> None:

@@ -119,15 +119,16 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
         return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
     if has_dropout(model):
         return "has dropout (model.dropout=keep), which would drop a shared prefix for all of its rows alike"
-    return None if _shares_prefixes(model, function) else "computes other log-probabilities if prefixes are shared"
+    return _fault_of_sharing(model, function)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
-    """Whether two random responses to one prompt have the same log-probabilities and gradient in both layouts.
+def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
+    """What is wrong with shared prefixes when they are tried; None if nothing is.
 
-    The gradient is that of one parameter; if none but embeddings is trained, log-probabilities alone are compared.
+    Two random responses to one prompt have to have the same log-probabilities and gradient in both layouts: the
+    gradient of one parameter; if none but embeddings is trained, log-probabilities alone are compared.
     """
     tokens = _random_tokens(model, CHECKED_TOKENS // 2)
     batch = OptimizerBatch.of([Experience(tokens=row, prompt_length=CHECKED_TOKENS // 2) for row in tokens.cpu()], 0)
@@ -156,7 +157,11 @@ def _shares_prefixes(model: Any, function: LogprobFn) -> bool:
             parameter.requires_grad_(True)
     # A gradient is rounded in both passes of every layer.
     limits = (limit, limit, *(4 * _limit(model, gradient) for gradient in whole[2:]))
-    return shared is not None and all(map(_close, shared, whole, limits))
+    if isinstance(shared, Exception):  # no property of the architecture, perhaps: kernels may have failed to compile
+        logger.warning("%s: shared prefixes were tried, and failed.", _name(model), exc_info=shared)
+        return f"raises {type(shared).__name__} if prefixes are shared"
+    same = all(map(_close, shared, whole, limits))
+    return None if same else "computes other log-probabilities if prefixes are shared"
 
 
 def _probe(model: Any) -> nn.Parameter | None:
@@ -184,15 +189,14 @@ def _limit(model: Any, values: Tensor) -> float:
     return (FULL_LIMIT if model.dtype == torch.float32 else HALF_LIMIT) * max(1.0, float(values.abs().max()))
 
 
-def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
-    """What the function yields; None if the architecture is another than it is for."""
+def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: Any) -> tuple[Tensor, ...] | Exception:
+    """What the function yields, or raises if the architecture is another than it is for."""
     try:
         return function(model, *arguments)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:  # no such output, or shape
         if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
             raise  # memory says nothing of the architecture
-        logger.info("%s has no %s: %s", _name(model), function.__name__, error)
-        return None
+        return error
 
 
 def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, limit: float) -> bool:
@@ -201,7 +205,10 @@ def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, lim
     targets, temperature = tokens[:, 1:].flatten(), torch.ones(len(positions), device=tokens.device)
     found = _tried(function, model, {"input_ids": tokens}, positions, targets, temperature)
     expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
-    return found is not None and all(_close(mine, own, limit) for mine, own in zip(found, expected, strict=True))
+    if isinstance(found, Exception):
+        logger.info("%s has no %s: %s", _name(model), function.__name__, found)
+        return False
+    return all(_close(mine, own, limit) for mine, own in zip(found, expected, strict=True))
 
 
 def _close(found: Tensor, expected: Tensor, limit: float) -> bool:
