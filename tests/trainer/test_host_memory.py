@@ -73,3 +73,23 @@ def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
     train(weights, optimizer, 1)
     train(resumed, other, 1)
     assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))
+
+
+@pytest.mark.parametrize("make", [with_masters, adamw])
+@pytest.mark.parametrize("fused", [True, False])
+def test_counts_of_steps_loaded_meanwhile_go_where_the_optimizer_needs_them(
+    make: Callable[..., torch.optim.Optimizer], fused: bool
+) -> None:
+    weights = parameters()
+    optimizer = make(weights)
+    train(weights, optimizer, 0)
+    plain = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    for group in plain.param_groups:
+        group["fused"] = fused
+    memory = HostMemory(optimizer)
+    memory.leave()
+    counts = [state["step"] for state in plain.state.values()]
+    places = [count.detach() for count in counts]  # kept, so that none of them is free for a new one
+    memory.come_back()
+    moved = [count.data_ptr() != place.data_ptr() for count, place in zip(counts, places, strict=True)]
+    assert moved == [fused, fused]  # a fused optimizer's are beside its moments, others' on the host

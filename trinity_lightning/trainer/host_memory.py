@@ -42,7 +42,7 @@ class HostMemory:
         device, self._device = self._device, None
         if device is None:
             return
-        for tensor in _kept(self._optimizer):
+        for tensor in [*_kept(self._optimizer), *_counts(self._optimizer)]:
             tensor.data = tensor.detach().to(device, non_blocking=True, copy=True)
 
 
@@ -51,3 +51,19 @@ def _kept(optimizer: Optimizer) -> list[Tensor]:
     if isinstance(optimizer, MasterWeights):
         return [*optimizer.masters, *optimizer.moments]
     return [value for state in optimizer.state.values() for value in state.values() if is_moment(value)]
+
+
+def _counts(optimizer: Optimizer) -> list[Tensor]:
+    """Counts of steps that belong on their parameter's device: a checkpoint is loaded to where that is meanwhile.
+
+    torch keeps those of other optimizers on the host ("special device hosting for step" in `torch.optim.Optimizer`).
+    """
+    plain = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    return [
+        value
+        for group in plain.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+        for value in plain.state.get(parameter, {}).values()
+        if isinstance(value, Tensor) and not is_moment(value)
+    ]

@@ -21,6 +21,9 @@ class MasterWeights(Optimizer):
     Args:
         params: parameters, or parameter groups.
         factory: makes the inner optimizer of the float32 parameters or groups.
+
+    Attributes:
+        inner: that optimizer.
     """
 
     def __init__(
@@ -34,8 +37,8 @@ class MasterWeights(Optimizer):
             {**group, "params": [nn.Parameter(p.detach().float().clone()) for p in group["params"]]}
             for group in self.param_groups
         ]
-        self._inner = factory(masters)
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        self.inner = factory(masters)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
     @torch.no_grad()
@@ -45,11 +48,11 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
             for parameter, master in zip(group["params"], inner["params"], strict=True):
                 master.grad = parameter.grad
-        self._inner.step()
+        self.inner.step()
         for master in self.masters:
             master.grad = None
         self._round()
@@ -58,14 +61,14 @@ class MasterWeights(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The masters beside the inner optimizer's state: tensors and plain containers only."""
         return {
-            "state": {"inner": self._inner.state_dict(), "masters": [master.data for master in self.masters]},
+            "state": {"inner": self.inner.state_dict(), "masters": [master.data for master in self.masters]},
             "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore masters and inner state; the policy's weights become the masters, rounded."""
-        self._inner.load_state_dict(state_dict["state"]["inner"])
+        self.inner.load_state_dict(state_dict["state"]["inner"])
         for master, saved in zip(self.masters, state_dict["state"]["masters"], strict=True):
             master.copy_(saved)
         self._round()
@@ -75,12 +78,12 @@ class MasterWeights(Optimizer):
     @property
     def masters(self) -> list[Tensor]:
         """The float32 copies, in the order of the parameters."""
-        return [master for group in self._inner.param_groups for master in group["params"]]
+        return [master for group in self.inner.param_groups for master in group["params"]]
 
     @property
     def moments(self) -> list[Tensor]:
         """What the inner optimizer remembers of each parameter; nothing before the first step."""
-        return [value for state in self._inner.state.values() for value in state.values() if is_moment(value)]
+        return [value for state in self.inner.state.values() for value in state.values() if is_moment(value)]
 
     def _round(self) -> None:
         """Make the weights their masters, rounded: all tensors of a device in one go."""
