@@ -9,10 +9,12 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from policy_cases import batch_of, fit, make_experiences, make_policy
+from torch.autograd import _profiler_enabled as is_profiling  # pyright: ignore[reportPrivateImportUsage]
 
 from trinity_lightning.common import compose
 from trinity_lightning.common.config import config_dir
 from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.monitor.profiler import StepProfiler
 
 
@@ -36,6 +38,19 @@ def test_one_step_is_profiled_as_configured(tmp_path: Path) -> None:
 
 def test_a_step_that_never_comes_leaves_nothing(tmp_path: Path) -> None:
     fit(make_policy(), [batch_of(make_experiences())], StepProfiler(tmp_path / "profile", step=7))
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_step_that_raises_ends_the_profile_and_leaves_nothing(tmp_path: Path) -> None:
+    policy = make_policy()
+
+    def fail(batch: OptimizerBatch, batch_idx: int) -> None:
+        raise RuntimeError(f"profiled: {is_profiling()}")
+
+    policy.training_step = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="profiled: True"):
+        fit(policy, [batch_of(make_experiences())], StepProfiler(tmp_path / "profile", step=1))
+    assert not is_profiling()
     assert not (tmp_path / "profile").exists()
 
 

@@ -52,3 +52,9 @@ class StepProfiler(L.Callback):
         sort_by = "self_cuda_time_total" if pl_module.device.type == "cuda" else "self_cpu_time_total"
         averages = found.key_averages(group_by_input_shape=True)
         (self._folder / f"step_{self._step}.txt").write_text(averages.table(sort_by=sort_by, row_limit=_ROWS))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Stop and write nothing: the step was not finished, and torch has one profiler for the whole process."""
+        if self._profile is not None:
+            found, self._profile = self._profile, None
+            found.stop()
