@@ -108,13 +108,25 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
     [
         {"kind": EngineKind.vllm_server, "gpus": [1]},
         {"kind": EngineKind.vllm_server, "urls": ["http://node7:8000"]},
-        {"kind": EngineKind.transformers},
+        {"kind": EngineKind.vllm_server, "gpus": [1, 2], "servers": 2},
     ],
 )
 def test_engines_elsewhere_have_no_plan_but_decode_a_step_at_once(engine: dict[str, Any]) -> None:
     planned, found = with_memory_plan(config(**engine))
     assert found is None
     assert planned == config(**engine, max_num_seqs=512)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_training_model_that_generates_itself_keeps_its_own_default() -> None:
+    assert with_memory_plan(config(kind=EngineKind.transformers)) == (config(kind=EngineKind.transformers), None)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("gpus", "servers"), [([0, 1, 2, 3], 4), ([0, 1], 1)])
+def test_servers_on_the_trainers_gpu_and_others_are_refused(gpus: list[int], servers: int) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.gpus is \[0, 1.*the trainer uses 0.*that one alone"):
+        with_memory_plan(config(kind=EngineKind.vllm_server, gpus=gpus, servers=servers))
 
 
 @pytest.mark.usefixtures("gpu")

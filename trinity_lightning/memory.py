@@ -6,6 +6,7 @@ import torch
 
 from trinity_lightning.common.checks import AUTO
 from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, EngineSleep, TrainConfig, WeightDtype
+from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.free_memory import free_memory
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
@@ -34,10 +35,13 @@ def with_memory_plan(config: TrainConfig, checkpoint: str | None = None) -> tupl
         checkpoint: what the run resumes from, which says how many tokens its micro-batches have under `auto`.
 
     Raises:
-        ConfigError: trainer and engines do not fit on the GPU together; the checkpoint is of an earlier version.
+        ConfigError: trainer and engines do not fit on the GPU together; servers use it and others too; the
+            checkpoint is of an earlier version.
     """
     accelerator = (config.trainer or {}).get("accelerator", "auto")
     if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
+        return config, None
+    if config.engine.kind is EngineKind.transformers:
         return config, None
     requests = config.explorer.batch_size * config.explorer.repeat_times
     engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
@@ -54,9 +58,16 @@ def with_memory_plan(config: TrainConfig, checkpoint: str | None = None) -> tupl
 
 
 def _shares_the_gpu(engine: EngineConfig) -> bool:
+    """Whether the trainer's GPU is an engine's of vLLM, too."""
     if engine.kind is EngineKind.vllm_server:
-        return not engine.urls and TRAINER_GPU in (engine.gpus or [TRAINER_GPU])
-    return engine.kind is EngineKind.vllm
+        gpus = list(engine.gpus or [TRAINER_GPU])
+        if not engine.urls and TRAINER_GPU in gpus and len(gpus) > 1:
+            raise ConfigError(
+                f"engine.gpus is {gpus}, and the trainer uses {TRAINER_GPU}: all servers have the same share of their "
+                "GPUs, and on that one it would be less. Give them other GPUs, or that one alone."
+            )
+        return not engine.urls and TRAINER_GPU in gpus
+    return True
 
 
 def training_of(config: TrainConfig) -> Training:
