@@ -384,8 +384,6 @@ def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine
 
     explorer = connected(servers, lambda: WeightStream(weight_stream(model).shapes, killing))
     host.run(joined(explorer))
-    start = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"took over the weights.*does not answer"):
-        host.run(explorer.sync_weight(7))
-    assert time.monotonic() - start < 30
+        host.run(asyncio.wait_for(explorer.sync_weight(7), 30))  # bounds a hang, not the speed
     kill(servers[0])  # it has half of the weights, and would end slowly
