@@ -53,7 +53,8 @@ class EngineConfig:
             their own what vLLM finds free.
         sleep: of `vllm` on a GPU: whether its weights move to the host and its cache is given up while the trainer
             trains: `auto` (if the memory plan finds no room otherwise), `always` or `never`.
-        args: further arguments of vLLM's EngineArgs, by their own names.
+        args: further arguments of vLLM's EngineArgs, by their own names. `speculative_config` is refused without a GPU,
+            and was not tried on one.
         urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
         servers: of `vllm_server`: how many are started here.
         cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
