@@ -238,6 +238,11 @@ def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
     assert engine.model_version == 0
 
 
+def test_a_server_on_a_cpu_does_not_decode_speculatively() -> None:
+    with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
+        VLLMServerEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
+
+
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0,2"), ("4,GPU-a,6", "4,6")])
 def test_gpus_are_counted_as_this_process_sees_them(
     visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch

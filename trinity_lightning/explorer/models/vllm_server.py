@@ -20,6 +20,7 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.require import require_vllm
 from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.common.validate_engines import check_speculation
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.explorer.models.engine import Engine
@@ -112,6 +113,7 @@ class VLLMServerEngine(Engine):
         if url is None:
             require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        check_speculation(self._config.args)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._url = url
