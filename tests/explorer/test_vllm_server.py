@@ -344,9 +344,9 @@ def test_a_server_that_does_not_start_says_why(host: Host) -> None:
         host.run(engine.load())
 
 
-def kill(engine: VLLMServerEngine) -> None:
+def kill(engine: VLLMServerEngine, number: int = signal.SIGKILL) -> None:
     assert engine._process is not None
-    os.killpg(engine._process._process.pid, signal.SIGKILL)
+    os.killpg(engine._process._process.pid, number)
 
 
 def an_explorer(engine: VLLMServerEngine, on_progress: Callable[[int], None]) -> tuple[Explorer, list[Experience]]:
@@ -416,8 +416,9 @@ def test_a_server_that_dies_too_often_is_given_up(  # the last one
     monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 1)
 
     async def killed() -> None:
-        call = asyncio.create_task(engine.generate(PROMPT, max_tokens=300, ignore_eos=True))
-        await asyncio.sleep(0.1)
+        kill(engine, signal.SIGSTOP)  # so that it does not answer before it is killed, however slow this process is
+        call = asyncio.create_task(engine.generate(PROMPT, max_tokens=3))
+        await asyncio.sleep(1.0)
         kill(engine)
         with pytest.raises(RolloutError, match=r"the vLLM server does not answer.*ended by signal 9"):
             await call
