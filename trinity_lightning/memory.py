@@ -22,6 +22,7 @@ from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.trainer_settings import MIXED
 from trinity_lightning.common.validate_engines import TRAINER_GPU
 from trinity_lightning.common.weights import skeleton
+from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
 
 
@@ -77,7 +78,7 @@ def training_of(config: TrainConfig) -> Training:
         width=4 if config.model.dtype is WeightDtype.fp32 or mixed else 2,
         longest_row=config.engine.max_model_len,
         tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
-        reference=config.algorithm.kl.coef > 0,
+        reference=Objective(config.algorithm).needs_reference,
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
     )

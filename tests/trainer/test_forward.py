@@ -16,10 +16,12 @@ from trinity_lightning.trainer import forward
 from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.attention import attention_implementation
 from trinity_lightning.trainer.dropout import switch_off_dropout
+from trinity_lightning.trainer.flops import ModelSize
 from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head, usable_layout
 from trinity_lightning.trainer.logprobs import Head
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.shared_prefix import CpuSharedPrefix
+from trinity_lightning.trainer.token_budget import CPU_TOKENS, useful_tokens
 from trinity_lightning.trainer.vocabulary_gradients import lean_embeddings
 
 VOCABULARY = 64
@@ -115,6 +117,14 @@ OBSTACLES = {
     "mistral": "sliding_attention",
     "bloom": "attn_implementation=sdpa",
 }
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS, "mamba"])
+def test_whatever_a_configuration_looks_like_a_run_can_begin(name: str) -> None:
+    """A budget and metrics read it: numbers may be missing (Mamba), lists (Gemma 3n), or differ by layer (Gemma 4)."""
+    model = build(*(ARCHITECTURES | OTHERS | {"mamba": ("MambaForCausalLM", {})})[name][:2])
+    assert useful_tokens(model, torch.device("cpu")) in CPU_TOKENS
+    assert ModelSize.of(model).body > 0
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")

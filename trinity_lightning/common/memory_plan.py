@@ -62,13 +62,14 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: Any) -> "ModelShape":
-        """The shape of a Hugging Face model, which may be on the meta device."""
+        """The shape of a Hugging Face model, which may be on the meta device; of its widest layer if they differ."""
         config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        expert = getattr(config, "moe_intermediate_size", None) or feed_forward
-        chosen = getattr(config, "num_experts_per_tok", None)
+        layers = layer_configs(config)
+        heads = _largest(layers, "num_attention_heads") or 1
+        queries = max(map(query_width, layers)) or config.hidden_size  # without attention, what else mixes the tokens
+        feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
+        expert = _largest(layers, "moe_intermediate_size") or feed_forward
+        chosen = _largest(layers, "num_experts_per_tok")
         sizes = [parameter.numel() for parameter in model.parameters()]
         return cls(
             parameters=sum(sizes),
@@ -77,10 +78,30 @@ class ModelShape:
             hidden=config.hidden_size,
             intermediate=chosen * expert if chosen else feed_forward,
             heads=heads,
-            query_width=heads * width,
-            key_width=(getattr(config, "num_key_value_heads", None) or heads) * width,
+            query_width=queries,
+            key_width=(_largest(layers, "num_key_value_heads") or heads) * (queries // heads),
             vocabulary=config.vocab_size,
         )
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer of a Hugging Face model: one for all, unless they differ (Gemma 4)."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
+def query_width(config: Any) -> int:
+    """Attention heads of a layer times their width; 0 without attention."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+
+
+def _largest(layers: Sequence[Any], name: str) -> int | None:
+    """The largest number of that name, each of which may be a list (Gemma 3n); None: no layer has one."""
+    values = [getattr(layer, name, None) for layer in layers]
+    numbers = [each for value in values for each in (value if isinstance(value, list) else [value]) if each]
+    return max(numbers, default=None)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from trinity_lightning.common.memory_plan import layer_configs, query_width
 from trinity_lightning.trainer.layout import Part, computed_tokens
 
 # Names that configurations have for the number of experts of a layer.
@@ -83,7 +84,7 @@ class ModelSize:
             for name, parameter in model.named_parameters()
             if id(parameter) not in tables
         )
-        return cls(round(body), head.numel(), _attention_layers(config) * _query_width(config))
+        return cls(round(body), head.numel(), _attention_width(config))
 
     def training_flops(self, work: Work) -> int:
         """Operations of forward and backward: 6 a token and weight; 4 + 8 a pair and unit of the queries' width."""
@@ -96,14 +97,9 @@ def _expert_share(config: Any) -> float:
     return config.num_experts_per_tok / experts if experts else 1.0
 
 
-def _query_width(config: Any) -> int:
-    heads = getattr(config, "num_attention_heads", None) or 0
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
-
-
-def _attention_layers(config: Any) -> int:
-    """Layers that attend to every token before, or to a window of them; others (`linear_attention`) are not counted."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return config.num_hidden_layers
-    return sum(kind in ("full_attention", "sliding_attention") for kind in kinds)
+def _attention_width(config: Any) -> int:
+    """Over the layers that attend to every token before, or to a window of them; `linear_attention` does not count."""
+    layers = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    pairs = zip(layers, kinds, strict=False)
+    return sum(query_width(layer) for layer, kind in pairs if kind in ("full_attention", "sliding_attention"))
