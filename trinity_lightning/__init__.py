@@ -9,18 +9,15 @@ __version__ = "0.1.0.dev0"
 
 # What libraries read when they are loaded, hence here; a value of your own stays.
 # libgomp's threads spin 300,000 turns (about 16 ms) at a barrier before they sleep, and while something else runs too
-# they hold the core that the thread they wait for needs. 3,000 turns outlast the gaps between torch's operations, so
-# that a quiet machine loses next to nothing (1.4% by benchmarks/contended_training.py). What is gained beside other
-# programs depends on how the kernel deals the cores. Seconds of a training step, medians of 3 to 5, two runs on one
-# machine of two cores:
-#   turns      beside one busy process    beside two
-#   300,000      2.4        3.2            6.0     3.9
-#    30,000      6.3                       2.0
-#    10,000      3.5                       1.9
-#     3,000      2.2        3.8            2.3    10.2
-#   (one thread) 1.5        1.8            2.3     2.7
-# On another machine the step beside one took 14.6 s with 300,000 turns, 5.2 with 30,000 and 3.4 with 10,000; 1,000 cost
-# a quarter alone. Fewer threads are what helps reliably: README.
+# they hold the core that the thread they wait for needs. 3,000 turns outlast the gaps between torch's operations: a
+# quiet machine loses next to nothing. What is gained depends on how the kernel deals the cores. Seconds of a training
+# step by benchmarks/contended_training.py, on two cores:
+#   turns          alone    beside one busy process    beside two
+#   300,000         1.09              3.3                  6.8
+#   3,000           1.10              3.7                  4.3
+#   (one thread)    1.77              1.8                  2.8
+# On another machine the step beside one took 14.6 s with 300,000 turns and 3.4 with 10,000; 1,000 cost a quarter alone.
+# Fewer threads are what helps reliably: README.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.

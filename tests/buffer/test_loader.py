@@ -124,3 +124,9 @@ def test_a_new_explore_step_starts_at_its_first_item():
 def test_numbers_below_one_are_refused(arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         ExperienceLoader(MemoryStorage(), **arguments)
+
+
+def test_batches_of_a_step_know_all_of_it():
+    storage = filled([2, 3])
+    assert all(batch.step is storage.experiences for batch in ExperienceLoader(storage, optimizer_steps=2))
+    assert [batch.step for batch in ExperienceLoader(storage)] == [None]

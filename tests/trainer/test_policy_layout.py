@@ -24,10 +24,10 @@ from policy_cases import (
 
 from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer import logprobs
-from trinity_lightning.trainer.layout import cut, rows_to_train
+from trinity_lightning.trainer.layout import better_layout, cut, rows_to_train
 from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -156,6 +156,30 @@ def test_columns_of_policy_and_reference_are_computed_alike():
     for name, column in padded[0].columns.items():
         for mine, own in zip(batches[0].columns[name], column, strict=True):
             torch.testing.assert_close(mine, own, rtol=1e-5, atol=1e-5)
+
+
+def test_all_batches_of_a_step_have_the_layout_that_its_columns_were_computed_in():
+    def group(task, prompt, response):
+        tokens = torch.arange(4, 4 + prompt) + task
+        return [
+            Experience(
+                eid=EID(batch=1, task=task, run=run),
+                tokens=torch.cat([tokens, torch.arange(5 + run, 5 + run + response)]),
+                prompt_length=prompt,
+                advantages=[float(run % 2 * 2 - 1)] * response,
+                info={"temperature": 1.0},
+            )
+            for run in range(4)
+        ]
+
+    long_prompt, long_responses = group(0, 60, 4), group(1, 4, 40)
+    first, second = batch_of(long_responses), batch_of(long_prompt)
+    assert better_layout(first, range(4), 1000) is Layout.padded
+    first.step = second.step = long_responses + long_prompt
+    policy = make_policy(dtype="bf16", optimizer_steps=2, layout=Layout.auto, max_tokens_per_micro_batch=1000)
+    metrics = fit(policy, [first], Prepare([first, second])).logged_metrics
+    assert metrics["perf/shared_prefix"] == 1
+    assert metrics["actor/ppo_kl"] == 0.0
 
 
 def test_gradient_checkpointing_changes_no_gradient_of_shared_prefixes():

@@ -64,6 +64,7 @@ class ExperienceLoader:
         experiences = [self._storage.experiences[row] for row in rows]
         batch = OptimizerBatch.of(experiences, self._storage.batch, self._max_response_length)
         batch.columns = {name: [column[row] for row in rows] for name, column in self._storage.columns.items()}
+        batch.step = self._storage.experiences if self._optimizer_steps > 1 else None
         return batch
 
     def _deal(self, inner_epoch: int) -> list[list[int]]:

@@ -42,6 +42,8 @@ class OptimizerBatch:
         max_response_length: the R of normalised sums, in tokens: the longest response that the run allows, or, where
             that is unknown, the longest of these experiences.
         explore_step: the explore step (EID.batch) that the experiences came from.
+        step: all experiences of the explore step, which decide what has to be alike in all of its batches; None: these
+            are all.
     """
 
     experiences: Sequence[Experience]
@@ -52,6 +54,7 @@ class OptimizerBatch:
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
     num_expert_tokens: int = 0
     num_expert_sequences: int = 0
+    step: Sequence[Experience] | None = None
 
     @classmethod
     def of(

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,14 @@ from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.faults import describe_fault
 from trinity_lightning.trainer.flops import ModelSize, Work
 from trinity_lightning.trainer.forward import LogprobFn, logprob_function, usable_layout
-from trinity_lightning.trainer.layout import Part, computed_tokens, cut, padding_ratio, rows_to_train
+from trinity_lightning.trainer.layout import (
+    Part,
+    better_layout,
+    computed_tokens,
+    cut,
+    padding_ratio,
+    rows_to_train,
+)
 from trinity_lightning.trainer.master_weights import MasterWeights
 from trinity_lightning.trainer.micro_batch import MicroBatch, collate
 from trinity_lightning.trainer.objective import Objective
@@ -266,7 +274,7 @@ class PolicyModule(L.LightningModule):
         """
         start = time.perf_counter()
         self.objective.check(batch)
-        rows = rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+        rows = self._rows(batch)
         if not rows:
             self.skipped_items += 1
             self._log(self._counts([]), batch)
@@ -332,8 +340,16 @@ class PolicyModule(L.LightningModule):
         logprobs, entropies = (zeros.masked_scatter(micro.action_mask, value) for value in values)
         return logprobs, entropies
 
+    def _rows(self, batch: OptimizerBatch) -> list[int]:
+        return rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+
     def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[Part]:
-        return cut(batch, rows, self.max_tokens, self._layout)
+        layout = self._layout
+        if layout is Layout.auto and batch.step is not None:
+            # That of `prepare_step`, which sees the whole step: in bfloat16 the first ratio would not be 1 otherwise.
+            step = replace(batch, experiences=batch.step)
+            layout = better_layout(step, self._rows(step), self.max_tokens)
+        return cut(batch, rows, self.max_tokens, layout)
 
     def _clip(self) -> float:
         """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
@@ -401,7 +417,7 @@ class PolicyModule(L.LightningModule):
     def _column(self, model: Any, experiences: Sequence[Experience]) -> list[Tensor]:
         batch = OptimizerBatch.of(experiences, explore_step=0)
         column = [torch.zeros(e.response_length) for e in experiences]
-        rows = rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
+        rows = self._rows(batch)
         was_training = model.training
         model.eval()  # dropout would make them another model's
         for part in self._cut(batch, rows):
