@@ -1,6 +1,6 @@
 """A training step beside busy processes: the OpenMP waiting time that this package sets against libgomp's default.
 
-    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 5]
+    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 6]
 
 Steps in bfloat16 by `PolicyModule` under Lightning's Trainer, in processes that take turns: one as the package sets
 itself up, one with the default of libgomp, and one with a single thread, which never waits. Beside them run as many
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle, islice, permutations
 from typing import Any
 
 from _turns import Requests, Side
@@ -85,10 +86,13 @@ def measure(model: str, rows: int, rounds: int, busy: list[int]) -> dict[int, di
         for trainer in trainers.values():
             trainer.answer()
         for count in busy:
-            for _ in range(rounds if count else 3 * rounds):  # a cost of 3% needs more rounds than a gain of 300%
-                with busy_processes(count):
-                    for name, trainer in trainers.items():
-                        seen[count][name].append(trainer.ask("step"))
+            with busy_processes(count):
+                # In every order as often: the kernel deals the cores by what ran before.
+                orders = cycle(permutations(trainers))
+                # A cost of 3% needs more rounds than a gain of 300%.
+                for order in islice(orders, rounds if count else 3 * rounds):
+                    for name in order:
+                        seen[count][name].append(trainers[name].ask("step"))
     finally:
         for trainer in trainers.values():
             trainer.close()
@@ -101,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
