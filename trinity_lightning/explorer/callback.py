@@ -242,13 +242,14 @@ class ExplorerCallback(L.Callback):
             raise reason
         if self._step != step:
             self._step_began = time.perf_counter()
-            if self._data(trainer).batch != step:
+            handed_over = self._data(trainer).batch == step  # of a run that is resumed within a step
+            if not handed_over:
                 self.metrics = {}
                 self._obtain(trainer, step)
-                self._trainers_turn()
-                self._hand_over(trainer, step)
-            self._explore_ahead(trainer, step)
             self._trainers_turn()
+            if not handed_over:
+                self._hand_over(trainer, step)
+            self._explore_ahead(trainer, step)  # engines that take turns with the trainer have nothing ahead
             self._step = step
             if not _items_done(trainer):
                 self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
