@@ -21,8 +21,9 @@ from _training import batch_of, fit
 from torch import Tensor
 
 from trinity_lightning.build import build  # noqa: F401  imports all that a run does
-from trinity_lightning.common.config import AlgorithmConfig, EngineDtype
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.engines import EngineDtype
+from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.monitor.memory import GB, MemoryMeter, resident_gb

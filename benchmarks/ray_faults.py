@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 from faults import NoModel, Trivial
 
-from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer.tasks import Task
 

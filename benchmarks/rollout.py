@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from trinity_lightning.common.config import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_args import engine_args
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

@@ -65,8 +65,8 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
     from hydra import initialize_config_dir
 
     from trinity_lightning.build import build
-    from trinity_lightning.common import compose
-    from trinity_lightning.common.config import config_dir
+    from trinity_lightning.config import hydra as compose
+    from trinity_lightning.config.schema import config_dir
 
     turns = Turns()
 
@@ -185,8 +185,8 @@ def main() -> None:
     if args.work:
         work(json.loads(args.work))
         return
-    from trinity_lightning.common.model_files import resolve_model
     from trinity_lightning.common.product_speed import faster_dtype
+    from trinity_lightning.config.models import resolve_model
 
     dtype = faster_dtype().value
     with tempfile.TemporaryDirectory() as folder:

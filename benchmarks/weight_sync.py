@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from trinity_lightning.common.config import EngineDtype
-from trinity_lightning.common.model_files import resolve_model
-from trinity_lightning.common.ports import free_port
+from trinity_lightning.config.engines import EngineDtype, free_port
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine

@@ -12,8 +12,8 @@ from typing import Any
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.registry import loss_arguments
-from trinity_lightning.common import config as schema
-from trinity_lightning.common.config import config_dir
+from trinity_lightning.config import schema
+from trinity_lightning.config.schema import config_dir
 from trinity_lightning.explorer.rewards import REWARDS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,8 +4,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.schema import config_dir
 
 
 def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictConfig:

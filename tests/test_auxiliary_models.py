@@ -13,8 +13,8 @@ import torch
 from judge_server import judge_server
 from safetensors.torch import load_file, save_file
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]

@@ -6,8 +6,8 @@ from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
 from trinity_lightning.algorithm.policy_loss.aggregate import LOSS_AGG_MODES
 from trinity_lightning.algorithm.rollout_correction import LEVELS, MODES
 from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
-from trinity_lightning.common import known_names
-from trinity_lightning.common.config import options
+from trinity_lightning.config import names as known_names
+from trinity_lightning.config.schema import options
 from trinity_lightning.explorer.tasks.taskset import ORDERS
 from trinity_lightning.explorer.workflows import WORKFLOWS
 

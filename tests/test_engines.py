@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from trinity_lightning import engines
-from trinity_lightning.common.config import EngineConfig, EngineKind, ExplorerConfig, TrainConfig
-from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.config.engines import EngineConfig, EngineKind
+from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.engines import server_cores
+from trinity_lightning.errors import WeightSyncError
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from trinity_lightning.buffer.kept import keep_step, read_experiences
-from trinity_lightning.common.config import TrainConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.expert import is_expert
-from trinity_lightning.common.model_files import load_tokenizer
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.experts import AnswerReader, expert_data
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.parts import typed_part

@@ -23,16 +23,27 @@ TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}
 EXPLORER_PARTS = ("explorer.tasks", "explorer.rewards", "explorer.workflows", "explorer.models")
 # Longest prefix first: `explorer.tasks` is a room of its own within `explorer`.
-ROOMS = (*EXPLORER_PARTS, "buffer.operators", "explorer", "buffer", "algorithm", "trainer", "monitor", "common")
+ROOMS = (
+    *EXPLORER_PARTS,
+    "buffer.operators",
+    "explorer",
+    "buffer",
+    "algorithm",
+    "trainer",
+    "monitor",
+    "common",
+    "config",
+)
 MAY_IMPORT = {
-    "common": {"common"},
-    **{room: {"common", *EXPLORER_PARTS} for room in EXPLORER_PARTS},
-    "explorer": {"common", *EXPLORER_PARTS, "explorer"},
-    "buffer.operators": {"common", "buffer.operators"},
-    "algorithm": {"common", "algorithm"},
-    "buffer": {"common", "buffer.operators", "algorithm", "buffer"},
-    "trainer": {"common", "algorithm", "trainer"},
-    "monitor": {"common", "monitor"},
+    "config": {"config"},
+    "common": {"common", "config"},
+    **{room: {"common", "config", *EXPLORER_PARTS} for room in EXPLORER_PARTS},
+    "explorer": {"common", "config", *EXPLORER_PARTS, "explorer"},
+    "buffer.operators": {"common", "config", "buffer.operators"},
+    "algorithm": {"common", "config", "algorithm"},
+    "buffer": {"common", "config", "buffer.operators", "algorithm", "buffer"},
+    "trainer": {"common", "config", "algorithm", "trainer"},
+    "monitor": {"common", "config", "monitor"},
 }
 MAY_USE_LIGHTNING = {*TOP, *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "checkpoint_io", "stop_checkpoint"))}
 
@@ -98,10 +109,10 @@ def test_a_wrong_import_is_found(module: str, statement: str) -> None:
 
 def test_every_module_has_a_room() -> None:
     root = {module for module in MODULES if room_of(module) == "root"}
-    assert root == {PACKAGE}
+    assert root == {PACKAGE, f"{PACKAGE}.errors"}
 
 
-@pytest.mark.parametrize("module", ["common.config", "train"])
+@pytest.mark.parametrize("module", ["config.checks", "train"])
 def test_configuration_is_read_without_heavy_imports(module: str) -> None:
     heavy = ["torch", "lightning", "transformers", "vllm", "datasets", "wandb"]
     code = f"import sys, {PACKAGE}.{module}; print(*(name for name in {heavy} if name in sys.modules))"

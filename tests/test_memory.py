@@ -8,20 +8,11 @@ import pytest
 import torch
 
 from trinity_lightning import memory
-from trinity_lightning.common.config import (
-    AlgorithmConfig,
-    EngineConfig,
-    EngineDtype,
-    EngineKind,
-    EngineSleep,
-    ExplorerConfig,
-    KLConfig,
-    ModelConfig,
-    TrainConfig,
-    WeightDtype,
-)
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Training, plan
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep
+from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_args import engine_args
 from trinity_lightning.memory import planned_engine, rollouts_of, training_of, with_memory_plan
 

@@ -7,8 +7,8 @@ import pytest
 from compose_cases import composed
 from omegaconf import OmegaConf
 
-from trinity_lightning.common.config import TrainConfig
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.parts import online_data, record_config, typed_part
 
 

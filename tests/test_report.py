@@ -10,9 +10,9 @@ import pytest
 
 from trinity_lightning.buffer.kept import keep_step
 from trinity_lightning.build import checkpoint_of
-from trinity_lightning.common.config import TrainConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.report import main, write_report
 
 QUICK = ("+recipe=grpo", "model=tiny", "engine=transformers", "logger=csv", "steps=2", "buffer.keep=true")

@@ -9,8 +9,8 @@ import torch
 from compose_cases import composed
 from omegaconf import DictConfig
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config.checks import validate
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluate import _send_as_folder
 
 CORES = len(os.sched_getaffinity(0))

@@ -13,9 +13,9 @@ from compose_cases import composed
 from conftest import environment
 from omegaconf import OmegaConf
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.checks import validate
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.parts import instantiate
 from trinity_lightning.train import check, check_objective
 from trinity_lightning.trainer.token_budget import CPU_TOKENS

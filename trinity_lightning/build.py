@@ -9,12 +9,13 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
-from trinity_lightning.common.compose import last_checkpoint, resume_command
-from trinity_lightning.common.config import EngineKind, TrainConfig
-from trinity_lightning.common.errors import ConfigError, TrinityError
 from trinity_lightning.common.memory_plan import MemoryPlan
+from trinity_lightning.config.engines import EngineKind
+from trinity_lightning.config.hydra import last_checkpoint, resume_command
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
+from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.memory import with_memory_plan
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table

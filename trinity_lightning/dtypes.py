@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning.common.config import EngineDtype, EngineKind, WeightDtype
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.product_speed import faster_dtype
-from trinity_lightning.common.trainer_settings import HALF, compute_dtype, weight_dtype
+from trinity_lightning.config.engines import EngineDtype, EngineKind
+from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, weight_dtype
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 

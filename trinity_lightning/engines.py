@@ -8,14 +8,14 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from trinity_lightning.common.auxiliary import auxiliary_configs
-from trinity_lightning.common.config import AuxiliaryConfig, EngineConfig, EngineKind, TrainConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.known_names import WEIGHT_GROUPS
-from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import parameter_shapes
+from trinity_lightning.config.engines import AuxiliaryConfig, EngineConfig, EngineKind, auxiliary_configs
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.names import WEIGHT_GROUPS
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import SynchronizerConfig, config_dir
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.known_names import WEIGHT_GROUPS
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.engines import SynchronizerConfig
+from trinity_lightning.config.names import WEIGHT_GROUPS
+from trinity_lightning.config.schema import config_dir
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_reward
 
 if TYPE_CHECKING:

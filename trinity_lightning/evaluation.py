@@ -7,9 +7,9 @@ import lightning as L
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.common.config import TrainConfig
-from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.weights import WeightStream, as_checkpoint, skeleton
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.dtypes import settle_dtypes
 from trinity_lightning.engines import auxiliary_models_of, check_experts, engines_of
 from trinity_lightning.explorer.explorer import Explorer

@@ -7,10 +7,10 @@ from trinity_lightning.buffer.experts import ExpertData
 from trinity_lightning.buffer.factory import create_reader
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.buffer.repeating import RepeatingReader
-from trinity_lightning.common.config import TrainConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat_template import render_chat
 from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task

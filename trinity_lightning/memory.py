@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import torch
 
-from trinity_lightning.common.checks import AUTO
-from trinity_lightning.common.config import EngineConfig, EngineDtype, EngineKind, EngineSleep, TrainConfig, WeightDtype
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.free_memory import free_memory
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
@@ -18,10 +15,14 @@ from trinity_lightning.common.memory_plan import (
     plan,
     requests_at_once,
 )
-from trinity_lightning.common.model_files import resolve_model
-from trinity_lightning.common.trainer_settings import MIXED
-from trinity_lightning.common.validate_engines import TRAINER_GPU
 from trinity_lightning.common.weights import skeleton
+from trinity_lightning.config.checks import TRAINER_GPU
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.training import MIXED, WeightDtype
+from trinity_lightning.config.values import AUTO
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
 

@@ -17,13 +17,12 @@ from trinity_lightning.buffer.factory import create_reader
 from trinity_lightning.buffer.kept import FOLDER
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.buffer.repeating import RepeatingReader
-from trinity_lightning.common.config import TasksetConfig, TrainConfig
-from trinity_lightning.common.errors import TrinityError
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.known_names import SINGLE_RESPONSE_WORKFLOWS
-from trinity_lightning.common.operator_config import operator_configs
-from trinity_lightning.common.validate import strategies
+from trinity_lightning.config.names import SINGLE_RESPONSE_WORKFLOWS
+from trinity_lightning.config.parts import operator_configs, strategies
+from trinity_lightning.config.schema import TasksetConfig, TrainConfig
 from trinity_lightning.engines import engines_of
+from trinity_lightning.errors import TrinityError
 from trinity_lightning.experts import expert_data
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer

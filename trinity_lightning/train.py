@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.validate import check_checkpoint, validate
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.checks import check_checkpoint, validate
+from trinity_lightning.config.schema import config_dir
+from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning as L

@@ -4,7 +4,7 @@ import torch
 
 from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.algorithm.rollout_correction import logprob_difference, rollout_correction
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
 ROLLOUT = torch.zeros(3, 3)

@@ -13,9 +13,9 @@ from trinity_lightning.buffer.kept import read_experiences
 from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.buffer.storage.errors import StorageError
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import CustomField
 from trinity_lightning.common.expert import is_expert, marked
+from trinity_lightning.errors import ConfigError
 
 ROLLOUTS = make_group(0, 4)
 

@@ -9,7 +9,7 @@ from buffer_cases import make_group
 from trinity_lightning.buffer.factory import create_reader, create_storage
 from trinity_lightning.buffer.kept import keep_step
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ["file", "sql"])

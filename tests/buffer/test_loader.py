@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.buffer.loader import ExperienceLoader
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 
 @settings(deadline=None, max_examples=60)

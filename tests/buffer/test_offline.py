@@ -13,7 +13,7 @@ from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.buffer.storage.errors import StorageError
 from trinity_lightning.buffer.storage.file import FileReader, FileStorage
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 
 @pytest.fixture

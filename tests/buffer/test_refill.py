@@ -8,9 +8,9 @@ from buffer_cases import make_group
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
-from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.operator_config import OperatorConfig
+from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.errors import OperatorError
 
 MIXED, EQUAL = [0.0, 1.0, 1.0, 0.0], [1.0] * 4
 

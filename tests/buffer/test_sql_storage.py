@@ -16,8 +16,8 @@ from sqlalchemy.exc import OperationalError
 from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError, StorageLockedError
 from trinity_lightning.buffer.storage.replay import ReplayReader
 from trinity_lightning.buffer.storage.sql import SqlReader, SqlStorage
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.errors import ConfigError
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

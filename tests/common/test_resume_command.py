@@ -9,8 +9,8 @@ import pytest
 from compose_cases import composed
 from hydra.core.hydra_config import HydraConfig
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import PACKAGE_DIR
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.schema import PACKAGE_DIR
 
 OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.run.dir=elsewhere", "hydra.verbose=true"]
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_lightning.common import tcp_group
-from trinity_lightning.common.ports import free_port
 from trinity_lightning.common.tcp_group import TCPGroup, TCPReceiver
+from trinity_lightning.config.engines import free_port
 
 HERE = "127.0.0.1"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]

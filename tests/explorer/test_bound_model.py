@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
 
 

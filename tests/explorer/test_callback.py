@@ -12,16 +12,11 @@ from run_cases import quiet_trainer, rows
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.config import (
-    AlgorithmConfig,
-    EngineDtype,
-    ExplorerConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    SynchronizerConfig,
-)
-from trinity_lightning.common.errors import ModelLoadError, WeightSyncError
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.config.engines import EngineDtype, SynchronizerConfig
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
+from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
+from trinity_lightning.errors import ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.in_process import InProcessEngine

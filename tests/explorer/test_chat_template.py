@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat_template import render_chat, renders_tools
 
 END = "<|im_end|>"

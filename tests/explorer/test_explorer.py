@@ -9,10 +9,10 @@ import pytest
 import torch
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig, SamplingConfig
-from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.rollout_metrics import (

@@ -10,8 +10,8 @@ from compose_cases import composed
 from conftest import ROOT
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.explorer import WorkflowRunner
 from trinity_lightning.explorer import host as host_module
 from trinity_lightning.explorer.host import Host

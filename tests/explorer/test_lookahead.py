@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.lookahead import Interval, LookAhead

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset

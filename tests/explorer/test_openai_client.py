@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, scripted
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
@@ -117,7 +117,7 @@ def test_a_malformed_call_is_text() -> None:
 def tiny_engine() -> Any:
     from transformers import AutoModelForCausalLM
 
-    from trinity_lightning.common.model_files import resolve_model
+    from trinity_lightning.config.models import resolve_model
     from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 
     engine = TransformersEngine("tiny", max_model_len=128)

@@ -7,9 +7,9 @@ import pytest
 from fake_model import FakeModel
 from judge_server import JudgeServer, judge_server
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner

@@ -21,11 +21,11 @@ from compose_cases import composed
 from conftest import environment
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.validate import validate
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer import ray_runner as ray_runner_module
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
@@ -277,7 +277,7 @@ JOIN = """
 import asyncio, json, os, signal, sys
 import ray
 from fake_model import FakeModel, scripted, succeed
-from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.watchers import keep_sigterm
 

@@ -31,8 +31,8 @@ from reward_functions import (
     wait_here,
 )
 
-from trinity_lightning.common.config import ExplorerConfig, SamplingConfig
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score

@@ -15,7 +15,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import (
     REWARDS,
     accuracy,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_model import FakeModel, LeapingLoop, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
-from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
-from trinity_lightning.common.errors import ConfigError, PromptTooLongError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
+from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
 from trinity_lightning.explorer.scheduler_times import enough_of
 from trinity_lightning.explorer.workflows import PartialFailure

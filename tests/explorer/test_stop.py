@@ -18,17 +18,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from run_cases import quiet_trainer, rows, same_metrics
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.config import (
-    AlgorithmConfig,
-    ExplorerConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    SynchronizerConfig,
-)
-from trinity_lightning.common.errors import WorkflowBlockedError
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.weights import WeightStream, parameter_shapes
+from trinity_lightning.config.engines import SynchronizerConfig
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
+from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
+from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer import callback as callback_module
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer

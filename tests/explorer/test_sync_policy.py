@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.task_source import TaskSource

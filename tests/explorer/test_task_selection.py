@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import Taskset, TasksetMixture
 
 

@@ -9,8 +9,8 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.common.config import TasksetConfig
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config.schema import TasksetConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner

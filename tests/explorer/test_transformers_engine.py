@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trinity_lightning.common.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.trainer.weight_sync import Tolerance

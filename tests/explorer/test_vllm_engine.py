@@ -15,15 +15,15 @@ import torch
 from tiny_policy import tiny_model
 from tiny_vllm import driven_engine, standing_still, tiny_engine
 
-from trinity_lightning.common.errors import (
+from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.errors import (
     ConfigError,
     ModelLoadError,
     PromptTooLongError,
     RolloutError,
     WeightSyncError,
 )
-from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.trainer.weight_sync import weight_stream

@@ -19,9 +19,9 @@ from fake_model import hang, scripted
 from tiny_policy import tiny_model
 from tiny_vllm import driven_engine, standing_still
 
-from trinity_lightning.common.config import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

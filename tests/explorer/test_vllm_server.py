@@ -16,18 +16,19 @@ import pytest
 import torch
 from tiny_policy import logprobs, tiny_model
 
-from trinity_lightning.common.config import EngineDtype, ExplorerConfig, SamplingConfig
-from trinity_lightning.common.errors import (
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.weight_folder import WeightFolder
+from trinity_lightning.config.engines import EngineDtype
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
+from trinity_lightning.errors import (
     ConfigError,
     ModelLoadError,
     PromptTooLongError,
     RolloutError,
     WeightSyncError,
 )
-from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.model_files import load_tokenizer, resolve_model
-from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import vllm_server

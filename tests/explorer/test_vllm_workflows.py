@@ -10,9 +10,9 @@ import torch
 from tiny_policy import tiny_model
 from tiny_vllm import driven_engine
 
-from trinity_lightning.common.config import ExplorerConfig
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

@@ -15,13 +15,13 @@ import torch
 from tiny_policy import logprobs, tiny_model
 from torch import Tensor
 
-from trinity_lightning.common.config import EngineDtype, ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, WeightSyncError
 from trinity_lightning.common.nccl_group import NCCLGroup
-from trinity_lightning.common.ports import free_port
 from trinity_lightning.common.tcp_group import TCPReceiver
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.config.engines import EngineDtype, free_port
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.server_client import ServerClient

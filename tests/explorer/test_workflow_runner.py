@@ -12,12 +12,12 @@ from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, h
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ReadOnlyError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.common.untrained import UNTRAINED, Untrained
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure, Workflow

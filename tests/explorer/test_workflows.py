@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from fake_model import FakeModel
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import WORKFLOWS, MathWorkflow, SimpleWorkflow, resolve_workflow

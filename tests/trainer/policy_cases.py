@@ -6,9 +6,9 @@ from typing import Any
 import lightning as L
 import torch
 
-from trinity_lightning.common.config import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
 VOCABULARY = 100

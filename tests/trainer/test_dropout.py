@@ -16,7 +16,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from trinity_lightning.common.config import AlgorithmConfig, Dropout, OptimizerConfig
+from trinity_lightning.config.training import AlgorithmConfig, Dropout, OptimizerConfig
 from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -10,8 +10,8 @@ import transformers
 from policy_cases import Prepare, batch_of, fit, make_experiences
 from torch import nn
 
-from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
-from trinity_lightning.common.errors import ConfigError, ModelLoadError
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
+from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import forward
 from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.attention import attention_implementation

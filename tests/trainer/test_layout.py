@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import batches, experiences
 
-from trinity_lightning.common.config import AlgorithmConfig, Layout
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.training import AlgorithmConfig, Layout
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import (
     computed_tokens,
     cut,

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from layout_cases import batches
 
-from trinity_lightning.common.config import Layout
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.layout import Part, cut, rows_to_train
 from trinity_lightning.trainer.micro_batch import MicroBatch, collate
 

@@ -27,18 +27,11 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.common.config import (
-    AlgorithmConfig,
-    ExplorerConfig,
-    KLConfig,
-    Layout,
-    RolloutCorrectionConfig,
-    SamplingConfig,
-    options,
-)
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.expert import marked
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, options
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, RolloutCorrectionConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

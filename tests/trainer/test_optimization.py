@@ -16,8 +16,8 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from trinity_lightning.common.config import OptimizerConfig
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optimization import parameter_groups
 
 LR, DECAY = 0.01, 0.5

@@ -23,9 +23,9 @@ from policy_cases import (
 
 from trinity_lightning.buffer.loader import ExperienceLoader
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.config import KLConfig, OptimizerConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.training import KLConfig, OptimizerConfig
+from trinity_lightning.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from policy_cases import (
     naive_grpo,
 )
 
-from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import logprobs
 from trinity_lightning.trainer.layout import better_layout, cut, rows_to_train
 from trinity_lightning.trainer.micro_batch import collate

@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import trinity_lightning.trainer.policy as policy_module
-from trinity_lightning.common.config import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
-from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
+from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.faults import describe_fault
 from trinity_lightning.trainer.flops import ModelSize, Work, attended

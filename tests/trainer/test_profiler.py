@@ -11,10 +11,10 @@ from hydra import initialize_config_dir
 from policy_cases import batch_of, fit, make_experiences, make_policy
 from torch.autograd import _profiler_enabled as is_profiling  # pyright: ignore[reportPrivateImportUsage]
 
-from trinity_lightning.common import compose
-from trinity_lightning.common.config import config_dir
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.schema import config_dir
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.profiler import StepProfiler
 
 

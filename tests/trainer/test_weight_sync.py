@@ -10,9 +10,9 @@ from tiny_policy import logprobs, tiny_model
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trinity_lightning.common.config import EngineDtype
-from trinity_lightning.common.errors import WeightSyncError
-from trinity_lightning.common.model_files import load_tokenizer
+from trinity_lightning.config.engines import EngineDtype
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
 from trinity_lightning.algorithm.policy_loss.registry import MAX_LOG_RATIO
-from trinity_lightning.common.registry import Registry
+from trinity_lightning.config.registry import Registry
 
 # (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import aggregate, token_share
 from trinity_lightning.algorithm.policy_loss.registry import MAX_LOG_RATIO, log_ratio
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask")

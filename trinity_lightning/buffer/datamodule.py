@@ -18,9 +18,9 @@ from trinity_lightning.buffer.operators import AuxiliaryModels, OperatorConfig
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.more_rollouts import MoreRollouts
+from trinity_lightning.errors import OperatorError
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import torch
 
 from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.errors import StorageError
-from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.expert import marked
+from trinity_lightning.config.values import whole_number
 
 
 class ExpertData:

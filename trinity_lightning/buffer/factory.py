@@ -5,11 +5,11 @@ from pathlib import Path
 
 from trinity_lightning.buffer.reader import BufferReader, CursorReader, MemoryReader
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.known_names import BUFFER_ORDERS, BUFFER_STORAGES
-from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.names import BUFFER_ORDERS, BUFFER_STORAGES
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 
 def create_storage(name: str, *, path: str | Path | None = None, url: str | None = None) -> BufferWriter:

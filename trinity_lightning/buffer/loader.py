@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.checks import whole_number
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.values import whole_number
 
 
 class ExperienceLoader:

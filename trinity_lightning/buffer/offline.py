@@ -6,8 +6,8 @@ from typing import Any
 
 from trinity_lightning.buffer.reader import BufferReader
 from trinity_lightning.buffer.storage.errors import StorageError
-from trinity_lightning.common.checks import number, whole_number
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.values import number, whole_number
 
 
 class OfflineLoader:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from trinity_lightning.common.errors import ReadOnlyError
+from trinity_lightning.errors import ReadOnlyError
 
 
 @dataclass(frozen=True, slots=True)

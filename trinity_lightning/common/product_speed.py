@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from trinity_lightning.common.config import WeightDtype
+from trinity_lightning.config.training import WeightDtype
 
 TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float32}
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from trinity_lightning.common.errors import RolloutError
+from trinity_lightning.errors import RolloutError
 
 
 class VerdictError(RolloutError):

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trinity_lightning.common.errors import WeightSyncError
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.errors import WeightSyncError
 
 KEPT = 2  # an engine may still be reading the weights before the last
 

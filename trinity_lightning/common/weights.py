@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.errors import WeightSyncError
-from trinity_lightning.common.suggest import nearest
+from trinity_lightning.config.values import nearest
+from trinity_lightning.errors import WeightSyncError
 
 Shape = tuple[int, ...]
 

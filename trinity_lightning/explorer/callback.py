@@ -18,12 +18,11 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.checks import check_version
-from trinity_lightning.common.config import SynchronizerConfig
-from trinity_lightning.common.errors import ConfigError, WeightSyncError
-from trinity_lightning.common.known_names import WEIGHT_GROUPS
-from trinity_lightning.common.older_weights import samples_older_weights
-from trinity_lightning.common.ports import free_port
+from trinity_lightning.config.engines import SynchronizerConfig, free_port
+from trinity_lightning.config.names import WEIGHT_GROUPS
+from trinity_lightning.config.older_weights import samples_older_weights
+from trinity_lightning.config.values import check_version
+from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.lookahead import Interval, LookAhead

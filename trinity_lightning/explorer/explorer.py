@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.more_rollouts import MoreRollouts
-from trinity_lightning.common.sampling import check_trained_sampling
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.config.sampling import check_trained_sampling
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.evaluation_metrics import evaluation_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine

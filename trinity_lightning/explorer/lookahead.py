@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host, Job
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from trinity_lightning.common.errors import WorkflowBlockedError
+from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)

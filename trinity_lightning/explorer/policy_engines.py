@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.suggest import nearest
 from trinity_lightning.common.weights import Shape, WeightStream
+from trinity_lightning.config.values import nearest
 from trinity_lightning.explorer.models.engine import Engine, Sleeper
 from trinity_lightning.explorer.weight_group import WeightGroup
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.require import require_ray
+from trinity_lightning.config.engines import require_ray
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.ray_runner import RayRunner
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.ray_worker import PACKAGE, Answer, RayWorker
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.workflow_runner import Attempt, WorkflowRunner
 
 PACKAGE = __name__.partition(".")[0]
@@ -77,7 +77,7 @@ class RayWorker:
         except Exception as error:
             reason = f"the task cannot be read in a Ray worker: {type(error).__name__}: {error}"
             return self._answer(Attempt([], dict.fromkeys(runs, ConfigError(reason)), 0.0), runs)
-        model = cast(InferenceModel, _AtVersion(self._model, version))
+        model = cast("InferenceModel", _AtVersion(self._model, version))
         runner = WorkflowRunner(self._config, model, self._auxiliary_models, self._runner_id)
         return self._answer(await runner.attempt(loaded, runs, limit), runs)
 

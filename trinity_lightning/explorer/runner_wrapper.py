@@ -5,10 +5,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import ConfigError, PromptTooLongError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.ray_runner import RayRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner, describe, summarize

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from trinity_lightning.common.config import ExplorerConfig, runners_per_model
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.schema import ExplorerConfig, runners_per_model
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.ray_cluster import RayCluster, check_ray
 from trinity_lightning.explorer.ray_runner import RayRunner
 from trinity_lightning.explorer.rewards.scoring import SCORER

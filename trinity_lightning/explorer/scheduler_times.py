@@ -2,7 +2,7 @@
 
 import math
 
-from trinity_lightning.common.config import ExplorerConfig
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer.scheduler_batch import Job
 from trinity_lightning.explorer.workflow_runner import Status
 

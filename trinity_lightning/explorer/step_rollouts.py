@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.rollout_metrics import pass_rates, rollout_metrics
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from trinity_lightning.common.checks import check_version
+from trinity_lightning.config.values import check_version
 from trinity_lightning.explorer.explorer import Explorer
 
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before

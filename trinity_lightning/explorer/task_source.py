@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trinity_lightning.common.config import SamplingConfig
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.known_names import WORKFLOWS as BUILT_IN
+from trinity_lightning.config.names import WORKFLOWS as BUILT_IN
+from trinity_lightning.config.schema import SamplingConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.tasks.formatter import ANSWER
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture

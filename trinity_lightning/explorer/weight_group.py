@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.errors import ConfigError, RolloutError, WeightSyncError
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.nccl_group import NCCLGroup
 from trinity_lightning.common.tcp_group import TCPGroup
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
+from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 
 Group = TCPGroup | NCCLGroup

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from trinity_lightning.common.config import ExplorerConfig
-from trinity_lightning.common.errors import PromptTooLongError, RolloutError
 from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
@@ -168,7 +168,7 @@ class _Run:
             self.workflow.set_repeat_times(len(runs), runs[0])
         try:
             experiences = await (
-                run_in_thread(cast(Any, self.workflow.run)) if self.is_blocking else self.workflow.run()
+                run_in_thread(cast("Any", self.workflow.run)) if self.is_blocking else self.workflow.run()
             )
         finally:
             for view in self.views:

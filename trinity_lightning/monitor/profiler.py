@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 from torch.profiler import profile
 
-from trinity_lightning.common.checks import whole_number
+from trinity_lightning.config.values import whole_number
 
 _ROWS = 40  # of the table
 

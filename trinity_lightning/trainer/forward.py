@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.config import Layout
-from trinity_lightning.common.errors import ConfigError, ModelLoadError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.training import Layout
+from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.attention import NAME
 from trinity_lightning.trainer.dropout import has_dropout
 from trinity_lightning.trainer.layout import cut

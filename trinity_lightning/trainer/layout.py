@@ -11,10 +11,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from trinity_lightning.common.config import Layout
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.config.training import Layout
 
 # `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Measured on SmolLM2, forward
 # and backward: such a token takes 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16, where

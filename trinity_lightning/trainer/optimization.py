@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trinity_lightning.common.config import OptimizerConfig
+from trinity_lightning.config.training import OptimizerConfig
 
 # Parameters that do not decay by the last part of their names: down_proj_bias, mixer.A_log, mixer.D, ...
 _EXEMPT = re.compile(r"(^|[._])bias$|(^|\.)(A_log|D)$")

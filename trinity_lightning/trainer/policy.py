@@ -21,16 +21,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
-from trinity_lightning.common.checks import AUTO, check_version, checked_copy
-from trinity_lightning.common.config import AlgorithmConfig, Dropout, Layout, OptimizerConfig, WeightDtype
 from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
-from trinity_lightning.common.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.model_files import load_tokenizer, resolve_model
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.common.trainer_settings import HALF, check_trainer_settings
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.training import (
+    HALF,
+    AlgorithmConfig,
+    Dropout,
+    Layout,
+    OptimizerConfig,
+    WeightDtype,
+    check_trainer_settings,
+)
+from trinity_lightning.config.values import AUTO, check_version, checked_copy
+from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.attention import attention_implementation
 from trinity_lightning.trainer.device_peak import peak_flops
 from trinity_lightning.trainer.dropout import switch_off_dropout

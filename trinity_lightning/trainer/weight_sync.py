@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.errors import ConfigError, WeightSyncError
 from trinity_lightning.common.weights import WeightStream, as_checkpoint
+from trinity_lightning.errors import ConfigError, WeightSyncError
 
 # 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
 PROBE_TEXT = (

@@ -10,8 +10,8 @@ from trinity_lightning.algorithm.add_strategy import (
     RewardVarianceAddStrategy,
     StepWiseGRPOStrategy,
 )
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.errors import ConfigError
 
 
 class NoWriter(BufferWriter):

@@ -8,9 +8,9 @@ from trinity_lightning.algorithm.add_strategy import (
     GRPOAddStrategy,
     create_add_strategy,
 )
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.errors import ConfigError
 
 
 class ListWriter(BufferWriter):

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.rewards import equal_rewards
+from trinity_lightning.errors import ConfigError
 
 REWARDS = st.floats(-5, 5).map(lambda x: round(x, 3))
 GROUPED = st.lists(st.tuples(REWARDS, st.integers(-3, 6)), min_size=1, max_size=40)

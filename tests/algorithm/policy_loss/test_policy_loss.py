@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_FN, aggregate, create_policy_loss
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 
 def batch(seed=0, b=5, r=7, spread=0.5):

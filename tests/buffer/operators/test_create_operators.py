@@ -14,7 +14,7 @@ from trinity_lightning.buffer.operators import (
     RewardFilter,
     create_operators,
 )
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 NAMES = """dapo_dynamic_sampling invalid_reward_filter judge mask_response_truncated overlong_penalty
 pass_rate_calculator reward_filter reward_shaping_mapper reward_std_filter"""

@@ -10,7 +10,7 @@ from operator_cases import HERE, AddOne, rewards, step_of
 from trinity_lightning.buffer import loops
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OperatorConfig
-from trinity_lightning.common.errors import OperatorError
+from trinity_lightning.errors import OperatorError
 
 
 class KnowsItsLoop(ExperienceOperatorV1):

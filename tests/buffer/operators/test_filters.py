@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_cases import make, rewards, run, step_of
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import ExperienceError, group_by
+from trinity_lightning.errors import ConfigError
 
 NAN, INF = float("nan"), float("inf")
 STEPS = st.lists(

@@ -11,8 +11,8 @@ from judge_server import judge_server
 from operator_cases import make, rewards
 
 from trinity_lightning.buffer.operators import JudgeOperator, OperatorConfig, create_operators, judge
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.errors import ConfigError
 
 openai = pytest.importorskip("openai")
 

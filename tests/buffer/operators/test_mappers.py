@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_cases import make, rewards, run, step_of
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.errors import ConfigError
 
 NAN = float("nan")
 

@@ -15,9 +15,9 @@ from operator_cases import HERE, AddOne, make, rewards, step_of
 from trinity_lightning.buffer.operator_chain import snapshot
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, OperatorConfig
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
-from trinity_lightning.common.errors import OperatorError
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.errors import OperatorError
 
 
 class ListWriter(BufferWriter):

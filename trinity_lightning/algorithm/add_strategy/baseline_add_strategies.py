@@ -9,9 +9,9 @@ from torch import Tensor
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, TaskAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.groups import action_mask
-from trinity_lightning.common.checks import number
-from trinity_lightning.common.runs import Run
+from trinity_lightning.common.rewards import Run
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import number
 
 
 class BaselineAddStrategy(TaskAdvantageStrategy):

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.errors import ConfigError
 
 
 class _HandOver(BufferWriter):

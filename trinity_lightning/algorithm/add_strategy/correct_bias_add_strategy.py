@@ -9,10 +9,10 @@ from torch import Tensor
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
 from trinity_lightning.algorithm.add_strategy.groups import action_mask
-from trinity_lightning.common.checks import number
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.runs import Run
+from trinity_lightning.common.rewards import Run
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import number
 
 
 @ADD_STRATEGY.register("correct_bias")

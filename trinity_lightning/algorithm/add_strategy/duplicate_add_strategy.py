@@ -19,10 +19,10 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     differing_groups,
     reject_dpo,
 )
-from trinity_lightning.common.checks import number, whole_number
 from trinity_lightning.common.experience import EID, Experience, group_by
-from trinity_lightning.common.runs import Criterion
+from trinity_lightning.common.rewards import Criterion
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import number, whole_number
 
 
 @ADD_STRATEGY.register("duplicate_informative")

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.checks import number, one_of
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.rewards import EQUAL_TOLERANCE
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import number, one_of, unknown_name
+from trinity_lightning.errors import ConfigError
 
 STD_LEVELS = ("group", "batch")
 OPMD_BASELINES = ("mean", "logavgexp")

@@ -11,9 +11,9 @@ from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, set_advantages
 from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy, return_metrics
-from trinity_lightning.common.checks import flag, number, text
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import flag, number, text
 
 
 @ADD_STRATEGY.register("gigpo")

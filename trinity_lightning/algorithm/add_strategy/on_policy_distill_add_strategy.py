@@ -8,10 +8,10 @@ from torch import Tensor
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GroupAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, split_valid
-from trinity_lightning.common.checks import number
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import number
 
 
 @ADD_STRATEGY.register("on_policy_distill")

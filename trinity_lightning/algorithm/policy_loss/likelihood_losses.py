@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN
-from trinity_lightning.common.checks import number
+from trinity_lightning.config.values import number
 
 
 @POLICY_LOSS_FN.register("reinforce")

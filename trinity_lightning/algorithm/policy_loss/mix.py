@@ -8,7 +8,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import sft
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, accepted, create_policy_loss
-from trinity_lightning.common.checks import number
+from trinity_lightning.config.values import number
 
 
 @POLICY_LOSS_FN.register("mix")

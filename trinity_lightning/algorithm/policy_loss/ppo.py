@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 
 @POLICY_LOSS_FN.register("grpo")

@@ -8,8 +8,8 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
 from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range
 from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
-from trinity_lightning.common.checks import number
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config.values import number
+from trinity_lightning.errors import ConfigError
 
 
 @POLICY_LOSS_FN.register("gspo")

@@ -9,8 +9,8 @@ from typing import Any, Protocol, Union, cast, get_args, get_origin
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.registry import Registry
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.values import unknown_name
 
 # exp(20) = 5e8: far beyond any useful ratio, and finite in float32 with room for products.
 MAX_LOG_RATIO = 20.0
@@ -77,7 +77,7 @@ def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
         ValueError: unknown name; the message lists the known ones.
         TypeError: unknown argument, the message lists the valid ones; or one of the wrong type.
     """
-    fn = cast(PolicyLossFn, POLICY_LOSS_FN.resolve(name))
+    fn = cast("PolicyLossFn", POLICY_LOSS_FN.resolve(name))
     valid = loss_arguments(fn)
     for arg, value in args.items():
         if arg not in valid:

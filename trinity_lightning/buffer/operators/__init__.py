@@ -16,5 +16,5 @@ from trinity_lightning.buffer.operators.reward_filter import RewardSTDFilter as 
 from trinity_lightning.buffer.operators.reward_shaping_mapper import RewardShapingMapper as RewardShapingMapper
 from trinity_lightning.buffer.operators.truncation import MaskResponseTruncated as MaskResponseTruncated
 from trinity_lightning.buffer.operators.truncation import OverlongPenalty as OverlongPenalty
-from trinity_lightning.common.operator_config import OnError as OnError
-from trinity_lightning.common.operator_config import OperatorConfig as OperatorConfig
+from trinity_lightning.config.parts import OnError as OnError
+from trinity_lightning.config.parts import OperatorConfig as OperatorConfig

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.operator_config import OperatorConfig
-from trinity_lightning.common.registry import Registry
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

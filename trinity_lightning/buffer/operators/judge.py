@@ -10,11 +10,10 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
-from trinity_lightning.common.checks import number, text, whole_number
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.verdict import VerdictError, read_score
+from trinity_lightning.config.values import number, text, unknown_name, whole_number
+from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -7,10 +7,9 @@ from numbers import Real
 from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
-from trinity_lightning.common.checks import number
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import number, unknown_name
+from trinity_lightning.errors import ConfigError
 
 # How a reward and a weighted number become the new reward.
 OPERATIONS: dict[str, Callable[[float, float], float]] = {

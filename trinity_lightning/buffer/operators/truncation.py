@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
-from trinity_lightning.common.checks import whole_number
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.values import whole_number
+from trinity_lightning.errors import ConfigError
 
 
 @EXPERIENCE_OPERATORS.register("mask_response_truncated")

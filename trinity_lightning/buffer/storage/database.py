@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError, StorageLockedError
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 try:
     import sqlalchemy as sa

@@ -1,6 +1,6 @@
 """What can go wrong with a buffer outside this process; the message names the place and the fix."""
 
-from trinity_lightning.common.errors import TrinityError
+from trinity_lightning.errors import TrinityError
 
 
 class StorageError(TrinityError):

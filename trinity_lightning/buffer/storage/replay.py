@@ -14,8 +14,8 @@ from trinity_lightning.buffer.reader import BufferReader, check_count
 from trinity_lightning.buffer.storage.database import MOST_VARIABLES, Database, sa
 from trinity_lightning.buffer.storage.errors import StorageError
 from trinity_lightning.buffer.storage.sql import RETRY_FOR, TABLE, experience_at
-from trinity_lightning.common.checks import number, one_of, whole_number
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.values import number, one_of, whole_number
 
 ORDERS = ("priority", "random")
 

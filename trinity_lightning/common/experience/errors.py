@@ -1,6 +1,6 @@
 """Error types of experiences; the message alone should be enough to act on."""
 
-from trinity_lightning.common.errors import TrinityError
+from trinity_lightning.errors import TrinityError
 
 
 class ExperienceError(TrinityError, ValueError):

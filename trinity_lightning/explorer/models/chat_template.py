@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 
 Messages = Sequence[Mapping[str, Any]]

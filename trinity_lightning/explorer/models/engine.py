@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.errors import PromptTooLongError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
+from trinity_lightning.errors import PromptTooLongError
 from trinity_lightning.explorer.models.chat_template import render_chat
 from trinity_lightning.explorer.models.openai_client import ChatCompletions, async_client
 

@@ -10,9 +10,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.models.engine import Engine
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
 
 # Path and body of a request -> HTTP status and body of the response.

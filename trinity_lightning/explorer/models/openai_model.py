@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.openai_client import ROOT, api_error
 
 logger = logging.getLogger(__name__)

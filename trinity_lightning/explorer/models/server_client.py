@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from trinity_lightning.common.errors import RolloutError
+from trinity_lightning.errors import RolloutError
 
 
 async def _nothing() -> str:

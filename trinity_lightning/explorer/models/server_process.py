@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trinity_lightning.common.errors import ModelLoadError
+from trinity_lightning.errors import ModelLoadError
 
 MAIN = Path(__file__).with_name("server_main.py")
 END_SECONDS = 10.0

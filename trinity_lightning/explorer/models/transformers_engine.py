@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.config import EngineConfig
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.model_files import load_tokenizer
 from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
+from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.decoding import Decoding, Request
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.config import EngineConfig, EngineSleep
 from trinity_lightning.common.cpu_memory import forget, trim_heap
-from trinity_lightning.common.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.model_files import resolve_model
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.common.require import require_vllm
-from trinity_lightning.common.suggest import unknown_name
-from trinity_lightning.common.validate_engines import check_one_device, check_speculation
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
+from trinity_lightning.config.checks import check_one_device, check_speculation
+from trinity_lightning.config.engines import EngineConfig, EngineSleep, require_vllm
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.vllm_args import engine_args, is_quantized
 

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from trinity_lightning.common.config import EngineConfig, EngineDtype
-from trinity_lightning.common.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
-from trinity_lightning.common.gpus import visible_gpus
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.model_files import load_tokenizer, resolve_model
-from trinity_lightning.common.require import require_vllm
-from trinity_lightning.common.suggest import unknown_name
-from trinity_lightning.common.validate_engines import check_speculation
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
+from trinity_lightning.config.checks import check_speculation
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, require_vllm, visible_gpus
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.server_process import ServerProcess

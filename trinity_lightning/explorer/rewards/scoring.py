@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, cast
 
-from trinity_lightning.common.checks import number
-from trinity_lightning.common.errors import ConfigError, RolloutError
-from trinity_lightning.common.registry import Registry
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.values import number
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.tasks.task import Task
 
 RewardValue = float | dict[str, float]
@@ -123,7 +123,7 @@ def raised(name: str, error: BaseException) -> RolloutError:
 async def _call(reward: Reward, response: str, task: Task) -> Any:
     try:
         if _is_async(reward.function):
-            return await cast(Awaitable[Any], reward.function(response, task))
+            return await cast("Awaitable[Any]", reward.function(response, task))
         # In a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out.
         value = await run_in_thread(lambda: reward.function(response, task))
         return await value if inspect.isawaitable(value) else value
@@ -154,7 +154,7 @@ def _function(entry: Any) -> RewardFunction:
         raise ConfigError(str(error)) from error
     if not callable(function):
         raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
-    return cast(RewardFunction, function)
+    return cast("RewardFunction", function)
 
 
 def _is_async(function: Any) -> bool:

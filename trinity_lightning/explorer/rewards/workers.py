@@ -18,9 +18,9 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
-from trinity_lightning.common.registry import import_object
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.registry import import_object
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards.scoring import Reward, raised, worth
 from trinity_lightning.explorer.tasks.task import Task
 

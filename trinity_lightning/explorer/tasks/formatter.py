@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 PROMPT, ANSWER, MESSAGES = "prompt", "answer", "messages"
 

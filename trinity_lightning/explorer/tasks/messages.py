@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Task
 
 

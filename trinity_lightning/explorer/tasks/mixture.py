@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trinity_lightning.common.checks import whole_number
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config.values import whole_number
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.tasks.taskset import Taskset
 

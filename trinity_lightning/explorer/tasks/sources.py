@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import nearest, unknown_name
+from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.errors import ConfigError
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

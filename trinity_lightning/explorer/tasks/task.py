@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.workflows.workflow import Workflow

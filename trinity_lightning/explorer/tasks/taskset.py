@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from trinity_lightning.common.checks import one_of, whole_number
-from trinity_lightning.common.config import TasksetConfig
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.schema import TasksetConfig
+from trinity_lightning.config.values import one_of, unknown_name, whole_number
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.difficulty import DifficultySelector
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.selection import TaskSelection

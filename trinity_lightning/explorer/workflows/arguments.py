@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_lightning.common.errors import PromptTooLongError, RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.tasks.messages import prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.environments.environment import Environment, as_messages, call

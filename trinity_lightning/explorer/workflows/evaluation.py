@@ -1,8 +1,8 @@
 """One question, one answer, measured and never trained on."""
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.simple import SimpleWorkflow
 from trinity_lightning.explorer.workflows.workflow import WORKFLOWS

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.verdict import read_score
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards import Reward
 from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task

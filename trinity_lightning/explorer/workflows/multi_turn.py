@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_lightning.common.checks import one_of, whole_number
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.arguments import check_call, read_arguments

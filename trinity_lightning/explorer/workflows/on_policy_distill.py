@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.arguments import read_arguments
 from trinity_lightning.explorer.workflows.simple import SimpleWorkflow

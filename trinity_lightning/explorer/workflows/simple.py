@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_lightning.common.errors import RolloutError
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task

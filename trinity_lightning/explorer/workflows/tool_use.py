@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_lightning.common.checks import whole_number
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.registry import import_object
+from trinity_lightning.config.registry import import_object
+from trinity_lightning.config.values import whole_number
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.arguments import read_arguments

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.registry import Registry
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.tasks.task import Task
 
 

@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
-from trinity_lightning.common.errors import ConfigError, RolloutError
-from trinity_lightning.common.registry import Registry
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.tasks.task import Task
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def resolve_environment(environment: Any) -> Callable[..., Environment]:
         raise ConfigError(str(error)) from error
     if not callable(made_by):
         raise ConfigError(f"environment {environment!r} cannot be called: give a class, or a function that makes one.")
-    return cast(Callable[..., Environment], made_by)
+    return cast("Callable[..., Environment]", made_by)
 
 
 async def call(method: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards.text import find_last_number
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.environments.environment import ENVIRONMENTS, StepResult

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.registry import import_object
-from trinity_lightning.common.suggest import unknown_name
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.registry import import_object
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import OPENING, ToolCall, parse_tool_calls
 from trinity_lightning.explorer.tasks.messages import messages_of
 from trinity_lightning.explorer.tasks.task import Task

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from trinity_lightning.common import known_names as known
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config import names as known
+from trinity_lightning.errors import ConfigError
 
 
 def samples_older_weights(explorer: Any) -> bool:

@@ -1,14 +1,60 @@
-"""The typed sections of the configuration that say where rollouts are generated, and how weights get there."""
+"""The typed sections that say where rollouts are generated, and how weights get there."""
 
+import dataclasses
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trinity_lightning.common import known_names as known
-from trinity_lightning.common.checks import number, one_of, url, whole_number
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.config import names as known
+from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
+from trinity_lightning.errors import ConfigError
+
+
+def visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None where it is not set: all of the machine."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def free_port(address: str) -> int:
+    """A port of that address of this machine on which nothing listens.
+
+    Raises:
+        ConfigError: it is no address of this machine.
+    """
+    try:
+        with socket.create_server((address, 0)) as probe:
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"synchronizer.address is {address!r}, and this machine cannot listen there ({error}): give the address "
+            "of this machine that the servers reach it by."
+        ) from error
+
+
+def require_vllm() -> None:
+    """ConfigError, with what to install, where vLLM is not."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
+            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
+        )
+
+
+def require_ray() -> None:
+    """ConfigError, with what to install, where Ray is not."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
+            "choose explorer.runner=local."
+        )
 
 
 class EngineKind(Enum):
@@ -152,3 +198,38 @@ class SynchronizerConfig:
         one_of("synchronizer.method", self.method, known.SYNC_METHODS)
         whole_number("synchronizer.check_interval", self.check_interval, least=1)
         number("synchronizer.sync_timeout", self.sync_timeout, above=0)
+
+
+def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConfig]:
+    """The typed configuration of each, by name.
+
+    A plain mapping in the schema, and typed only here: Hydra cannot add to a mapping of dataclasses from the command
+    line.
+
+    Raises:
+        ConfigError: a key or a value that such a model does not have, or no model.
+    """
+    return {str(name): _typed(str(name), value) for name, value in (node or {}).items()}
+
+
+def _typed(name: str, value: Any) -> AuxiliaryConfig:
+    key = f"auxiliary_models.{name}"
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    needs = f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows."
+    if not isinstance(plain, dict):
+        raise ConfigError(needs)
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain)
+    except ConfigKeyError as error:
+        inner = str(error.full_key).rpartition(".")[0]  # "engine", or nothing
+        fields = dataclasses.fields(EngineConfig if inner else AuxiliaryConfig)
+        known = [".".join(filter(None, (key, inner, field.name))) for field in fields]
+        raise ConfigError(unknown_name("key", f"{key}.{error.full_key}", known)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    if OmegaConf.is_missing(typed, "model") or typed.model is None:
+        raise ConfigError(needs)
+    try:
+        return OmegaConf.to_object(typed)  # type: ignore[return-value]
+    except ConfigError as error:  # a section does not know under what name it stands
+        raise ConfigError(f"{key}.{error}") from error

@@ -1,64 +1,18 @@
-"""The typed sections of a run's configuration, one dataclass each."""
+"""The typed sections of a run's configuration, one dataclass each, and where the configuration files are found.
 
-import math
+Lightning's own objects (trainer, loggers, callbacks) are free `_target_` nodes and have no schema here.
+"""
+
 from dataclasses import dataclass, field
-from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
-from trinity_lightning.common import known_names as known
-from trinity_lightning.common.checks import AUTO, number, one_of, whole_number
-from trinity_lightning.common.errors import ConfigError
-
-
-class WeightDtype(Enum):
-    """How the policy's weights are held: `bf16` with float32 masters in the optimizer, `fp32` throughout, or `auto`."""
-
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
-class Dropout(Enum):
-    """Dropout while training: `off`, for the first ratio of a step to be 1, or `keep`, as the model's config says."""
-
-    off = "off"
-    keep = "keep"
-
-
-class Layout(Enum):
-    """How the rows of a micro-batch lie in memory; all are exact.
-
-    `padded`: side by side, padded to the longest. `shared_prefix`: what several prompts begin with is computed once,
-    each row's rest behind it, without padding. `auto`: that which computes fewer tokens, for each optimizer batch.
-    """
-
-    auto = "auto"
-    padded = "padded"
-    shared_prefix = "shared_prefix"
-
-
-@dataclass
-class ModelConfig:
-    """The policy.
-
-    Attributes:
-        name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
-        dtype: how the weights are held while training: `bf16`, with float32 masters in the optimizer, `fp32`, or
-            `auto`: bf16 on a GPU, else whichever multiplies matrices faster on this CPU, timed at the start and
-            recorded in the run's config.yaml; a resumed run keeps its own.
-        dropout: `off` sets the model's dropout to 0, also in what is saved, since old and new log-probabilities would
-            differ by it; `keep` trains with it. (In a YAML file 'off' needs its quotes.)
-        gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
-        attn_implementation: passed to transformers; `sdpa` works everywhere.
-    """
-
-    name: str = MISSING
-    dtype: WeightDtype = WeightDtype.auto
-    dropout: Dropout = Dropout.off
-    gradient_checkpointing: bool = False
-    attn_implementation: str = "sdpa"
+from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
+from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
+from trinity_lightning.config.values import number, one_of, whole_number
+from trinity_lightning.errors import ConfigError
 
 
 @dataclass
@@ -276,158 +230,6 @@ def runners_per_model(explorer: ExplorerConfig) -> int:
 
 
 @dataclass
-class KLConfig:
-    """KL penalty against the frozen initial policy, as a loss term.
-
-    Attributes:
-        name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
-        coef: its weight; 0 means none, and no reference model.
-
-    Raises:
-        ConfigError: the weight is negative or not finite.
-    """
-
-    name: str = "k3"
-    coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        number("algorithm.kl.coef", self.coef, least=0)
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    """Importance weights exp(trainer - engine log-probability) for the mismatch between engine and trainer.
-
-    Attributes:
-        level: `token`, `sequence`, or `none`.
-        mode: `truncate` (weights above `high` become `high`) or `mask` (they become 0).
-        low, high: the range of weights.
-
-    Raises:
-        ConfigError: an unknown level or mode, or not 0 <= low <= high and 0 < high.
-    """
-
-    level: str = "token"
-    mode: str = "truncate"
-    low: float = 0.0
-    high: float = 2.0
-
-    def __post_init__(self) -> None:
-        one_of("algorithm.rollout_correction.level", self.level, known.CORRECTION_LEVELS)
-        one_of("algorithm.rollout_correction.mode", self.mode, known.CORRECTION_MODES)
-        number("algorithm.rollout_correction.low", self.low, least=0)
-        if self.high != math.inf:  # weights may be unbounded
-            number("algorithm.rollout_correction.high", self.high, above=0)
-        if self.low > self.high:
-            raise ConfigError(
-                f"algorithm.rollout_correction.low ({self.low}) is above algorithm.rollout_correction.high "
-                f"({self.high}): no weight lies between them."
-            )
-
-
-@dataclass
-class AlgorithmConfig:
-    """The objective, and how a step's experiences become optimizer steps.
-
-    Attributes:
-        policy_loss: a registered name (`ppo`, alias `grpo`, ...) or a dotted path of your own function.
-        policy_loss_args: its keyword arguments (clip_range_low, dual_clip, ...); see the table of losses.
-        loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
-            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len);
-            null takes the loss's own default.
-        kl: KL penalty.
-        entropy_coef: weight of the entropy bonus.
-        old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
-            trainer; or `engine`, the policy that sampled, by the engine's log-probabilities: rollouts of older weights
-            are then clipped, and nothing is computed for several optimizer steps.
-        rollout_correction: importance weights for the engine's mismatch; with old_logprobs=engine the ratio is what
-            corrects, and level must be none.
-        optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
-        inner_epochs: passes over them.
-        layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
-            with computed once, each row's rest behind it, without padding; `auto`, the latter where it saves a fifth.
-            The loss is the same. Models whose layers are not plain full attention keep `padded`.
-        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
-            prefixes once: what bounds memory. `auto`: on a CPU 256 to 1,024 by what is free when the run starts,
-            recorded in its config.yaml (a resumed run keeps its own); on a GPU that vLLM shares by the memory plan,
-            16,384 or a half of that and so on; on one of its own 4,096.
-        max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
-        max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
-
-    Raises:
-        ConfigError: a value that would train on something else than it says, or on nothing.
-    """
-
-    policy_loss: str = "ppo"
-    policy_loss_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: str | None = None
-    kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coef: float = 0.0
-    old_logprobs: str = "trainer"
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    optimizer_steps: int = 1
-    inner_epochs: int = 1
-    layout: Layout = Layout.auto
-    max_tokens_per_micro_batch: int | str = AUTO
-    max_grad_norm: float | None = 1.0
-    max_bad_steps: int = 5
-
-    def __post_init__(self) -> None:
-        if "loss_agg_mode" in self.policy_loss_args:
-            raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
-        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, known.LOSS_AGG_MODES, optional=True)
-        one_of("algorithm.old_logprobs", self.old_logprobs, known.OLD_LOGPROBS)
-        if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
-            raise ConfigError(
-                "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
-                "set algorithm.rollout_correction.level=none."
-            )
-        number("algorithm.entropy_coef", self.entropy_coef, least=0)
-        for name in ("optimizer_steps", "inner_epochs", "max_bad_steps"):
-            whole_number(f"algorithm.{name}", getattr(self, name), least=1)
-        if not isinstance(self.layout, Layout):  # a script may give its name
-            one_of("algorithm.layout", self.layout, [each.value for each in Layout])
-            self.layout = Layout(self.layout)
-        whole_number("algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, least=1, auto=True)
-        number("algorithm.max_grad_norm", self.max_grad_norm, above=0, optional=True)
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW and its learning rate.
-
-    Attributes:
-        lr: peak learning rate.
-        betas, eps: as in AdamW.
-        weight_decay: as in AdamW, of matrices alone: embeddings, norms and biases do not decay.
-        lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial or inverse_sqrt.
-        warmup_steps: optimizer steps of linear warm-up.
-        total_steps: horizon of the schedule in optimizer steps; null: those of the run.
-
-    Raises:
-        ConfigError: a number out of its range, or an unknown schedule.
-    """
-
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    lr_scheduler: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        number("optimizer.lr", self.lr, least=0)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
-        number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
-        number("optimizer.weight_decay", self.weight_decay, least=0)
-        one_of("optimizer.lr_scheduler", self.lr_scheduler, known.LR_SCHEDULERS)
-        whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
-        whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
-
-
-@dataclass
 class WorkflowConfig:
     """How a task is tried.
 
@@ -438,3 +240,135 @@ class WorkflowConfig:
 
     name: str = MISSING
     args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ExpertConfig:
+    """Expert data that join the rollouts of every explore step, for `algorithm.policy_loss=mix`.
+
+    Attributes:
+        per_step: expert experiences an explore step; 0: none. They begin again at their end.
+        storage: `dataset`, prompts and answers, the answer being the expert's response; or `file` or `sql`, experiences
+            that another run kept or a program wrote.
+        dataset: the prompts and answers, as of a taskset.
+        path: the file of `file`, or the folder of steps that `buffer.keep` wrote; of `sql` with SQLite the database.
+        url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
+    """
+
+    per_step: int = 0
+    storage: str = "dataset"
+    dataset: TasksetConfig = field(default_factory=lambda: TasksetConfig(name="expert", source="dataset"))
+    path: str | None = None
+    url: str | None = None
+
+
+@dataclass
+class BufferConfig:
+    """Where experiences wait for the trainer, and what is kept of them.
+
+    Attributes:
+        storage: `memory`, filled by this run's rollouts; or `file` or `sql`, from which is read what another run kept
+            or a program wrote: then there are no rollouts, and a step is one optimizer step.
+        path: the file of `file`, or the folder of steps that `keep` wrote; of `sql` with SQLite the database.
+        url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
+        keep: also write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run
+            folder.
+        order: in which a storage is read: `fifo` (as written); with `sql` also `priority` or `random`.
+        reuse_limit: how often an experience may be read in those two; null: without end.
+        batch_size: experiences an optimizer step reads (`file`, `sql`), by whole groups.
+        repeat: begin again at the end (`file`, and `sql` in `fifo` order).
+        decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 where there is none)
+            * decay ** age in explore steps * use_decay ** times read.
+        expert: expert data among the rollouts (`memory`).
+    """
+
+    storage: str = "memory"
+    path: str | None = None
+    url: str | None = None
+    keep: bool = False
+    order: str = "fifo"
+    reuse_limit: int | None = 1
+    decay: float = 1.0
+    use_decay: float = 1.0
+    batch_size: int = 64
+    repeat: bool = True
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+
+
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class TrainConfig:
+    """A whole training run.
+
+    Attributes:
+        name: the experiment's name: its folder under `outputs/` and its group in W&B.
+        steps: explore steps of the run; one is one Lightning epoch.
+        seed: seed of everything random.
+        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name.
+        output_root: where run folders are made.
+        output_dir: this run's folder.
+        taskset: what to train on,
+        tasksets: or several, by name, each with its `weight`; then `taskset` is not used.
+        eval_tasksets: what to evaluate on, by name.
+        workflow: how a task is tried.
+        auxiliary_models: judges and teachers that workflows and operators ask, {name: {model, url, api_key_env,
+            engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`; workflows number them from 0.
+        reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
+        sampling: how training rollouts are drawn.
+        eval_sampling: how evaluation rollouts are drawn.
+        eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: as a task to train on.
+        eval_repeat_times: rollouts an evaluation task (the k of mean@k).
+        operators: what tidies experiences before they are weighed, in order: {name: {args: {...}, on_error}}; a key
+            `name` overrides the name.
+        add_strategy: how rewards become advantages, in order: {name: arguments}; a key `name` overrides the name.
+        trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
+        save_model: whether the trained policy is written to `<output_dir>/model` at the end.
+    """
+
+    name: str = "run"
+    steps: int = 30
+    seed: int = 42
+    ckpt_path: str | None = None
+    output_root: str = "outputs"
+    output_dir: str = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    taskset: TasksetConfig = field(default_factory=TasksetConfig)
+    tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
+    eval_tasksets: dict[str, TasksetConfig] = field(default_factory=dict)
+    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
+    auxiliary_models: dict[str, Any] = field(default_factory=dict)
+    reward: Any = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_workflow: str | None = None
+    eval_repeat_times: int = 1
+    explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
+    operators: dict[str, Any] = field(default_factory=dict)
+    add_strategy: dict[str, Any] = field(default_factory=dict)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
+    trainer: Any = None
+    logger: Any = None
+    callbacks: Any = None
+    save_model: bool = True
+
+
+def config_dir(name: str) -> Path:
+    """The folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
+    for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
+        if (parent / name).is_dir():
+            return parent / name
+    raise FileNotFoundError(
+        f"the folder '{name}' is neither inside {PACKAGE_DIR} nor beside it: reinstall the package."
+    )
+
+
+def options(group: str) -> list[str]:
+    """Names of the choices of a config group, or of the recipes."""
+    folder = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
+    return sorted(path.stem for path in folder.glob("*.yaml"))

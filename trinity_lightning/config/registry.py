@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import unknown_name
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         def decorator(item: S) -> S:  # its own type comes back, so that a class keeps its own signature
             if name in self._items:
                 raise ValueError(f"{self.kind} '{name}' is registered already.")
-            self._items[name] = cast(T, item)
+            self._items[name] = cast("T", item)
             return item
 
         return decorator

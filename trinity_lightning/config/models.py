@@ -19,11 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_lightning.common.errors import ConfigError, ModelLoadError
-from trinity_lightning.common.suggest import nearest, unknown_name
+from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 logger = logging.getLogger(__name__)
 

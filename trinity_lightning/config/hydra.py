@@ -19,9 +19,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_lightning.common.config import PACKAGE_DIR, TrainConfig, config_dir
-from trinity_lightning.common.errors import ConfigError, TrinityError
-from trinity_lightning.common.suggest import nearest, unknown_name
+from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir
+from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.errors import ConfigError, TrinityError
 
 
 def register() -> None:
@@ -200,8 +200,6 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
         # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
         sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
 
-
-# -- errors as sentences ----------------------------------------------------------------------------------------------
 
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "

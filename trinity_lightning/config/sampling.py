@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_lightning.common.errors import ConfigError
+from trinity_lightning.errors import ConfigError
 
 DEFAULT_TEMPERATURE = 1.0  # of every engine
 

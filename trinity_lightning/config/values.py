@@ -1,14 +1,28 @@
-"""Checks of values of the configuration, of arguments and of checkpoints: each refuses with the name and the fix."""
+"""Checks of single values and names: each refuses with the name and the fix."""
 
 import copy
+import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.errors import ConfigError
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name most like `name`, or None when none is alike."""
+    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)), None)
+
+
+def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:
+    """A message for an unknown `name` of a `kind`: the nearest match, then everything allowed."""
+    names = sorted(allowed)
+    match = nearest(str(name), names)
+    hint = f" Did you mean '{match}'?" if match else ""
+    return f"unknown {kind} '{name}'.{hint} Known: {', '.join(names) or 'none'}."
+
 
 T = TypeVar("T")
 AUTO = "auto"

@@ -1,4 +1,4 @@
-"""What is configured of an experience operator."""
+"""The parts that are configured by name and arguments: experience operators and add strategies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trinity_lightning.common.errors import ConfigError
-from trinity_lightning.common.suggest import unknown_name
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 
 class OnError(Enum):
@@ -68,3 +68,15 @@ def _operator_config(label: str, entry: Any) -> OperatorConfig:
     if on_error not in choices:
         raise ConfigError(unknown_name(f"{key}.on_error", on_error, choices))
     return OperatorConfig(str(entry.get("name") or label), args, OnError(on_error))
+
+
+def strategies(config: Any) -> list[tuple[str, object]]:
+    """Label and arguments of each add strategy of a config {label: {name: optional, ...}}, in order.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not config:
+        raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
+    plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    return [(str(label), {} if arguments is None else arguments) for label, arguments in dict(plain).items()]  # type: ignore[arg-type]

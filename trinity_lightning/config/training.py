@@ -1,0 +1,259 @@
+"""The typed sections that say what is trained and how, and the settings of Lightning's Trainer that go with them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from trinity_lightning.config import names as known
+from trinity_lightning.config.values import AUTO, number, one_of, whole_number
+from trinity_lightning.errors import ConfigError
+
+
+class WeightDtype(Enum):
+    """How the policy's weights are held: `bf16` with float32 masters in the optimizer, `fp32` throughout, or `auto`."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Dropout(Enum):
+    """Dropout while training: `off`, for the first ratio of a step to be 1, or `keep`, as the model's config says."""
+
+    off = "off"
+    keep = "keep"
+
+
+class Layout(Enum):
+    """How the rows of a micro-batch lie in memory; all are exact.
+
+    `padded`: side by side, padded to the longest. `shared_prefix`: what several prompts begin with is computed once,
+    each row's rest behind it, without padding. `auto`: that which computes fewer tokens, for each optimizer batch.
+    """
+
+    auto = "auto"
+    padded = "padded"
+    shared_prefix = "shared_prefix"
+
+
+@dataclass
+class ModelConfig:
+    """The policy.
+
+    Attributes:
+        name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
+        dtype: how the weights are held while training: `bf16`, with float32 masters in the optimizer, `fp32`, or
+            `auto`: bf16 on a GPU, else whichever multiplies matrices faster on this CPU, timed at the start and
+            recorded in the run's config.yaml; a resumed run keeps its own.
+        dropout: `off` sets the model's dropout to 0, also in what is saved, since old and new log-probabilities would
+            differ by it; `keep` trains with it. (In a YAML file 'off' needs its quotes.)
+        gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
+        attn_implementation: passed to transformers; `sdpa` works everywhere.
+    """
+
+    name: str = MISSING
+    dtype: WeightDtype = WeightDtype.auto
+    dropout: Dropout = Dropout.off
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+
+
+@dataclass
+class KLConfig:
+    """KL penalty against the frozen initial policy, as a loss term.
+
+    Attributes:
+        name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
+        coef: its weight; 0 means none, and no reference model.
+
+    Raises:
+        ConfigError: the weight is negative or not finite.
+    """
+
+    name: str = "k3"
+    coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("algorithm.kl.coef", self.coef, least=0)
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Importance weights exp(trainer - engine log-probability) for the mismatch between engine and trainer.
+
+    Attributes:
+        level: `token`, `sequence`, or `none`.
+        mode: `truncate` (weights above `high` become `high`) or `mask` (they become 0).
+        low, high: the range of weights.
+
+    Raises:
+        ConfigError: an unknown level or mode, or not 0 <= low <= high and 0 < high.
+    """
+
+    level: str = "token"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        one_of("algorithm.rollout_correction.level", self.level, known.CORRECTION_LEVELS)
+        one_of("algorithm.rollout_correction.mode", self.mode, known.CORRECTION_MODES)
+        number("algorithm.rollout_correction.low", self.low, least=0)
+        if self.high != math.inf:  # weights may be unbounded
+            number("algorithm.rollout_correction.high", self.high, above=0)
+        if self.low > self.high:
+            raise ConfigError(
+                f"algorithm.rollout_correction.low ({self.low}) is above algorithm.rollout_correction.high "
+                f"({self.high}): no weight lies between them."
+            )
+
+
+@dataclass
+class AlgorithmConfig:
+    """The objective, and how a step's experiences become optimizer steps.
+
+    Attributes:
+        policy_loss: a registered name (`ppo`, alias `grpo`, ...) or a dotted path of your own function.
+        policy_loss_args: its keyword arguments (clip_range_low, dual_clip, ...); see the table of losses.
+        loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
+            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len);
+            null takes the loss's own default.
+        kl: KL penalty.
+        entropy_coef: weight of the entropy bonus.
+        old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
+            trainer; or `engine`, the policy that sampled, by the engine's log-probabilities: rollouts of older weights
+            are then clipped, and nothing is computed for several optimizer steps.
+        rollout_correction: importance weights for the engine's mismatch; with old_logprobs=engine the ratio is what
+            corrects, and level must be none.
+        optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
+        inner_epochs: passes over them.
+        layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
+            with computed once, each row's rest behind it, without padding; `auto`, the latter where it saves a fifth.
+            The loss is the same. Models whose layers are not plain full attention keep `padded`.
+        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
+            prefixes once: what bounds memory. `auto`: on a CPU 256 to 1,024 by what is free when the run starts,
+            recorded in its config.yaml (a resumed run keeps its own); on a GPU that vLLM shares by the memory plan,
+            16,384 or a half of that and so on; on one of its own 4,096.
+        max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
+        max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
+
+    Raises:
+        ConfigError: a value that would train on something else than it says, or on nothing.
+    """
+
+    policy_loss: str = "ppo"
+    policy_loss_args: dict[str, Any] = field(default_factory=dict)
+    loss_agg_mode: str | None = None
+    kl: KLConfig = field(default_factory=KLConfig)
+    entropy_coef: float = 0.0
+    old_logprobs: str = "trainer"
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    optimizer_steps: int = 1
+    inner_epochs: int = 1
+    layout: Layout = Layout.auto
+    max_tokens_per_micro_batch: int | str = AUTO
+    max_grad_norm: float | None = 1.0
+    max_bad_steps: int = 5
+
+    def __post_init__(self) -> None:
+        if "loss_agg_mode" in self.policy_loss_args:
+            raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
+        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, known.LOSS_AGG_MODES, optional=True)
+        one_of("algorithm.old_logprobs", self.old_logprobs, known.OLD_LOGPROBS)
+        if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
+            raise ConfigError(
+                "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
+                "set algorithm.rollout_correction.level=none."
+            )
+        number("algorithm.entropy_coef", self.entropy_coef, least=0)
+        for name in ("optimizer_steps", "inner_epochs", "max_bad_steps"):
+            whole_number(f"algorithm.{name}", getattr(self, name), least=1)
+        if not isinstance(self.layout, Layout):  # a script may give its name
+            one_of("algorithm.layout", self.layout, [each.value for each in Layout])
+            self.layout = Layout(self.layout)
+        whole_number("algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, least=1, auto=True)
+        number("algorithm.max_grad_norm", self.max_grad_norm, above=0, optional=True)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning rate.
+
+    Attributes:
+        lr: peak learning rate.
+        betas, eps: as in AdamW.
+        weight_decay: as in AdamW, of matrices alone: embeddings, norms and biases do not decay.
+        lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial or inverse_sqrt.
+        warmup_steps: optimizer steps of linear warm-up.
+        total_steps: horizon of the schedule in optimizer steps; null: those of the run.
+
+    Raises:
+        ConfigError: a number out of its range, or an unknown schedule.
+    """
+
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        number("optimizer.lr", self.lr, least=0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
+        number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
+        number("optimizer.weight_decay", self.weight_decay, least=0)
+        one_of("optimizer.lr_scheduler", self.lr_scheduler, known.LR_SCHEDULERS)
+        whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
+        whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
+
+
+# Each precision that a policy trains in, by Lightning's names of it.
+FULL = (None, 32, "32", "32-true")
+MIXED = ("bf16", "bf16-mixed")
+HALF = "bf16-true"
+
+
+def check_trainer_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of `lightning.Trainer` under which a policy would not train, or not as they say.
+
+    Args:
+        settings: the Trainer's arguments by name; what is left out has Lightning's default.
+
+    Raises:
+        ConfigError: names the setting and the knob to use.
+    """
+    if settings.get("gradient_clip_val") or settings.get("gradient_clip_algorithm"):
+        raise ConfigError(
+            "trainer.gradient_clip_val: gradients are clipped by the policy, set algorithm.max_grad_norm."
+        )
+    if (batches := settings.get("accumulate_grad_batches", 1)) != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches is {batches}: gradients are added up within an optimizer step, set "
+            "algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps for how many there are."
+        )
+    if (nodes := settings.get("num_nodes", 1)) != 1:
+        raise ConfigError(f"trainer.num_nodes is {nodes}: the policy trains on one device of one machine, give 1.")
+    if (devices := settings.get("devices", 1)) not in (1, "1"):
+        raise ConfigError(f"trainer.devices is {devices}: the policy trains on one device, give 1.")
+    if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
+        raise ConfigError(
+            f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true (16-bit float would "
+            "need a gradient scaler)."
+        )
+
+
+def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
+    """How the weights are held: `precision` bf16-true is another name of model.dtype=bf16."""
+    return WeightDtype.bf16 if precision == HALF else dtype
+
+
+def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
+    """What a forward pass computes in: bfloat16 under mixed precision too, over float32 weights."""
+    return WeightDtype.bf16 if precision in MIXED else weight_dtype(dtype, precision)
