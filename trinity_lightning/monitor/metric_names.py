@@ -200,6 +200,11 @@ METRICS: tuple[Metric, ...] = (
         "perf/computed_tokens", "tokens", "Tokens of the forward passes trained on: with padding, shared prefixes once."
     ),
     Metric("perf/shared_prefix", "", "1 if the optimizer step shared prefixes (algorithm.layout), 0 if it was padded."),
+    Metric(
+        "perf/other_cores",
+        "cores",
+        "What other programs used of the CPU while the trainer trained on it; absent where that took under a second.",
+    ),
     Metric("perf/peak_memory_gb", "GB", "Peak memory of the process and its children so far (10^9 bytes)."),
 )
 

@@ -1,23 +1,27 @@
 """What one sees while a run goes on: a bar of the tasks under way, one line a step, completions, memory."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import WandbLogger
 from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.monitor.completions import CompletionsWriter
+from trinity_lightning.monitor.cpu_load import CPULoad, advice
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.monitor.environment import write_environment
 from trinity_lightning.monitor.memory import MemoryMeter
 from trinity_lightning.monitor.step_line import format_step_line
 from trinity_lightning.monitor.wandb_setup import define_metrics, log_completions
 
+logger = logging.getLogger(__name__)
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
 printed = logging.getLogger("trinity_lightning.printed")
 
@@ -45,6 +49,8 @@ class RunMonitor(L.Callback):
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
         self._trained_at = -1  # global_step at the end of the last explore step
+        self._load = CPULoad()
+        self._advised = False
 
     # -- shown by the explorer ----------------------------------------------------------------------------------------
 
@@ -96,22 +102,25 @@ class RunMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """From here on memory is the trainer's."""
+        """From here on memory is the trainer's, and so is a CPU that it trains on."""
         self.memory.mark("train")
+        if pl_module.device.type == "cpu":
+            self._load.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Back to rollouts."""
+        self._load.stop()
         self.memory.mark("rollout")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log peak memory and print the step's line."""
+        """Log peak memory and what others computed, and print the step's line."""
         step = trainer.current_epoch + 1
-        memory = {"perf/peak_memory_gb": self.memory.peak_gb}
+        resources = {"perf/peak_memory_gb": self.memory.peak_gb} | self._load_of_others()
         for each in trainer.loggers:
             last_item = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
-            each.log_metrics(memory | {"explore_step": float(step)}, step=last_item)
+            each.log_metrics(resources | {"explore_step": float(step)}, step=last_item)
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
@@ -119,6 +128,17 @@ class RunMonitor(L.Callback):
         line = format_step_line(logged | self.explored(), step, self._total_steps)
         print(line, flush=True)
         printed.info(line)
+
+    def _load_of_others(self) -> dict[str, float]:
+        """The metric, if it could be measured; a warning, once, if it is too much."""
+        others = self._load.take()
+        if others is None:
+            return {}
+        advised = advice(others, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        if advised is not None and not self._advised:
+            self._advised = True
+            logger.warning("%s", advised)
+        return {"perf/other_cores": others}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring."""
