@@ -5,8 +5,8 @@
 Steps by `PolicyModule` under Lightning's Trainer, with its defaults, in the dtype that is faster here: 2 groups of 8
 rollouts with prompts of 64 and responses of 32 to 96 tokens; twice, four and eight times as many groups; and responses
 twice and four times as long. Sizes take turns; seconds are the median of the rounds. Prints one JSON line: `growth` is
-the time of a token (of prompts and responses, as they came) relative to that of the first size. 1 is linear, below 1
-is better.
+the time a response token relative to that of the first size. 1 is linear, below 1 is better. (Prompts are not counted:
+they are computed once a group, and stay as long while responses grow.)
 """
 
 import argparse
@@ -27,7 +27,7 @@ SIZES |= {"responses x2": (1, 2), "responses x4": (1, 4)}
 
 
 def measure(model: str, rounds: int, dtype: str) -> tuple[dict[str, int], dict[str, list[float]]]:
-    """Tokens of each size, and the seconds of its steps."""
+    """Response tokens of each size, and the seconds of its steps."""
     from _training import batch_of, fit
     from transformers import AutoConfig
 
@@ -49,7 +49,7 @@ def measure(model: str, rounds: int, dtype: str) -> tuple[dict[str, int], dict[s
                 seconds[name].append(time.perf_counter() - start)
 
     fit(model, steps(), dtype)
-    return {name: sum(len(e.tokens) for e in batch.experiences) for name, batch in batches.items()}, seconds
+    return {name: sum(e.response_length for e in batch.experiences) for name, batch in batches.items()}, seconds
 
 
 def main() -> None:
@@ -63,15 +63,15 @@ def main() -> None:
 
     dtype = faster_dtype("cpu").value
     tokens, seconds = measure(args.model, args.rounds, dtype)
-    a_token = {name: statistics.median(values) / tokens[name] for name, values in seconds.items()}
+    a_response_token = {name: statistics.median(values) / tokens[name] for name, values in seconds.items()}
     result = {
         "benchmark": "growth",
         **vars(args),
         "dtype": dtype,
         "cores": len(os.sched_getaffinity(0)),
-        "tokens": tokens,
+        "response_tokens": tokens,
         "seconds": {name: spread(values) for name, values in seconds.items()},
-        "growth": {name: round(value / a_token["1"], 2) for name, value in a_token.items()},
+        "growth": {name: round(value / a_response_token["1"], 2) for name, value in a_response_token.items()},
     }
     print(json.dumps(result))
 
