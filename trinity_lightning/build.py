@@ -97,16 +97,7 @@ def build(config: DictConfig) -> Run:
     typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
     typed, plan = with_memory_plan(replace(typed, trainer=config.trainer), checkpoint)
     L.seed_everything(typed.seed, verbose=False)
-    policy = PolicyModule(
-        typed.model.name,
-        typed.algorithm,
-        replace(typed.optimizer, total_steps=typed.optimizer.total_steps or typed.steps * _items(typed)),
-        dtype=typed.model.dtype,
-        dropout=typed.model.dropout,
-        gradient_checkpointing=typed.model.gradient_checkpointing,
-        attn_implementation=typed.model.attn_implementation,
-        planned_tokens=None if plan is None else plan.micro_batch_tokens,
-    )
+    policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps)
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
     recorder = LambdaCallback(on_train_start=lambda *_: _record(config, policy, folder))
@@ -136,6 +127,21 @@ def build(config: DictConfig) -> Run:
         monitor=monitor,
         checkpoint=checkpoint,
         plan=plan,
+    )
+
+
+def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
+    steps = config.optimizer.total_steps or config.steps * _items(config)
+    return PolicyModule(
+        config.model.name,
+        config.algorithm,
+        replace(config.optimizer, total_steps=steps),
+        dtype=config.model.dtype,
+        dropout=config.model.dropout,
+        compile_layers=config.model.compile,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        attn_implementation=config.model.attn_implementation,
+        planned_tokens=None if plan is None else plan.micro_batch_tokens,
     )
 
 

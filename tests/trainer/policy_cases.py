@@ -41,6 +41,17 @@ def make_experiences(count=8, seed=0, batch=1, temperature=1.0, zero_every=None)
     return experiences
 
 
+def groups(**settings) -> list[Experience]:
+    """Ragged rollouts of two tasks, four of each, with engine log-probabilities and masks."""
+    rows = make_experiences(**settings)
+    for row in rows:
+        first = rows[4 * row.eid.task]
+        own = row.tokens[row.prompt_length :]
+        row.tokens = torch.cat([first.tokens[: first.prompt_length], own])
+        row.prompt_length = first.prompt_length
+    return rows
+
+
 class Items(L.LightningDataModule):
     """Optimizer batches, one epoch each `per_epoch` of them."""
 
@@ -92,10 +103,11 @@ class Gradients(L.Callback):
         self.losses.append(outputs["loss"].item() if outputs else None)
 
 
-def make_policy(optimizer=None, dtype="fp32", **algorithm):
-    """The tiny model, without clipping and with plain importance weights unless told otherwise."""
+def make_policy(optimizer=None, dtype="fp32", model=None, **algorithm):
+    """The tiny model, without clipping, 64 tokens a micro-batch; `model`: further arguments of PolicyModule."""
     settings = {"max_grad_norm": None, "max_tokens_per_micro_batch": 64} | algorithm
-    return PolicyModule("tiny", AlgorithmConfig(**settings), optimizer or OptimizerConfig(lr=1e-3), dtype=dtype)
+    optimizer = optimizer or OptimizerConfig(lr=1e-3)
+    return PolicyModule("tiny", AlgorithmConfig(**settings), optimizer, dtype=dtype, **(model or {}))
 
 
 def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):

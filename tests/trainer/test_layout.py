@@ -11,6 +11,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import (
+    MOST_PROMPTS,
     computed_tokens,
     cut,
     cut_padded,
@@ -116,6 +117,14 @@ def test_groups_are_those_of_the_prompts():
     assert group_rows(rows_of([one, two]), [0, 1], 9) == [([0], 0), ([1], 0)]  # they would not fit together
     assert group_rows(rows_of([one, one]), [0, 1], 6) == [([0, 1], 5)]  # cut up later
     assert group_rows([], []) == []
+
+
+def test_a_group_has_a_bounded_number_of_different_prompts():
+    many = rows_of([[1, 2, 3, row] for row in range(10, 10 + 3 * MOST_PROMPTS)] + [[9]])
+    groups = group_rows(many, range(len(many)))
+    assert sorted((len(members), prefix) for members, prefix in groups) == [(1, 0), *[(MOST_PROMPTS, 3)] * 3]
+    alike = rows_of([[1, 2, 3]] * (2 * MOST_PROMPTS))
+    assert [(len(members), prefix) for members, prefix in group_rows(alike, range(len(alike)))] == [(len(alike), 3)]
 
 
 def test_a_group_longer_than_the_budget_repeats_its_prefix():

@@ -15,6 +15,7 @@ from policy_cases import (
     assert_same_gradients,
     batch_of,
     fit,
+    groups,
     load_tiny,
     make_experiences,
     make_policy,
@@ -97,17 +98,6 @@ def test_neighbours_are_isolated(sharing, batch, data):
 
 
 # -- through a Trainer -------------------------------------------------------------------------------------------------
-
-
-def groups(**settings) -> list[Experience]:
-    """Ragged rollouts of two tasks, four of each, with engine log-probabilities and masks."""
-    rows = make_experiences(**settings)
-    for row in rows:
-        first = rows[4 * row.eid.task]
-        own = row.tokens[row.prompt_length :]
-        row.tokens = torch.cat([first.tokens[: first.prompt_length], own])
-        row.prompt_length = first.prompt_length
-    return rows
 
 
 def trained(experiences, *callbacks, **settings):
@@ -221,7 +211,7 @@ def test_smollm2_has_one_gradient_in_both_layouts():
 def test_smollm2_shares_prefixes_in_bfloat16_too():
     policy = PolicyModule("smollm2", AlgorithmConfig(layout=Layout.shared_prefix), dtype="bf16")
     policy.configure_model()
-    assert policy._layout is Layout.shared_prefix  # it would be refused
+    policy.check_trainable()  # it would be refused
 
 
 def test_a_model_that_cannot_share_is_refused_by_name_before_it_is_trained():

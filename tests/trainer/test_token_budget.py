@@ -49,3 +49,17 @@ def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: 
     chosen = make_policy(max_tokens_per_micro_batch=77)
     fit(chosen, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
     assert chosen.max_tokens == 77
+
+
+def test_a_script_that_computes_on_the_cpu_first_trains_with_the_tokens_of_its_device(free: Any) -> None:
+    free(100 * GIB)
+    policy = make_policy(max_tokens_per_micro_batch="auto")
+    policy.configure_model()
+    policy.sequence_logprobs([5, 17, 4])
+    assert policy.max_tokens == CPU_TOKENS[0]
+    policy.to("meta")  # another device, of which nothing is computed
+    assert policy.max_tokens == CPU_TOKENS[0]
+    policy.check_trainable()  # training starts
+    assert policy.max_tokens == GPU_TOKENS
+    policy.to_empty(device="cpu")  # as after training on a GPU, where a last checkpoint is written
+    assert policy.max_tokens == GPU_TOKENS

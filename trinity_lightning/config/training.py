@@ -51,6 +51,8 @@ class ModelConfig:
             recorded in the run's config.yaml; a resumed run keeps its own.
         dropout: `off` sets the model's dropout to 0, also in what is saved, since old and new log-probabilities would
             differ by it; `keep` trains with it. (In a YAML file 'off' needs its quotes.)
+        compile: compile the layers with torch.compile when training starts: minutes for a large model, and a C++
+            compiler on a CPU. Attention runs between the graphs; weights keep their names.
         gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
         attn_implementation: passed to transformers; `sdpa` works everywhere.
     """
@@ -58,6 +60,7 @@ class ModelConfig:
     name: str = MISSING
     dtype: WeightDtype = WeightDtype.auto
     dropout: Dropout = Dropout.off
+    compile: bool = False
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
 

@@ -7,6 +7,8 @@ and shared prefixes against rows that are whole.
 
 import inspect
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +56,38 @@ def logprobs_by_forward(
     kept, columns = places.unique(return_inverse=True)
     logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
+
+
+def compile_layers(model: Any) -> None:
+    """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
+
+    Layers of one kind share their graphs, of what is around attention: norms, projections, rotary embeddings and MLP.
+    `attention` runs between them, and compiles what it can itself (FlexAttention, on a GPU).
+    """
+    for layer in _layers(model):
+        layer.compile(dynamic=True)
+
+
+def check_compilable(model: Any) -> None:
+    """Refuse a model that `compile_layers` would find nothing in, or whose graphs no compiler could build.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if not _layers(model):
+        raise ConfigError(f"model.compile=true: {_name(model)} has no layers of transformers' own. Set it to false.")
+    compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
+    if model.device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"model.compile=true needs a C++ compiler, and there is no {compiler}: install it, or name yours in CXX."
+        )
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """What transformers can checkpoint one at a time."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
 
 
 @torch.no_grad()

@@ -20,6 +20,9 @@ from trinity_lightning.config.training import Layout
 # and backward: such a token takes 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16, where
 # products are quicker and attention counts for more.
 WORTH_SHARING = 0.8
+# Different prompts that a group looks back over, for the time to grow with their number and not with its square. What
+# more of them begin with is computed once for so many.
+MOST_PROMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -149,15 +152,16 @@ def _group(rows: Sequence[int], prefix: int, lengths: Sequence[int]) -> PrefixGr
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Items dealt into as few bins as first-fit decreasing finds; one larger than the capacity has its own."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    room: dict[int, int] = {}  # of the bins that the smallest item still fits
+    smallest = min(sizes, default=0)
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        found = next((each for each, free in enumerate(room) if sizes[item] <= free), None)
-        if found is None:
-            bins.append([item])
-            room.append(capacity - sizes[item])
-        else:
-            bins[found].append(item)
-            room[found] -= sizes[item]
+        found = next((each for each, free in room.items() if sizes[item] <= free), len(bins))
+        if found == len(bins):
+            bins.append([])
+        bins[found].append(item)
+        room[found] = room.get(found, capacity) - sizes[item]
+        if room[found] < smallest:
+            del room[found]
     return bins
 
 
@@ -170,7 +174,7 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_to
     In sorted order, rows with a common prefix are neighbours, and any two share the least of what neighbours between
     them share. Of all groupings into runs of neighbours this is the best: saved(end) = max over start of saved(start)
     + prefix(start, end) * (rows - 1). (A group around another one might save a little more.) Rows of different prompts
-    are grouped only if they fit a micro-batch together.
+    are grouped only if they fit a micro-batch together, and at most `MOST_PROMPTS` of them.
     """
     lengths = [len(e.tokens) for e in experiences]
     by_prompt: dict[bytes, list[int]] = {}
@@ -184,7 +188,7 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_to
     for end in range(len(alike)):
         prefix, members, whole = len(prompts[end]), len(alike[end]), tokens[end]
         choice = (best[end][0] + prefix * (members - 1), end)
-        for start in range(end - 1, -1, -1):
+        for start in range(end - 1, max(end - MOST_PROMPTS, -1), -1):
             prefix, members, whole = min(prefix, common[start]), members + len(alike[start]), whole + tokens[start]
             saved = prefix * (members - 1)
             if prefix == 0 or whole - saved > max_tokens:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,13 @@ from trinity_lightning.trainer.device_peak import peak_flops
 from trinity_lightning.trainer.dropout import switch_off_dropout
 from trinity_lightning.trainer.faults import describe_fault
 from trinity_lightning.trainer.flops import ModelSize, Work
-from trinity_lightning.trainer.forward import LogprobFn, logprob_function, usable_layout
+from trinity_lightning.trainer.forward import (
+    LogprobFn,
+    check_compilable,
+    compile_layers,
+    logprob_function,
+    usable_layout,
+)
 from trinity_lightning.trainer.layout import (
     Part,
     better_layout,
@@ -65,6 +71,15 @@ COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModu
 BUDGET = "max_tokens"  # there, too
 
 
+@dataclass(frozen=True)
+class _Settled:
+    """How an optimizer batch is cut: what `auto` stands for on this device."""
+
+    device: torch.device
+    layout: Layout
+    max_tokens: int
+
+
 class BFloat16Weights(Precision):
     """Leaves everything as it is, under the name that was asked for: another fit of the same Trainer asks again."""
 
@@ -82,6 +97,7 @@ class PolicyModule(L.LightningModule):
             and one of all else, which has no weight decay.
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
         dropout: `off`: the model's dropout is set to 0; `keep`: trained with, as its configuration says.
+        compile_layers: compile the model's layers with torch.compile when training starts.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
         planned_tokens: what algorithm.max_tokens_per_micro_batch=auto stands for by a memory plan; None: found out.
@@ -105,6 +121,7 @@ class PolicyModule(L.LightningModule):
         optimizer_factory: Callable[[Any], Optimizer] | None = None,
         dtype: WeightDtype | str = WeightDtype.bf16,
         dropout: Dropout | str = Dropout.off,
+        compile_layers: bool = False,
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
         planned_tokens: int | None = None,
@@ -127,12 +144,14 @@ class PolicyModule(L.LightningModule):
             raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self._dropout = Dropout(dropout)
+        self._compile_layers = compile_layers
         self._gradient_checkpointing = gradient_checkpointing
         self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
         budget = self.algorithm.max_tokens_per_micro_batch
-        self._max_tokens = planned_tokens if isinstance(budget, str) else budget
+        self._given_tokens = planned_tokens if isinstance(budget, str) else budget
+        self._settled: _Settled | None = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -222,23 +241,42 @@ class PolicyModule(L.LightningModule):
 
     @property
     def max_tokens(self) -> int:
-        """Most computed tokens of a micro-batch; of `auto` settled at the first use, and kept by a resumed run.
+        """Most computed tokens of a micro-batch; of `auto` what is of use where it trains, kept by a resumed run.
 
         Where a batch is cut changes float32 sums in their last bits.
         """
-        if self._max_tokens is None:
-            self._max_tokens = useful_tokens(self.policy, self.device)
-            logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", self._max_tokens)
-        return self._max_tokens
+        return self._settle().max_tokens
 
     def check_trainable(self) -> None:
-        """Refuse a model that cannot be trained as it is configured; it must be on its device.
+        """Refuse a model that cannot be trained as it is configured; it must be on the device that trains.
+
+        Layout and budget that were settled on another device before, for a script's log-probabilities, are settled
+        again.
 
         Raises:
             ModelLoadError: its log-probabilities cannot be computed.
-            ConfigError: `algorithm.layout` is not for this architecture.
+            ConfigError: `algorithm.layout` is not for this architecture, or it cannot be compiled and was to be.
         """
-        _ = self._layout
+        if self._compile_layers:
+            check_compilable(self.policy)
+        if self._settled is not None and self._settled.device != self.device:
+            self._settled = None
+        self._settle()
+
+    def _settle(self) -> _Settled:
+        """Layout and budget: found out at the first use, and at the start of training on another device.
+
+        Raises:
+            ModelLoadError, ConfigError: as `check_trainable` says.
+        """
+        if self._settled is None:
+            layout = usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
+            tokens = self._given_tokens
+            if tokens is None:
+                tokens = useful_tokens(self.policy, self.device)
+                logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
+            self._settled = _Settled(self.device, layout, tokens)
+        return self._settled
 
     @cached_property
     def _logprob_fn(self) -> LogprobFn:
@@ -247,15 +285,6 @@ class PolicyModule(L.LightningModule):
             return logprob_function(self.policy)
         except AttributeError as error:  # nn.Module would say that it has no attribute `_logprob_fn`
             raise ModelLoadError(f"'{self.model_name}' cannot be trained: {error}") from error
-
-    @cached_property
-    def _layout(self) -> Layout:
-        """The layout asked for, or `padded` if it is `auto` and this architecture cannot share prefixes.
-
-        Raises:
-            ConfigError: it cannot, and was asked to.
-        """
-        return usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
 
     @cached_property
     def _size(self) -> ModelSize:
@@ -351,12 +380,13 @@ class PolicyModule(L.LightningModule):
         return rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
 
     def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[Part]:
-        layout = self._layout
+        settled = self._settle()
+        layout = settled.layout
         if layout is Layout.auto and batch.step is not None:
             # That of `prepare_step`, which sees the whole step: in bfloat16 the first ratio would not be 1 otherwise.
             step = replace(batch, experiences=batch.step)
-            layout = better_layout(step, self._rows(step), self.max_tokens)
-        return cut(batch, rows, self.max_tokens, layout)
+            layout = better_layout(step, self._rows(step), settled.max_tokens)
+        return cut(batch, rows, settled.max_tokens, layout)
 
     def _clip(self) -> float:
         """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
@@ -470,7 +500,7 @@ class PolicyModule(L.LightningModule):
         for name in COUNTERS:
             setattr(self, name, state[name])
         if self.algorithm.max_tokens_per_micro_batch == AUTO:
-            self._max_tokens = state[BUDGET]
+            self._given_tokens, self._settled = state[BUDGET], None
         self._random_state = state["rng"]
 
     def on_fit_start(self) -> None:
@@ -479,6 +509,9 @@ class PolicyModule(L.LightningModule):
             reuse_large_buffers()
         self._peak = self._peak_flops()
         self.check_trainable()
+        if self._compile_layers:  # only now: what was tried above would be compiled too
+            for model in (self.policy, *self._reference):
+                compile_layers(model)
         self._restore_random_state()
 
     def on_train_start(self) -> None:

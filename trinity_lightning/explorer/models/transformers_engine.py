@@ -153,10 +153,14 @@ class TransformersEngine(InProcessEngine):
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """The trainer's model without dropout, and as it was afterwards."""
+    """The trainer's model without dropout, and as it was afterwards.
+
+    Not its compiled layers (`model.compile`): those would be compiled again for the cache of every layer.
+    """
     was_training = model.training
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         model.train(was_training)

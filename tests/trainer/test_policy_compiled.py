@@ -1,0 +1,65 @@
+"""model.compile: loss and gradients of plain layers, few graphs whatever the lengths, names of weights as before."""
+
+import pytest
+import torch
+from policy_cases import Gradients, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
+from torch._dynamo.utils import counters
+
+from trinity_lightning.config.training import Layout, OptimizerConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer import forward
+from trinity_lightning.trainer.weight_sync import weight_stream
+
+# torch's own, of its compiler
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+MOST_GRAPHS = 12
+STILL = OptimizerConfig(lr=1e-12)  # every batch is trained with the same weights
+
+
+def trained(batches, layout, **model):
+    """The policy and the losses and gradients of its steps."""
+    policy, seen = make_policy(STILL, layout=layout, model=model), Gradients()
+    fit(policy, batches, seen)
+    return policy, seen
+
+
+@pytest.fixture
+def graphs():
+    """How many graphs were compiled since the test began."""
+    torch._dynamo.reset()
+    counters.clear()
+    return lambda: counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("layout", [Layout.padded, Layout.shared_prefix])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout, checkpointing, graphs):
+    batches = [batch_of(groups(count=12, seed=seed)) for seed in range(4)]
+    _, plain = trained(batches, layout)
+    policy, seen = trained(batches, layout, compile_layers=True, gradient_checkpointing=checkpointing)
+    assert seen.losses == pytest.approx(plain.losses, rel=1e-5)
+    for mine, expected in zip(seen.steps, plain.steps, strict=True):
+        assert_same_gradients(mine, expected)
+    assert 0 < graphs() <= MOST_GRAPHS
+    policy.sequence_logprobs([5, 17, 4, 60, 33])
+    compiled = graphs()
+    policy.sequence_logprobs([5, 17, 4, 60, 33, 8, 9])
+    assert graphs() == compiled
+    tiny = load_tiny()
+    assert policy.policy.state_dict().keys() == tiny.state_dict().keys()
+    assert weight_stream(policy.policy).shapes == weight_stream(tiny).shapes
+
+
+def test_a_model_without_layers_of_transformers_is_refused_before_training(monkeypatch):
+    monkeypatch.setattr(forward, "_layers", lambda model: [])
+    with pytest.raises(ConfigError, match=r"model\.compile=true: LlamaForCausalLM .* no layers"):
+        trained([batch_of(groups())], Layout.padded, compile_layers=True)
+
+
+def test_a_machine_without_a_compiler_is_refused_before_training(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"C\+\+ compiler.*no-such-compiler"):
+        trained([batch_of(groups())], Layout.padded, compile_layers=True)
