@@ -25,8 +25,7 @@ def measure(model: str, case: str, rounds: int, dtype: str, vocabulary: int) -> 
     import lightning as L
     from _training import batch_of, fit
 
-    from trinity_lightning.trainer.device_peak import peak_flops
-    from trinity_lightning.trainer.flops import ModelSize
+    from trinity_lightning.trainer.flops import ModelSize, peak_flops
 
     batch = batch_of(CASES[case].rollouts(GROUPS, GROUP_SIZE, vocabulary))
     steps: list[dict[str, float]] = []
@@ -36,7 +35,7 @@ def measure(model: str, case: str, rounds: int, dtype: str, vocabulary: int) -> 
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             size, peak = ModelSize.of(pl_module.policy), peak_flops(pl_module.device, pl_module.policy.dtype)
             if peak is None:
-                raise SystemExit("What this device can compute is not known: see trainer/device_peak.py.")
+                raise SystemExit("What this device can compute is not known: see trainer/flops.py.")
             computed = metrics["perf/computed_tokens"] / metrics["time/train"]
             steps.append(
                 {

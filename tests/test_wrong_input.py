@@ -18,7 +18,7 @@ from trinity_lightning.config.checks import validate
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.parts import instantiate
 from trinity_lightning.train import check, check_objective
-from trinity_lightning.trainer.token_budget import CPU_TOKENS
+from trinity_lightning.trainer.layout import CPU_TOKENS
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 

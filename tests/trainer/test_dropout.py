@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from trinity_lightning.config.training import AlgorithmConfig, Dropout, OptimizerConfig
-from trinity_lightning.trainer.dropout import switch_off_dropout
+from trinity_lightning.trainer.model import switch_off_dropout
 from trinity_lightning.trainer.policy import PolicyModule
 
 SIZES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

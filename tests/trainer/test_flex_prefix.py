@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from layout_cases import SCALE, dense, segments, states, visible
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from trinity_lightning.trainer import flex_prefix
-from trinity_lightning.trainer.flex_prefix import BLOCK_TOKENS, FlexSharedPrefix, block_tables, token_segments
-from trinity_lightning.trainer.shared_prefix import Segments
+from trinity_lightning.trainer import attention as flex_prefix
+from trinity_lightning.trainer.attention import BLOCK_TOKENS, FlexSharedPrefix, Segments, block_tables, token_segments
 
 CPU = torch.device("cpu")
 LONG = Segments([300, 40], [2, 3], [260, 400, 7, 90, 1, 128])

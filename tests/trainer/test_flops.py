@@ -7,8 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from trinity_lightning.trainer.device_peak import known_bfloat16_flops, peak_flops
-from trinity_lightning.trainer.flops import ModelSize, Work, attended
+from trinity_lightning.trainer.flops import ModelSize, Work, attended, known_bfloat16_flops, peak_flops
 from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded
 
 SMALL: dict[str, Any] = {

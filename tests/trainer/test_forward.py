@@ -12,17 +12,20 @@ from torch import nn
 
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer import forward
+from trinity_lightning.trainer import model as forward
 from trinity_lightning.trainer import policy as policy_module
-from trinity_lightning.trainer.attention import attention_implementation
-from trinity_lightning.trainer.dropout import switch_off_dropout
+from trinity_lightning.trainer.attention import CpuSharedPrefix, attention_implementation
 from trinity_lightning.trainer.flops import ModelSize
-from trinity_lightning.trainer.forward import logprob_function, logprobs_by_forward, logprobs_by_head, usable_layout
-from trinity_lightning.trainer.logprobs import Head
+from trinity_lightning.trainer.layout import CPU_TOKENS, useful_tokens
+from trinity_lightning.trainer.logprobs import Head, lean_embeddings
+from trinity_lightning.trainer.model import (
+    logprob_function,
+    logprobs_by_forward,
+    logprobs_by_head,
+    switch_off_dropout,
+    usable_layout,
+)
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.shared_prefix import CpuSharedPrefix
-from trinity_lightning.trainer.token_budget import CPU_TOKENS, useful_tokens
-from trinity_lightning.trainer.vocabulary_gradients import lean_embeddings
 
 VOCABULARY = 64
 SIZES = {

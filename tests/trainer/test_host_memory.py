@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trinity_lightning.trainer.host_memory import HostMemory
-from trinity_lightning.trainer.master_weights import MasterWeights
+from trinity_lightning.trainer.optim import HostMemory, MasterWeights
 
 
 def adamw(groups: Any) -> torch.optim.Optimizer:

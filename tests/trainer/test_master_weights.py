@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from trinity_lightning.trainer.master_weights import MasterWeights
+from trinity_lightning.trainer.optim import MasterWeights
 
 
 def adamw(groups):

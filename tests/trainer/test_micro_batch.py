@@ -8,8 +8,7 @@ from layout_cases import batches
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.config.training import Layout
-from trinity_lightning.trainer.layout import Part, cut, rows_to_train
-from trinity_lightning.trainer.micro_batch import MicroBatch, collate
+from trinity_lightning.trainer.layout import MicroBatch, Part, collate, cut, rows_to_train
 
 CPU = torch.device("cpu")
 ragged = settings(deadline=None, max_examples=60)

@@ -18,7 +18,7 @@ from transformers import (
 
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optimization import parameter_groups
+from trinity_lightning.trainer.optim import parameter_groups
 
 LR, DECAY = 0.01, 0.5
 

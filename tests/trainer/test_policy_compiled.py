@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from trinity_lightning.config.training import Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer import forward
+from trinity_lightning.trainer import model as forward
 from trinity_lightning.trainer.weight_sync import weight_stream
 
 # torch's own, of its compiler

@@ -29,9 +29,9 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from trinity_lightning.trainer.faults import describe_fault
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
-from trinity_lightning.trainer.optimization import parameter_groups
+from trinity_lightning.trainer.objective import describe_fault
+from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from layout_cases import SCALE, dense, segments, states
 
-from trinity_lightning.trainer.shared_prefix import SHORT_TOKENS, CpuSharedPrefix, Segments
+from trinity_lightning.trainer.attention import SHORT_TOKENS, CpuSharedPrefix, Segments
 
 
 def attend(layout: Segments, inputs: list[torch.Tensor]) -> torch.Tensor:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from policy_cases import batch_of, fit, make_experiences, make_policy
 
-import trinity_lightning.trainer.token_budget as token_budget
+import trinity_lightning.trainer.layout as token_budget
 from trinity_lightning.common.memory_plan import GIB, ModelShape
-from trinity_lightning.trainer.token_budget import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
+from trinity_lightning.trainer.layout import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
 
 SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
 

@@ -31,7 +31,7 @@ from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.sync_policy import SyncPolicy
 from trinity_lightning.explorer.watchers import Watchers, keep_sigterm
-from trinity_lightning.trainer.host_memory import HostMemory
+from trinity_lightning.trainer.optim import HostMemory
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, parameter_stream, weight_stream

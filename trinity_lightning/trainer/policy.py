@@ -39,31 +39,29 @@ from trinity_lightning.config.training import (
 from trinity_lightning.config.values import AUTO, check_version, checked_copy
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.attention import attention_implementation
-from trinity_lightning.trainer.device_peak import peak_flops
-from trinity_lightning.trainer.dropout import switch_off_dropout
-from trinity_lightning.trainer.faults import describe_fault
-from trinity_lightning.trainer.flops import ModelSize, Work
-from trinity_lightning.trainer.forward import (
-    LogprobFn,
-    check_compilable,
-    compile_layers,
-    logprob_function,
-    usable_layout,
-)
+from trinity_lightning.trainer.flops import ModelSize, Work, peak_flops
 from trinity_lightning.trainer.layout import (
+    MicroBatch,
     Part,
     better_layout,
+    collate,
     computed_tokens,
     cut,
     padding_ratio,
     rows_to_train,
+    useful_tokens,
 )
-from trinity_lightning.trainer.master_weights import MasterWeights
-from trinity_lightning.trainer.micro_batch import MicroBatch, collate
-from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.optimization import adamw, learning_rate_schedule, parameter_groups
-from trinity_lightning.trainer.token_budget import useful_tokens
-from trinity_lightning.trainer.vocabulary_gradients import lean_embeddings
+from trinity_lightning.trainer.logprobs import lean_embeddings
+from trinity_lightning.trainer.model import (
+    LogprobFn,
+    check_compilable,
+    compile_layers,
+    logprob_function,
+    switch_off_dropout,
+    usable_layout,
+)
+from trinity_lightning.trainer.objective import Objective, describe_fault
+from trinity_lightning.trainer.optim import MasterWeights, adamw, learning_rate_schedule, parameter_groups
 
 logger = logging.getLogger(__name__)
 

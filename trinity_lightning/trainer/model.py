@@ -1,15 +1,11 @@
-"""How a model's log-probabilities are computed: by its base model and a head of ours, or by its own forward pass.
-
-The head runs on trained positions only and in chunks, which saves most of the memory. Not every architecture's logits
-are what its configuration's common names say, so both ways are held against the model's own logits before one is used;
-and shared prefixes against rows that are whole.
-"""
+"""What is done to a Hugging Face model to be trained, and how its log-probabilities are computed."""
 
 import inspect
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,10 +16,57 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.attention import NAME
-from trinity_lightning.trainer.dropout import has_dropout
-from trinity_lightning.trainer.layout import cut
+from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
-from trinity_lightning.trainer.micro_batch import collate
+
+# -- dropout: the first ratio of a PPO step must be 1 ------------------------------------------------------------------
+
+# Shares and amplitudes, by their names in configurations and modules of transformers: attention_dropout, resid_pdrop,
+# attn_drop, layerdrop, drop_path_rate, fusion_droppath, drop_mlp_rate, router_jitter_noise; not xdrope_section.
+_RANDOM = re.compile(r"dropout|jitter|layer_?drop|(^|_)drop_?path|(^|_)p?drop(_(\w+_)?(rate|prob|p))?$")
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set every share of dropout to 0, in the configuration (which some layers read in their forward pass) and modules.
+
+    Training mode stays what it is otherwise. Noise that routers of experts add to their input goes, too.
+    """
+    for holder, name in _shares(model):
+        setattr(holder, name, 0.0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether `switch_off_dropout` would change anything."""
+    return any(getattr(holder, name) for holder, name in _shares(model))
+
+
+def _shares(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Every share of dropout, as an object and its attribute."""
+    module: Any
+    for module in model.modules():
+        if "Dropout" in type(module).__name__ and hasattr(module, "p"):  # torch's own, and those made after them
+            yield module, "p"
+        for holder in (module, *_configs(getattr(module, "config", None))):
+            for name, value in list(vars(holder).items()):
+                # A share of 1 may be written as an integer; other integers, and flags such as token_dropout, are none.
+                if (isinstance(value, float) or (type(value) is int and value == 1)) and _RANDOM.search(name):
+                    yield holder, name
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration of transformers and those within it, such as a text model's."""
+    from transformers import PretrainedConfig
+
+    if isinstance(config, PretrainedConfig):
+        yield config
+        for part in vars(config).values():
+            yield from _configs(part)
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+# By the base model and a head of ours, on trained positions only and in chunks, which saves most of the memory; or by
+# the model's own forward pass. Not every architecture's logits are what its configuration's common names say, so both
+# are held against the model's own logits before one is used; and shared prefixes against rows that are whole.
 
 logger = logging.getLogger(__name__)
 
