@@ -436,6 +436,23 @@ def test_weights_alone_are_loaded_from_a_checkpoint(tmp_path):
         assert torch.equal(mine, theirs)
 
 
+def test_a_policy_is_loaded_from_its_checkpoint_alone(tmp_path):
+    settings = {"layout": "shared_prefix", "policy_loss_args": {"clip_range_high": 0.28}, "kl": KLConfig("k3", 0.1)}
+    policy = make_policy(OptimizerConfig(lr=1e-2), "bf16", {"gradient_checkpointing": True}, **settings)
+    batches = [batch_of(make_experiences())]
+    fit(policy, batches, Prepare(batches)).save_checkpoint(tmp_path / "it.ckpt")
+    loaded = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt")
+    assert loaded.algorithm == policy.algorithm
+    assert loaded.optimizer_config == policy.optimizer_config
+    assert loaded.policy.is_gradient_checkpointing
+    for mine, saved in zip(loaded.policy.parameters(), policy.policy.parameters(), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert torch.equal(mine, saved)
+    plain = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt", algorithm=None, dtype="fp32")  # what is given holds
+    assert plain.algorithm == AlgorithmConfig()
+    assert plain.policy.dtype == torch.float32
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path):
     fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(tmp_path / "it.ckpt")
     checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)

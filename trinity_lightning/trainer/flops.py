@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from trinity_lightning.common.memory_plan import layer_configs, query_width
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.product_speed import product_flops
-from trinity_lightning.trainer.layout import Part, computed_tokens
+from trinity_lightning.trainer.layout import Part, computed_tokens, padding_ratio, trained_tokens
 
 # -- what a device can compute: `perf/mfu` is a share of it ------------------------------------------------------------
 
@@ -145,3 +146,30 @@ def _attention_width(config: Any) -> int:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     pairs = zip(layers, kinds, strict=False)
     return sum(query_width(layer) for layer, kind in pairs if kind in ("full_attention", "sliding_attention"))
+
+
+def step_costs(
+    batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: float | None
+) -> dict[str, float]:
+    """Metrics of what an optimizer step computed, and how fast.
+
+    Args:
+        batch: the optimizer batch.
+        parts: its micro-batches.
+        seconds: how long it took.
+        size: of the model.
+        peak: operations a second that the device can compute; None: not known, and no `perf/mfu`.
+    """
+    lengths = [len(e.tokens) for e in batch.experiences]
+    trained = trained_tokens(batch, parts)
+    costs = {
+        "perf/padding_ratio": padding_ratio(lengths, parts),
+        "perf/computed_tokens": computed_tokens(parts),
+        "perf/shared_prefix": any(part.groups for part in parts),
+        "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part.rows) / seconds,
+        "perf/trained_tokens_per_second": trained / seconds,
+        "time/train": seconds,
+    }
+    if peak is not None:
+        costs["perf/mfu"] = size.training_flops(Work.of(lengths, parts, trained)) / seconds / peak
+    return costs

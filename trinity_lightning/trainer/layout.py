@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.experience import Experience, gather_response_attrs
+from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.free_memory import free_memory
 from trinity_lightning.common.memory_plan import FLOAT, ModelShape, Training, layer_bytes
@@ -109,6 +108,12 @@ def padding_ratio(lengths: Sequence[int], parts: Sequence[Part]) -> float:
     """Computed tokens per real token, by the length of each row: above 1 if padded, below 1 if prefixes are shared."""
     real = sum(lengths[row] for part in parts for row in part.rows)
     return computed_tokens(parts) / max(real, 1)
+
+
+def trained_tokens(batch: OptimizerBatch, parts: Sequence[Part], sampled: bool = False) -> int:
+    """Trained tokens of the parts; `sampled`: of their rows with an engine's log-probabilities."""
+    experiences = [batch.experiences[row] for part in parts for row in part.rows]
+    return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)
 
 
 def cut_padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[Part]:
@@ -408,4 +413,4 @@ def _logprobs(experience: Experience) -> Tensor:
 
 
 def _pad(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True)
+    return gather_rows(rows, max(map(len, rows)))

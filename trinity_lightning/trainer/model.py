@@ -13,11 +13,31 @@ from torch import Tensor, nn
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import Layout
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.attention import NAME
+from trinity_lightning.trainer.attention import NAME, attention_implementation
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
+
+
+def load_model(name: str, dtype: torch.dtype, dropout: Dropout, attn_implementation: str) -> Any:
+    """A causal language model of transformers, on the CPU.
+
+    Raises:
+        ModelLoadError: it is not there, or no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path, attention = str(resolve_model(name)), attention_implementation(attn_implementation)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the model '{name}': {error}") from error
+    if dropout is Dropout.off:
+        switch_off_dropout(model)
+    return model
+
 
 # -- dropout: the first ratio of a PPO step must be 1 ------------------------------------------------------------------
 
@@ -101,7 +121,7 @@ def logprobs_by_forward(
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers_of(model: Any) -> None:
     """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
 
     Layers of one kind share their graphs, of what is around attention: norms, projections, rotary embeddings and MLP.
@@ -112,7 +132,7 @@ def compile_layers(model: Any) -> None:
 
 
 def check_compilable(model: Any) -> None:
-    """Refuse a model that `compile_layers` would find nothing in, or whose graphs no compiler could build.
+    """Refuse a model that `compile_layers_of` would find nothing in, or whose graphs no compiler could build.
 
     Raises:
         ConfigError: says which.

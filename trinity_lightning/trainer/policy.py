@@ -8,25 +8,27 @@ token budget, so that their number varies; there is exactly one optimizer step a
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.training import (
     HALF,
     AlgorithmConfig,
@@ -38,32 +40,32 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO, check_version, checked_copy
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
-from trinity_lightning.trainer.attention import attention_implementation
-from trinity_lightning.trainer.flops import ModelSize, Work, peak_flops
+from trinity_lightning.trainer.flops import ModelSize, peak_flops, step_costs
 from trinity_lightning.trainer.layout import (
     MicroBatch,
     Part,
     better_layout,
     collate,
-    computed_tokens,
     cut,
-    padding_ratio,
     rows_to_train,
+    trained_tokens,
     useful_tokens,
 )
 from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.model import (
     LogprobFn,
     check_compilable,
-    compile_layers,
+    compile_layers_of,
+    load_model,
     logprob_function,
-    switch_off_dropout,
     usable_layout,
 )
 from trinity_lightning.trainer.objective import Objective, describe_fault
 from trinity_lightning.trainer.optim import MasterWeights, adamw, learning_rate_schedule, parameter_groups
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
 BUDGET = "max_tokens"  # there, too
@@ -89,8 +91,8 @@ class PolicyModule(L.LightningModule):
 
     Args:
         model: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name.
-        algorithm: the objective and how batches are cut.
-        optimizer: AdamW's knobs and the learning-rate schedule.
+        algorithm: the objective and how batches are cut; a mapping as a checkpoint has it, too.
+        optimizer: AdamW's knobs and the learning-rate schedule; likewise.
         optimizer_factory: makes an optimizer of your own from the parameter groups, instead of AdamW: one of matrices,
             and one of all else, which has no weight decay.
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
@@ -113,8 +115,8 @@ class PolicyModule(L.LightningModule):
     def __init__(
         self,
         model: str,
-        algorithm: AlgorithmConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
+        algorithm: AlgorithmConfig | Mapping[str, Any] | None = None,
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         *,
         optimizer_factory: Callable[[Any], Optimizer] | None = None,
         dtype: WeightDtype | str = WeightDtype.bf16,
@@ -127,9 +129,8 @@ class PolicyModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model_name = model
-        # Copies, which are checked again: a dataclass can be changed after it was made.
-        self.algorithm = checked_copy(algorithm or AlgorithmConfig())
-        self.optimizer_config = checked_copy(optimizer or OptimizerConfig())
+        self.algorithm = _section(AlgorithmConfig, algorithm)
+        self.optimizer_config = _section(OptimizerConfig, optimizer)
         self.objective = Objective(self.algorithm)
         if self.objective.caveat is not None:
             logger.warning(self.objective.caveat)
@@ -150,6 +151,18 @@ class PolicyModule(L.LightningModule):
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._settled: _Settled | None = None
+        arguments = {
+            "model": model,
+            "algorithm": _plain(self.algorithm),
+            "optimizer": _plain(self.optimizer_config),
+            "dtype": WeightDtype(dtype).value,
+            "dropout": self._dropout.value,
+            "compile_layers": compile_layers,
+            "gradient_checkpointing": gradient_checkpointing,
+            "attn_implementation": attn_implementation,
+            "planned_tokens": planned_tokens,
+        }
+        self.save_hyperparameters(arguments, logger=False)  # for load_from_checkpoint; a run records its own
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -205,18 +218,7 @@ class PolicyModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _load_model(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        path = str(resolve_model(self.model_name))
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=self._dtype, attn_implementation=attention_implementation(self._attn_implementation)
-            )
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"cannot load the model '{self.model_name}': {error}") from error
-        if self._dropout is Dropout.off:
-            switch_off_dropout(model)
-        return model
+        return load_model(self.model_name, self._dtype, self._dropout, self._attn_implementation)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +333,8 @@ class PolicyModule(L.LightningModule):
             if self.device.type == "cpu":
                 trim_heap()
         self.bad_steps_in_a_row = 0
-        self._log(metrics | self._costs(batch, parts, time.perf_counter() - start), batch)
+        costs = step_costs(batch, parts, time.perf_counter() - start, self._size, self._peak)
+        self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
 
     def _skip_bad_step(self, batch: OptimizerBatch, norm: float, fault: str) -> None:
@@ -349,8 +352,8 @@ class PolicyModule(L.LightningModule):
 
     def _accumulate(self, batch: OptimizerBatch, parts: list[Part]) -> tuple[Tensor, dict[str, float]]:
         """Gradients of all micro-batches, added up; the loss of each [parts], metrics of the whole optimizer batch."""
-        computed_tokens = _trained_tokens(batch, parts)
-        sampled_tokens = _trained_tokens(batch, parts, sampled=True)
+        computed_tokens = trained_tokens(batch, parts)
+        sampled_tokens = trained_tokens(batch, parts, sampled=True)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
@@ -397,26 +400,6 @@ class PolicyModule(L.LightningModule):
         if self.algorithm.max_grad_norm is not None and norm.isfinite():
             torch.nn.utils.clip_grads_with_norm_(parameters, self.algorithm.max_grad_norm, norm)
         return float(norm)
-
-    def _costs(self, batch: OptimizerBatch, parts: list[Part], seconds: float) -> dict[str, float]:
-        """What the optimizer step cost: of the rows computed, without padding."""
-        lengths = [len(e.tokens) for e in batch.experiences]
-        return (
-            self._counts(parts)
-            | {
-                "perf/padding_ratio": padding_ratio(lengths, parts),
-                "perf/computed_tokens": computed_tokens(parts),
-                "perf/shared_prefix": any(part.groups for part in parts),
-                "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part.rows) / seconds,
-                "perf/trained_tokens_per_second": _trained_tokens(batch, parts) / seconds,
-                "time/train": seconds,
-            }
-            | self._utilization(Work.of(lengths, parts, _trained_tokens(batch, parts)), seconds)
-        )
-
-    def _utilization(self, work: Work, seconds: float) -> dict[str, float]:
-        """Share of what the device could compute meanwhile; nothing where that is not known."""
-        return {} if self._peak is None else {"perf/mfu": self._size.training_flops(work) / seconds / self._peak}
 
     def _counts(self, parts: list[Part]) -> dict[str, float]:
         """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
@@ -509,7 +492,7 @@ class PolicyModule(L.LightningModule):
         self.check_trainable()
         if self._compile_layers:  # only now: what was tried above would be compiled too
             for model in (self.policy, *self._reference):
-                compile_layers(model)
+                compile_layers_of(model)
         self._restore_random_state()
 
     def on_train_start(self) -> None:
@@ -522,6 +505,22 @@ class PolicyModule(L.LightningModule):
             self._random_state = None
 
 
+def _section(kind: type[T], given: T | Mapping[str, Any] | None) -> T:
+    """A copy of this section, checked again (a dataclass can be changed after it was made), or one of these values."""
+    if isinstance(given, kind):
+        return checked_copy(given)
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given or {}))  # type: ignore[return-value]
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    """A section as a checkpoint holds it, which is read without pickle: a dict, names instead of enumerations."""
+
+    def names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value.name if isinstance(value, Enum) else value for name, value in items}
+
+    return asdict(section, dict_factory=names)
+
+
 def resumed_budget(checkpoint: str | Path) -> int:
     """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`.
 
@@ -531,9 +530,3 @@ def resumed_budget(checkpoint: str | Path) -> int:
     state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True).get("policy", {})
     check_version(state, (BUDGET,), "the policy")
     return state[BUDGET]
-
-
-def _trained_tokens(batch: OptimizerBatch, parts: list[Part], sampled: bool = False) -> int:
-    """Trained tokens of the parts; `sampled`: of their rows with an engine's log-probabilities."""
-    experiences = [batch.experiences[row] for part in parts for row in part.rows]
-    return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)
