@@ -1,4 +1,4 @@
-"""Attention of short bfloat16 sequences on the CPU: that of transformers, closer to the truth."""
+"""Attention: short sequences in bfloat16 on a CPU, and rows that share prefixes, against a dense mask in float64."""
 
 import json
 from types import SimpleNamespace
@@ -6,11 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from layout_cases import SCALE, dense, segments, states, visible
 from policy_cases import make_policy
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trinity_lightning.trainer.attention import SHORT_TOKENS, attention, attention_implementation
+from trinity_lightning.trainer import attention as flex_prefix
+from trinity_lightning.trainer.attention import (
+    BLOCK_TOKENS,
+    SHORT_TOKENS,
+    CpuSharedPrefix,
+    FlexSharedPrefix,
+    Segments,
+    attention,
+    attention_implementation,
+    block_tables,
+    token_segments,
+)
+
+# -- attention of short bfloat16 sequences on the CPU: that of transformers, closer to the truth -----------------------
+
 
 MODULE: Any = SimpleNamespace(is_causal=True, num_key_value_groups=3)
 
@@ -86,3 +103,107 @@ def test_a_policy_uses_it_without_a_mask_and_saves_nothing_of_it(tmp_path, monke
     policy.policy.save_pretrained(tmp_path)
     assert "sdpa_short" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+# -- attention over shared prefixes on a CPU, against one dense mask ---------------------------------------------------
+
+
+def attend(layout: Segments, inputs: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value = inputs
+    return CpuSharedPrefix.of(layout)(query, key, value, SCALE)
+
+
+def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    weights = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape).to(result.dtype)
+    return [result.detach(), *torch.autograd.grad((result * weights).sum(), inputs)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(segments())
+@example(Segments([700], [2], [1100, 600]))  # longer than the 512 keys that torch's kernel takes at once
+def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout):
+    inputs = states(layout.starts()[-1], torch.float64)
+    mine = with_gradients(attend(layout, inputs), inputs)
+    for found, expected in zip(mine, with_gradients(dense(layout, inputs), inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [20, SHORT_TOKENS + 40])
+def test_bfloat16_is_as_exact_as_its_rounding(length):
+    layout = Segments([length, 9], [3, 2], [5, length, 3, 8, 11, 2])
+    inputs = states(layout.starts()[-1], torch.bfloat16)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    found = with_gradients(attend(layout, inputs), inputs)
+    for mine, truth in zip(found, with_gradients(dense(layout, exact), exact), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert float((mine.double() - truth).norm() / truth.norm()) < (0.004 if length < SHORT_TOKENS else 0.012)
+
+
+def test_padding_among_queries_cannot_overflow():
+    layout = Segments([], [], [40, 1])
+    inputs = states(41, torch.float32)
+    with torch.no_grad():
+        inputs[0][:, :, 0], inputs[1][:, :, 0] = -90.0, 90.0  # the first score is far below any other
+    assert all(each.isfinite().all() for each in with_gradients(attend(layout, inputs), inputs))
+
+
+# -- attention over shared prefixes as a GPU computes it: tables of blocks, the mask, and a forward pass on the CPU ----
+
+
+CPU = torch.device("cpu")
+LONG = Segments([300, 40], [2, 3], [260, 400, 7, 90, 1, 128])
+
+
+def check(layout: Segments) -> None:
+    """The mask is the dense one within the tokens, and the tables say of each block what the mask shows."""
+    segment, prefix = token_segments(layout)
+    flex = FlexSharedPrefix.of(layout, CPU)
+    tokens = layout.starts()[-1]
+    assert len(segment) == tokens + flex.padding
+    assert len(segment) % BLOCK_TOKENS == 0
+    assert flex.padding < BLOCK_TOKENS
+    mask = create_mask(flex.mask.mask_mod, 1, 1, len(segment), len(segment), CPU)[0, 0]
+    assert torch.equal(mask[:tokens, :tokens], visible(layout))
+    assert not mask[:tokens, tokens:].any()
+    assert mask.any(1).all()  # of padding too: no row of the softmax is empty
+    blocks = mask.unflatten(0, (-1, BLOCK_TOKENS)).unflatten(2, (-1, BLOCK_TOKENS))
+    some, full = block_tables(segment, prefix)
+    assert torch.equal(some, blocks.any(3).any(1))
+    assert not (full & ~blocks.all(3).all(1)).any()
+    assert torch.equal(flex.mask.to_dense()[0, 0].bool(), some)
+
+
+@settings(deadline=None, max_examples=40)
+@given(segments())
+def test_blocks_and_mask_are_those_of_a_dense_mask(layout: Segments) -> None:
+    check(layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LONG,
+        Segments([], [], [1]),
+        Segments([], [], [128, 128]),
+        Segments([128], [2], [128, 256]),
+        Segments([1], [1], [700]),
+    ],
+)
+def test_blocks_at_their_edges(layout: Segments) -> None:
+    check(layout)
+
+
+def test_blocks_that_are_seen_in_full_skip_the_mask() -> None:
+    _, full = block_tables(*token_segments(Segments([256], [2], [256, 128])))
+    assert full.nonzero().tolist() == [[1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2], [4, 0], [4, 1]]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_forward_pass_is_that_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_prefix, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's
+    flex = FlexSharedPrefix.of(LONG, CPU)
+    inputs = states(LONG.starts()[-1], torch.float64)
+    with torch.no_grad():
+        query, key, value = (torch.nn.functional.pad(each, (0, 0, 0, flex.padding)) for each in inputs)
+        found = flex(query, key, value, SCALE)[:, : LONG.starts()[-1]]
+        torch.testing.assert_close(found, dense(LONG, inputs))

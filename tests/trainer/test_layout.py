@@ -1,17 +1,28 @@
-"""Cutting: nothing lost, nothing twice, within the budget, and prefixes shared as well as can be."""
+"""Cutting, budgets and the tensors of micro-batches: nothing lost, nothing twice, prefixes shared as well as can be."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import batches, experiences
+from policy_cases import batch_of, fit, make_experiences, make_policy
 
+import trinity_lightning.trainer.layout as token_budget
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.memory_plan import GIB, ModelShape
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import (
+    CPU_TOKENS,
+    GPU_TOKENS,
     MOST_PROMPTS,
+    MicroBatch,
+    Part,
+    collate,
     computed_tokens,
     cut,
     cut_padded,
@@ -19,7 +30,12 @@ from trinity_lightning.trainer.layout import (
     padding_ratio,
     prefix_groups,
     rows_to_train,
+    tokens_that_fit,
+    useful_tokens,
 )
+
+# -- cutting: nothing lost, nothing twice, within the budget, and prefixes shared as well as can be --------------------
+
 
 ragged = settings(deadline=None, max_examples=60)
 
@@ -196,3 +212,168 @@ def test_a_truncated_prompt_has_nothing_to_train():
     batch = OptimizerBatch.of([experience], explore_step=1)
     assert rows_to_train(batch, skip_zero_advantage=False) == []
     assert batch.num_tokens == 0
+
+
+# -- what `algorithm.max_tokens_per_micro_batch=auto` stands for: by what is free, once a run --------------------------
+
+
+SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how many bytes of memory are free."""
+    return lambda size: monkeypatch.setattr(token_budget, "free_memory", lambda: size)
+
+
+# Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.
+@pytest.mark.parametrize(("gib", "tokens"), [(1, 256), (2, 256), (2.5, 512), (3.3, 1024), (100, 1024)])
+def test_a_cpu_computes_what_fits_beside_gradients_and_moments(gib: float, tokens: int) -> None:
+    assert tokens_that_fit(SMOLLM2, width=2, free=int(gib * GIB)) == tokens
+
+
+def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
+    policy = make_policy()
+    policy.configure_model()
+    free(100 * GIB)
+    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[0]
+    free(0)
+    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
+    assert useful_tokens(policy.policy, torch.device("cuda")) == GPU_TOKENS
+
+
+def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences())]
+    free(0)
+    first = make_policy(max_tokens_per_micro_batch="auto")
+    fit(first, batches).save_checkpoint(tmp_path / "it.ckpt")
+    free(100 * GIB)
+    assert first.max_tokens == CPU_TOKENS[-1]  # settled: memory that is freed later changes nothing
+    resumed = make_policy(max_tokens_per_micro_batch="auto")
+    fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert resumed.max_tokens == CPU_TOKENS[-1]
+    chosen = make_policy(max_tokens_per_micro_batch=77)
+    fit(chosen, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert chosen.max_tokens == 77
+
+
+def test_a_script_that_computes_on_the_cpu_first_trains_with_the_tokens_of_its_device(free: Any) -> None:
+    free(100 * GIB)
+    policy = make_policy(max_tokens_per_micro_batch="auto")
+    policy.configure_model()
+    policy.sequence_logprobs([5, 17, 4])
+    assert policy.max_tokens == CPU_TOKENS[0]
+    policy.to("meta")  # another device, of which nothing is computed
+    assert policy.max_tokens == CPU_TOKENS[0]
+    policy.check_trainable()  # training starts
+    assert policy.max_tokens == GPU_TOKENS
+    policy.to_empty(device="cpu")  # as after training on a GPU, where a last checkpoint is written
+    assert policy.max_tokens == GPU_TOKENS
+
+
+# -- the tensors of a micro-batch: those of the experiences, whichever way they lie ------------------------------------
+
+
+CPU = torch.device("cpu")
+ragged = settings(deadline=None, max_examples=60)
+layouts = pytest.mark.parametrize("layout", [Layout.padded, Layout.shared_prefix])
+
+
+def whole(batch: OptimizerBatch, layout: Layout) -> tuple[Part, MicroBatch]:
+    """All rows with a trained token, in one micro-batch."""
+    (part,) = cut(batch, rows_to_train(batch, skip_zero_advantage=False), 10_000, layout)
+    return part, collate(batch, part, CPU)
+
+
+@layouts
+@ragged
+@given(batch=batches())
+def test_each_trained_token_is_predicted_by_the_state_before_it(layout, batch):
+    part, micro = whole(batch, layout)
+    tokens = micro.inputs["input_ids"]
+    positions = micro.inputs.get("position_ids", torch.arange(tokens.shape[1]).expand_as(tokens)).flatten()
+    expected = []
+    for order, row in enumerate(part.rows):
+        experience = batch.experiences[row]
+        for offset in trained_mask(experience).nonzero().flatten().tolist():
+            at = experience.prompt_length + offset
+            expected.append((order, int(experience.tokens[at]), int(experience.tokens[at - 1]), at - 1))
+    before, where = tokens.flatten()[micro.states], positions[micro.states]
+    found = zip(*(each.tolist() for each in (micro.rows, micro.targets, before, where)), strict=True)
+    assert list(found) == expected
+    assert tokens.numel() == part.tokens
+
+
+@layouts
+@ragged
+@given(batch=batches())
+def test_a_micro_batch_holds_what_the_experiences_hold(layout, batch):
+    part, micro = whole(batch, layout)
+    for order, experience in enumerate(batch.experiences[row] for row in part.rows):
+        response = experience.response_length
+        assert micro.columns["advantages"][order, :response].tolist() == experience.advantages.tolist()
+        assert not micro.columns["advantages"][order, response:].any()
+        assert not micro.action_mask[order, response:].any()
+        assert bool(micro.sampled[order]) == (experience.logprobs is not None)
+        if experience.logprobs is not None:
+            assert micro.columns["logprobs"][order, :response].tolist() == experience.logprobs.tolist()
+        assert float(micro.temperature[order]) == experience.info["temperature"]
+        assert bool(micro.expert[order]) == experience.info["is_expert"]
+        if layout is Layout.padded:
+            length = len(experience.tokens)
+            assert micro.inputs["input_ids"][order, :length].tolist() == experience.tokens.tolist()
+            assert not micro.inputs["input_ids"][order, length:].any()
+    assert batch.num_tokens == int(micro.action_mask.sum())
+    assert batch.num_sequences == len(batch.experiences)
+
+
+def test_a_prefix_is_computed_once():
+    rows = [
+        Experience(tokens=[*prompt, *response], prompt_length=len(prompt))
+        for prompt, response in [([1, 2, 3], [4, 5]), ([9, 8], [7]), ([1, 2, 3], [6])]
+    ]
+    part, micro = whole(OptimizerBatch.of(rows, explore_step=1), Layout.shared_prefix)
+    assert part.rows == (1, 0, 2)
+    assert micro.inputs["input_ids"].tolist() == [[1, 2, 3, 9, 8, 7, 4, 5, 6]]
+    assert micro.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 3]]
+    assert micro.states.tolist() == [4, 2, 6, 2]
+
+
+@layouts
+def test_the_first_token_of_a_sequence_without_prompt_is_not_trained(layout):
+    mask = torch.tensor([True, True, False])
+    experience = Experience(tokens=[7, 8, 9], prompt_length=0, action_mask=mask, advantages=[1.0] * 3)
+    batch = OptimizerBatch.of([experience], explore_step=1)
+    assert batch.num_tokens == 1
+    assert mask.tolist() == [True, True, False]  # it is the experience's own, and was only read
+    _, micro = whole(batch, layout)
+    assert (micro.states.tolist(), micro.targets.tolist()) == ([0], [8])
+
+
+@layouts
+def test_columns_go_with_their_rows(layout):
+    pair = [Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[1, 2, 3, 4], prompt_length=1)]
+    batch = OptimizerBatch.of(pair, explore_step=1)
+    batch.columns = {"old_logprobs": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0, -5.0])]}
+    part, micro = whole(batch, layout)
+    expected = {0: [-1.0, -2.0, 0.0], 1: [-3.0, -4.0, -5.0]}
+    assert micro.columns["old_logprobs"].tolist() == [expected[row] for row in part.rows]
+    assert "advantages" not in micro.columns
+    assert "logprobs" not in micro.columns
+
+
+@layouts
+@ragged
+@given(batch=batches())
+def test_one_copy_brings_all_of_it(layout, batch):
+    _, micro = whole(batch, layout)
+    moved = micro.to(CPU)
+    assert moved.rows.untyped_storage().data_ptr() == moved.expert.untyped_storage().data_ptr()
+    assert moved.inputs.keys() == micro.inputs.keys()
+    pairs = [(getattr(micro, name), getattr(moved, name)) for name in ("states", "targets", "rows", "action_mask")]
+    pairs += [(getattr(micro, name), getattr(moved, name)) for name in ("sampled", "temperature", "expert")]
+    pairs += [(micro.columns[name], each) for name, each in moved.columns.items()]
+    pairs += [(micro.inputs[name], each) for name, each in moved.inputs.items()]
+    for before, after in pairs:
+        assert not isinstance(before, torch.Tensor) or (before.dtype == after.dtype and torch.equal(before, after))
+    assert len(pairs) == 7 + len(micro.columns) + len(micro.inputs)

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from trinity_lightning.config.training import Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer import model as forward
+from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.weight_sync import weight_stream
 
 # torch's own, of its compiler
@@ -54,7 +54,7 @@ def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout,
 
 
 def test_a_model_without_layers_of_transformers_is_refused_before_training(monkeypatch):
-    monkeypatch.setattr(forward, "_layers", lambda model: [])
+    monkeypatch.setattr(models, "_layers", lambda model: [])
     with pytest.raises(ConfigError, match=r"model\.compile=true: LlamaForCausalLM .* no layers"):
         trained([batch_of(groups())], Layout.padded, compile_layers=True)
 
