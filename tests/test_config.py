@@ -1,27 +1,24 @@
-"""The names that are checked before torch is imported are those that the registries know."""
+"""The table of parts: every name leads to something, and has a page of configuration if it needs one."""
 
-from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
-from trinity_lightning.algorithm.kl import KL_FN
-from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
-from trinity_lightning.algorithm.policy_loss.aggregate import LOSS_AGG_MODES
-from trinity_lightning.algorithm.rollout_correction import LEVELS, MODES
-from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
-from trinity_lightning.config import names as known_names
+import pytest
+
+from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import options
-from trinity_lightning.explorer.tasks.taskset import ORDERS
-from trinity_lightning.explorer.workflows import WORKFLOWS
 
 
-def test_known_names_are_those_of_the_registries() -> None:
-    assert sorted(ADD_STRATEGY) == sorted(known_names.ADD_STRATEGIES) == options("add_strategy")
-    assert sorted(EXPERIENCE_OPERATORS) == sorted(known_names.EXPERIENCE_OPERATORS)
-    assert sorted([*EXPERIENCE_OPERATORS, "none"]) == options("operators")
-    assert sorted(POLICY_LOSS_FN) == sorted(known_names.POLICY_LOSSES)
-    assert sorted(KL_FN) == sorted(known_names.KL_ESTIMATES)
-    assert sorted(LOSS_AGG_MODES) == sorted(known_names.LOSS_AGG_MODES)
-    assert sorted(("none", *LEVELS)) == sorted(known_names.CORRECTION_LEVELS)
-    assert sorted(MODES) == sorted(known_names.CORRECTION_MODES)
-    trained = sorted(set(WORKFLOWS) - {"evaluation"})  # which is given as eval_workflow
-    assert sorted(WORKFLOWS) == sorted(known_names.WORKFLOWS)
-    assert trained == options("workflow")
-    assert sorted(ORDERS) == sorted(known_names.TASK_ORDERS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, paths in PARTS.items() for name in paths])
+def test_every_name_leads_to_a_part(kind: str, name: str) -> None:
+    assert callable(import_object(PARTS[kind][name]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "but"),
+    [
+        ("add strategy", "add_strategy", set()),
+        ("experience operator", "operators", {"none"}),
+        ("workflow", "workflow", {"evaluation"}),  # which is given as eval_workflow
+        ("engine", "engine", set()),
+    ],
+)
+def test_the_choices_of_a_group_are_the_parts_of_its_kind(kind: str, group: str, but: set[str]) -> None:
+    assert set(PARTS[kind]) ^ set(options(group)) == but

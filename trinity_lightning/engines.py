@@ -11,9 +11,8 @@ import torch
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import parameter_shapes
-from trinity_lightning.config.engines import AuxiliaryConfig, EngineConfig, EngineKind, auxiliary_configs
+from trinity_lightning.config.engines import WEIGHT_GROUPS, AuxiliaryConfig, EngineConfig, EngineKind, auxiliary_configs
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.names import WEIGHT_GROUPS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine

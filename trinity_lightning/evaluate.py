@@ -10,8 +10,7 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
-from trinity_lightning.config.engines import SynchronizerConfig
-from trinity_lightning.config.names import WEIGHT_GROUPS
+from trinity_lightning.config.engines import WEIGHT_GROUPS, SynchronizerConfig
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_reward

@@ -18,8 +18,8 @@ from trinity_lightning.buffer.kept import FOLDER
 from trinity_lightning.buffer.reader import BufferReader, CursorReader
 from trinity_lightning.buffer.repeating import RepeatingReader
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.config.names import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.parts import operator_configs, strategies
+from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TasksetConfig, TrainConfig
 from trinity_lightning.engines import engines_of
 from trinity_lightning.errors import TrinityError

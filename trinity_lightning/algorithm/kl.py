@@ -25,44 +25,37 @@ MAX_LOW_VAR_KL = 10.0
 MAX_CORRECTION = 2.0
 
 
-@KL_FN.register("none")
 def none(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """0: no KL term."""
     return torch.zeros_like(logprobs)
 
 
-@KL_FN.register("k1")
 def k1(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """lp - ref."""
     return logprobs - ref_logprobs
 
 
-@KL_FN.register("k2")
 def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """d^2 / 2."""
     return (ref_logprobs - logprobs).square() / 2
 
 
-@KL_FN.register("k3")
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """exp(d) - d - 1, with d clamped to +-20."""
     d = _clamped(ref_logprobs - logprobs)
     return torch.expm1(d) - d
 
 
-@KL_FN.register("low_var_kl")
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """k3 clamped to +-10."""
     return k3(logprobs, ref_logprobs, old_logprobs).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
 
 
-@KL_FN.register("abs")
 def absolute(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """|d|."""
     return (ref_logprobs - logprobs).abs()
 
 
-@KL_FN.register("corrected_k3")
 def corrected_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """k3 times the importance ratio exp(lp - old), clamped to [0, 2].
 

@@ -7,7 +7,7 @@ from trinity_lightning.buffer.reader import BufferReader, CursorReader, MemoryRe
 from trinity_lightning.buffer.storage.memory import MemoryStorage
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.names import BUFFER_ORDERS, BUFFER_STORAGES
+from trinity_lightning.config.schema import BUFFER_ORDERS, BUFFER_STORAGES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trinity_lightning.config import names as known
 from trinity_lightning.config.engines import (
+    WEIGHT_GROUPS,
     AuxiliaryConfig,
     EngineConfig,
     auxiliary_configs,
@@ -24,8 +24,23 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import check_model_name, check_trainable
 from trinity_lightning.config.older_weights import check_corrected, samples_older_weights
 from trinity_lightning.config.parts import operator_configs, strategies
+from trinity_lightning.config.registry import (
+    ASKING_WORKFLOWS,
+    FILTERING_STRATEGIES,
+    PARTS,
+    SHAPING_OPERATORS,
+    STEP_STRATEGIES,
+)
 from trinity_lightning.config.sampling import check_trained_sampling
-from trinity_lightning.config.schema import TrainConfig, runners_per_model
+from trinity_lightning.config.schema import (
+    BUFFER_ORDERS,
+    BUFFER_STORAGES,
+    EXPERT_STORAGES,
+    TASK_ORDERS,
+    TASK_SOURCES,
+    TrainConfig,
+    runners_per_model,
+)
 from trinity_lightning.config.training import check_trainer_settings
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
@@ -126,10 +141,10 @@ def check_synchronizer(config: DictConfig) -> None:
     method = synchronizer.method
     if method != "tcp" and synchronizer.address != LOOPBACK:
         raise ConfigError(f"synchronizer.address is of synchronizer=tcp, not of {method}: leave it out.")
-    if synchronizer.folder is not None and (method in known.WEIGHT_GROUPS or engine.kind.value != "vllm_server"):
-        how = f"synchronizer={method}" if method in known.WEIGHT_GROUPS else f"engine={engine.kind.value}"
+    if synchronizer.folder is not None and (method in WEIGHT_GROUPS or engine.kind.value != "vllm_server"):
+        how = f"synchronizer={method}" if method in WEIGHT_GROUPS else f"engine={engine.kind.value}"
         raise ConfigError(f"synchronizer.folder is of synchronizer=checkpoint, not of {how}: leave it out.")
-    if method in known.WEIGHT_GROUPS:
+    if method in WEIGHT_GROUPS:
         for name in ("weight_transfer_config", "worker_extension_cls"):
             if name in engine.args:
                 raise ConfigError(
@@ -301,7 +316,7 @@ def check_models(config: DictConfig) -> None:
             f"explorer.sync_offset is {config.explorer.sync_offset}: engine={engine} computes in this process and "
             "cannot generate while the trainer trains. Choose engine=vllm_server."
         )
-    methods = ("checkpoint", *known.WEIGHT_GROUPS) if engine == "vllm_server" else ("memory",)
+    methods = ("checkpoint", *WEIGHT_GROUPS) if engine == "vllm_server" else ("memory",)
     if config.synchronizer.method not in ("auto", *methods):
         raise ConfigError(
             f"synchronizer.method is {config.synchronizer.method}, and weights reach engine={engine} by "
@@ -337,7 +352,7 @@ def _check_auxiliary_models(config: DictConfig) -> None:
             _check_endpoint(name, model)
     if config.workflow.name == "evaluation":
         raise ConfigError("workflow.name=evaluation trains nothing: give it as eval_workflow.")
-    if config.workflow.name in known.ASKING_WORKFLOWS:
+    if config.workflow.name in ASKING_WORKFLOWS:
         _check_asked(config.workflow, list(models))
     for operator in operator_configs(config.operators):
         if operator.name == "judge" and operator.args.get("model") not in models:
@@ -358,7 +373,7 @@ def _check_endpoint(name: str, model: AuxiliaryConfig) -> None:
 
 def _check_asked(workflow: DictConfig, models: list[str]) -> None:
     """The workflow's argument that says which model is asked is a number of one."""
-    key = known.ASKING_WORKFLOWS[workflow.name]
+    key = ASKING_WORKFLOWS[workflow.name]
     asked = workflow.args.get(key, 0)
     if isinstance(asked, bool) or not isinstance(asked, int):
         number = models.index(asked) if asked in models else 0
@@ -391,13 +406,13 @@ SECTIONS = ("algorithm", "optimizer", "engine", "sampling", "explorer", "synchro
 
 # Keys that hold one of a few names; those of a second element take a dotted path too.
 NAMES = {
-    "workflow.name": (known.WORKFLOWS, True),
-    "eval_workflow": (known.WORKFLOWS, True),
-    "algorithm.policy_loss": (known.POLICY_LOSSES, True),
-    "algorithm.kl.name": (known.KL_ESTIMATES, False),
-    "buffer.storage": (known.BUFFER_STORAGES, False),
-    "buffer.order": (known.BUFFER_ORDERS, False),
-    "buffer.expert.storage": (known.EXPERT_STORAGES, False),
+    "workflow.name": (PARTS["workflow"], True),
+    "eval_workflow": (PARTS["workflow"], True),
+    "algorithm.policy_loss": (PARTS["policy loss"], True),
+    "algorithm.kl.name": (PARTS["KL estimate"], False),
+    "buffer.storage": (BUFFER_STORAGES, False),
+    "buffer.order": (BUFFER_ORDERS, False),
+    "buffer.expert.storage": (EXPERT_STORAGES, False),
 }
 
 
@@ -424,18 +439,18 @@ def validate(config: DictConfig) -> None:
         if not isinstance(arguments, dict):
             raise ConfigError(f"add_strategy.{label} is {arguments!r}; give its arguments as {{name: value}}.")
         last = str(arguments.get("name", label))
-        one_of("add_strategy", last, known.ADD_STRATEGIES, with_paths=True)
-    if last in known.FILTERING_STRATEGIES and config.algorithm.policy_loss != "sft":
+        one_of("add_strategy", last, PARTS["add strategy"], with_paths=True)
+    if last in FILTERING_STRATEGIES and config.algorithm.policy_loss != "sft":
         raise ConfigError(
             f"add_strategy={last} only filters: put a strategy that sets advantages behind it, such as "
             f"add_strategy=[{last},grpo]."
         )
     for operator in operator_configs(config.operators):
-        one_of("operator", operator.name, known.EXPERIENCE_OPERATORS, with_paths=True)
+        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
     expert = (config.buffer.expert.dataset,)
     for source in (config.taskset, *config.tasksets.values(), *config.eval_tasksets.values(), *expert):
-        one_of(f"source of taskset '{source.name}'", source.source, known.TASK_SOURCES)
-        one_of(f"order of taskset '{source.name}'", source.order, known.TASK_ORDERS)
+        one_of(f"source of taskset '{source.name}'", source.source, TASK_SOURCES)
+        one_of(f"order of taskset '{source.name}'", source.order, TASK_ORDERS)
         _check_data_file(source)
     _check_together(config)
     _check_expert(config)
@@ -482,7 +497,7 @@ def _check_together(config: DictConfig) -> None:
 def _check_step_rewards(config: DictConfig, strategies: Sequence[str]) -> None:
     """Refuse a strategy that compares runs by one reward where the steps of a run would have different ones."""
     args = config.workflow.args
-    one_a_run = [name for name in strategies if name in known.ADD_STRATEGIES and name not in known.STEP_STRATEGIES]
+    one_a_run = [name for name in strategies if name in PARTS["add strategy"] and name not in STEP_STRATEGIES]
     if args.get("mode") != "step_wise" or not one_a_run:
         return
     if args.get("step_reward") == "own":
@@ -492,7 +507,7 @@ def _check_step_rewards(config: DictConfig, strategies: Sequence[str]) -> None:
             "step_reward=return."
         )
     for operator in operator_configs(config.operators):
-        if operator.name in known.SHAPING_OPERATORS:
+        if operator.name in SHAPING_OPERATORS:
             raise ConfigError(
                 f"operator '{operator.name}' gives the steps of a run (workflow.args.mode=step_wise) different "
                 f"rewards, and add_strategy={one_a_run[0]} compares runs by one: choose add_strategy=step_wise_grpo or "
@@ -517,7 +532,7 @@ def _check_buffer(config: DictConfig) -> None:
 def _check_expert(config: DictConfig) -> None:
     """Expert data and the loss that learns from them go together."""
     expert, loss, rollouts = config.buffer.expert, config.algorithm.policy_loss, config.buffer.storage == "memory"
-    if expert.per_step > 0 and loss in known.POLICY_LOSSES and loss != "mix":
+    if expert.per_step > 0 and loss in PARTS["policy loss"] and loss != "mix":
         raise ConfigError(
             f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
             "data, which have no advantages: choose algorithm.policy_loss=mix, or buffer.expert.per_step=0."

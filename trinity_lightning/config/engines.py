@@ -12,9 +12,11 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trinity_lightning.config import names as known
 from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
+
+SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl", "tcp")
+WEIGHT_GROUPS = ("nccl", "tcp")  # of these, those that connect trainer and servers
 
 
 def visible_gpus() -> list[str] | None:
@@ -195,7 +197,7 @@ class SynchronizerConfig:
     sync_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        one_of("synchronizer.method", self.method, known.SYNC_METHODS)
+        one_of("synchronizer.method", self.method, SYNC_METHODS)
         whole_number("synchronizer.check_interval", self.check_interval, least=1)
         number("synchronizer.sync_timeout", self.sync_timeout, above=0)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trinity_lightning.config import names as known
+from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
 from trinity_lightning.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def needs_correction(algorithm: Any) -> bool:
     loss = algorithm.policy_loss
     if loss == "mix":
         loss = algorithm.policy_loss_args.get("usual", "ppo")
-    return loss in known.POLICY_LOSSES and loss not in known.OFF_POLICY_LOSSES
+    return loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES
 
 
 def check_corrected(algorithm: Any) -> None:

@@ -1,13 +1,129 @@
-"""Names for classes and functions: what a config calls `grpo` is looked up here, or imported by dotted path."""
+"""Parts by name: one table from what a configuration calls `grpo` to a dotted path, which is imported when it is used.
+
+A new part is a file and a line here. A part of one's own needs no line: its dotted path is its name.
+"""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from trinity_lightning.config.values import unknown_name
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+def _within(package: str, paths: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"trinity_lightning.{package}.{path}" for name, path in paths.items()}
+
+
+PARTS: Mapping[str, Mapping[str, str]] = {
+    "policy loss": _within(
+        "algorithm.policy_loss",
+        {
+            "cispo": "ratio_losses.cispo",
+            "grpo": "ppo.ppo",
+            "gspo": "ratio_losses.gspo",
+            "mix": "mix.mix",
+            "opmd": "likelihood_losses.opmd",
+            "ppo": "ppo.ppo",
+            "reinforce": "likelihood_losses.reinforce",
+            "sapo": "ratio_losses.sapo",
+            "sft": "likelihood_losses.sft",
+        },
+    ),
+    "KL estimate": _within(
+        "algorithm.kl",
+        {
+            "abs": "absolute",
+            "corrected_k3": "corrected_k3",
+            "k1": "k1",
+            "k2": "k2",
+            "k3": "k3",
+            "low_var_kl": "low_var_kl",
+            "none": "none",
+        },
+    ),
+    "add strategy": _within(
+        "algorithm.add_strategy",
+        {
+            "asymre": "baseline_add_strategies.ASYMREAddStrategy",
+            "correct_bias": "correct_bias_add_strategy.CorrectBiasAddStrategy",
+            "dapo": "add_strategy.DAPOAddStrategy",
+            "dr_grpo": "baseline_add_strategies.DrGRPOAddStrategy",
+            "duplicate_informative": "duplicate_add_strategy.DuplicateInformativeAddStrategy",
+            "gigpo": "gigpo_add_strategy.GiGPOAddStrategy",
+            "grpo": "add_strategy.GRPOAddStrategy",
+            "on_policy_distill": "on_policy_distill_add_strategy.OnPolicyDistillAddStrategy",
+            "opmd": "add_strategy.OPMDAddStrategy",
+            "reinforce": "baseline_add_strategies.REINFORCEAddStrategy",
+            "reinforce_plus_plus": "baseline_add_strategies.REINFORCEPlusPlusAddStrategy",
+            "reward_variance": "add_strategy.RewardVarianceAddStrategy",
+            "rloo": "baseline_add_strategies.RLOOAddStrategy",
+            "step_wise_grpo": "step_wise_add_strategy.StepWiseGRPOStrategy",
+        },
+    ),
+    "experience operator": _within(
+        "buffer.operators",
+        {
+            "dapo_dynamic_sampling": "dapo_dynamic_sampling.DAPODynamicSampling",
+            "invalid_reward_filter": "reward_filter.InvalidRewardFilter",
+            "judge": "judge.JudgeOperator",
+            "mask_response_truncated": "truncation.MaskResponseTruncated",
+            "overlong_penalty": "truncation.OverlongPenalty",
+            "pass_rate_calculator": "pass_rate_calculator.PassRateCalculator",
+            "reward_filter": "reward_filter.RewardFilter",
+            "reward_shaping_mapper": "reward_shaping_mapper.RewardShapingMapper",
+            "reward_std_filter": "reward_filter.RewardSTDFilter",
+        },
+    ),
+    "workflow": _within(
+        "explorer.workflows",
+        {
+            "evaluation": "evaluation.EvaluationWorkflow",
+            "judge": "judge.JudgeWorkflow",
+            "math": "math.MathWorkflow",
+            "multi_turn": "multi_turn.MultiTurnWorkflow",
+            "on_policy_distill": "on_policy_distill.OnPolicyDistillWorkflow",
+            "simple": "simple.SimpleWorkflow",
+            "tool_use": "tool_use.ToolUseWorkflow",
+        },
+    ),
+    "environment": _within(
+        "explorer.workflows.environments",
+        {"guess_number": "guess_number.GuessNumber", "retry": "retry.Retry"},
+    ),
+    "reward function": _within(
+        "explorer.rewards",
+        {
+            "accuracy": "math.accuracy",
+            "contains_digits": "text.contains_digits",
+            "countdown": "countdown.countdown",
+            "exact_match": "text.exact_match",
+            "format": "text.think_answer_format",
+            "last_number": "text.last_number",
+            "math": "math.math_boxed_or_last",
+            "reasoning_gym": "reasoning.reasoning_gym",
+        },
+    ),
+    "engine": _within(
+        "explorer.models",
+        {
+            "transformers": "transformers_engine.TransformersEngine",
+            "vllm": "vllm_engine.VLLMEngine",
+            "vllm_server": "vllm_server.VLLMServerEngine",
+        },
+    ),
+}
+
+# What the checks before any import need to know of parts by name; parts of one's own have none of it.
+FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
+STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
+SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
+OFF_POLICY_LOSSES = ("opmd", "sft")  # made for experiences of any policy: nothing corrects for older weights
+SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
+ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
 
 
 def import_object(path: str) -> object:
@@ -29,53 +145,68 @@ def import_object(path: str) -> object:
             "A module of your own must lie in the current folder or on PYTHONPATH."
         ) from error
     if not hasattr(module, attribute):
-        names = [name for name in vars(module) if not name.startswith("_")]
+        names = _own_names(module)
         raise ValueError(f"cannot import '{path}': " + unknown_name(f"name in module {module_name}", attribute, names))
     return getattr(module, attribute)
 
 
+def _own_names(module: ModuleType) -> list[str]:
+    """The public names of a module that are defined in it, or elsewhere in its package."""
+    package = module.__name__.partition(".")[0]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and str(getattr(value, "__module__", package)).partition(".")[0] == package
+    ]
+
+
 class Registry(Generic[T]):
-    """A table from names to classes or functions of one kind.
+    """The classes or functions of one kind by name: those of `PARTS`, and what is registered besides.
 
     Args:
-        kind: what is registered, in words, for messages: "add strategy".
+        kind: a kind of `PARTS`, or another in words, for messages.
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self._paths = PARTS.get(kind, {})
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[S], S]:
         """A decorator that files what it decorates under `name`; a name taken already is a ValueError."""
 
         def decorator(item: S) -> S:  # its own type comes back, so that a class keeps its own signature
-            if name in self._items:
+            if name in self:
                 raise ValueError(f"{self.kind} '{name}' is registered already.")
-            self._items[name] = cast("T", item)
+            self._items[name] = cast(T, item)
             return item
 
         return decorator
 
     def get(self, name: str) -> T:
-        """What is registered under `name`.
+        """What is registered under `name`, imported if need be.
 
         Raises:
             ValueError: unknown name; the message lists the known ones and the nearest match.
         """
+        if name not in self:
+            raise ValueError(unknown_name(self.kind, name, self))
         if name not in self._items:
-            raise ValueError(unknown_name(self.kind, name, self._items))
+            self._items[name] = cast(T, import_object(self._paths[name]))
         return self._items[name]
 
     def resolve(self, name: str) -> object:
-        """What is registered under `name`, or, where the name has a dot, the object at that dotted path.
+        """What is registered under `name`; or, if that has a dot, the object at that dotted path.
 
         Raises:
             ValueError: unknown name, or nothing to import at that path.
         """
-        return import_object(name) if "." in name and name not in self._items else self.get(name)
+        return import_object(name) if "." in name and name not in self else self.get(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._items
+        return name in self._paths or name in self._items
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
+        return iter({**self._paths, **self._items})

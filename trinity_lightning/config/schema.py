@@ -14,6 +14,14 @@ from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, Opti
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+
+TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
+TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
+BUFFER_STORAGES = ("memory", "file", "sql")
+BUFFER_ORDERS = ("fifo", "priority", "random")
+EXPERT_STORAGES = ("dataset", "file", "sql")
+
 
 @dataclass
 class SamplingConfig:
@@ -293,9 +301,6 @@ class BufferConfig:
     batch_size: int = 64
     repeat: bool = True
     expert: ExpertConfig = field(default_factory=ExpertConfig)
-
-
-PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 @dataclass

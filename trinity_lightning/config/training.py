@@ -8,9 +8,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from trinity_lightning.config import names as known
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
+
+OLD_LOGPROBS = ("trainer", "engine")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+CORRECTION_LEVELS = ("token", "sequence")
+CORRECTION_MODES = ("truncate", "mask")
+LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 
 
 class WeightDtype(Enum):
@@ -103,8 +108,8 @@ class RolloutCorrectionConfig:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        one_of("algorithm.rollout_correction.level", self.level, known.CORRECTION_LEVELS)
-        one_of("algorithm.rollout_correction.mode", self.mode, known.CORRECTION_MODES)
+        one_of("algorithm.rollout_correction.level", self.level, ("none", *CORRECTION_LEVELS))
+        one_of("algorithm.rollout_correction.mode", self.mode, CORRECTION_MODES)
         number("algorithm.rollout_correction.low", self.low, least=0)
         if self.high != math.inf:  # weights may be unbounded
             number("algorithm.rollout_correction.high", self.high, above=0)
@@ -165,8 +170,8 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if "loss_agg_mode" in self.policy_loss_args:
             raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
-        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, known.LOSS_AGG_MODES, optional=True)
-        one_of("algorithm.old_logprobs", self.old_logprobs, known.OLD_LOGPROBS)
+        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
+        one_of("algorithm.old_logprobs", self.old_logprobs, OLD_LOGPROBS)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
             raise ConfigError(
                 "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
@@ -212,7 +217,7 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
         number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
         number("optimizer.weight_decay", self.weight_decay, least=0)
-        one_of("optimizer.lr_scheduler", self.lr_scheduler, known.LR_SCHEDULERS)
+        one_of("optimizer.lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
         whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
 

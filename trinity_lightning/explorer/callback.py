@@ -18,8 +18,7 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.config.engines import SynchronizerConfig, free_port
-from trinity_lightning.config.names import WEIGHT_GROUPS
+from trinity_lightning.config.engines import WEIGHT_GROUPS, SynchronizerConfig, free_port
 from trinity_lightning.config.older_weights import samples_older_weights
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError, WeightSyncError

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trinity_lightning.config.names import WORKFLOWS as BUILT_IN
 from trinity_lightning.config.schema import SamplingConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
@@ -12,7 +11,7 @@ from trinity_lightning.explorer.tasks.formatter import ANSWER
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows import WORKFLOWS, Workflow, resolve_workflow
+from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 
 
 @dataclass
@@ -44,7 +43,7 @@ class TaskSource:
         workflow.check_args(self.workflow_args)
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
         rewards = resolve_rewards(reward_fn)
-        if any(workflow is WORKFLOWS.get(name) for name in BUILT_IN):  # one's own may find the answer elsewhere
+        if workflow.__module__.startswith(f"{__package__}."):  # one's own may find the answer elsewhere
             self._check_answers(rewards)
 
     def _check_answers(self, rewards: Sequence[Reward]) -> None:

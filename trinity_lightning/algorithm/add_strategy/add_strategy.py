@@ -178,7 +178,6 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return weighed, [{name: values[g] for name, values in columns.items()} for g in range(len(groups))]
 
 
-@ADD_STRATEGY.register("grpo")
 class GRPOAddStrategy(TaskAdvantageStrategy):
     """GRPO: (r - mean) / (std + epsilon) within a task (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
@@ -231,7 +230,6 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         return written, metrics
 
 
-@ADD_STRATEGY.register("opmd")
 class OPMDAddStrategy(TaskAdvantageStrategy):
     """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
 
@@ -256,7 +254,6 @@ class OPMDAddStrategy(TaskAdvantageStrategy):
         return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics
 
 
-@ADD_STRATEGY.register("reward_variance")
 class RewardVarianceAddStrategy(AddStrategy):
     """Writes the groups whose rewards differ, and sets no advantages: a filter to put before another strategy.
 
@@ -306,7 +303,6 @@ class RewardVarianceAddStrategy(AddStrategy):
         return differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
 
 
-@ADD_STRATEGY.register("dapo")
 class DAPOAddStrategy(RewardVarianceAddStrategy):
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, TaskAdvantageStrategy
+from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.groups import action_mask
 from trinity_lightning.common.rewards import Run
 from trinity_lightning.common.writer import BufferWriter
@@ -33,12 +33,10 @@ class BaselineAddStrategy(TaskAdvantageStrategy):
         return rewards
 
 
-@ADD_STRATEGY.register("reinforce")
 class REINFORCEAddStrategy(BaselineAddStrategy):
     """REINFORCE: the reward itself, without a baseline (Williams 1992)."""
 
 
-@ADD_STRATEGY.register("rloo")
 class RLOOAddStrategy(BaselineAddStrategy):
     """RLOO: the reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
 
@@ -46,7 +44,6 @@ class RLOOAddStrategy(BaselineAddStrategy):
         return functional.rloo_advantages(rewards, groups)
 
 
-@ADD_STRATEGY.register("dr_grpo")
 class DrGRPOAddStrategy(BaselineAddStrategy):
     """Dr. GRPO: the reward minus the group's mean (arXiv 2503.20783)."""
 
@@ -54,7 +51,6 @@ class DrGRPOAddStrategy(BaselineAddStrategy):
         return functional.dr_grpo_advantages(rewards, groups)
 
 
-@ADD_STRATEGY.register("reinforce_plus_plus")
 class REINFORCEPlusPlusAddStrategy(BaselineAddStrategy):
     """REINFORCE++: r - mean of the group, whitened over all trained tokens of the step (arXiv 2501.03262)."""
 
@@ -63,7 +59,6 @@ class REINFORCEPlusPlusAddStrategy(BaselineAddStrategy):
         return functional.reinforce_plus_plus_advantages(rewards, groups, num_tokens)
 
 
-@ADD_STRATEGY.register("asymre")
 class ASYMREAddStrategy(BaselineAddStrategy):
     """AsymRE: r - (mean + baseline_shift) (arXiv 2506.20520); a group of one keeps its reward.
 

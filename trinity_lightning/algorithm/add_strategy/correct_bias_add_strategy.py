@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
+from trinity_lightning.algorithm.add_strategy.add_strategy import GRPOAddStrategy
 from trinity_lightning.algorithm.add_strategy.groups import action_mask
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import Run
@@ -15,7 +15,6 @@ from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
 
 
-@ADD_STRATEGY.register("correct_bias")
 class CorrectBiasAddStrategy(GRPOAddStrategy):
     """GRPO on r' = r * (1 - rank / n * rank_penalty) (unlikeliness reward, arXiv 2506.02355).
 

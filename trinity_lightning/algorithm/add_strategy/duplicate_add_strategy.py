@@ -9,7 +9,6 @@ from typing import Any
 import xxhash
 
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
     INVALID_GROUP_COUNT,
     AddStrategy,
 )
@@ -25,7 +24,6 @@ from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number, whole_number
 
 
-@ADD_STRATEGY.register("duplicate_informative")
 class DuplicateInformativeAddStrategy(AddStrategy):
     """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as it came.
 

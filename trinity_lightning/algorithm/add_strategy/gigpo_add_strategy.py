@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, set_advantages
 from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy, return_metrics
 from trinity_lightning.common.experience import Experience, ExperienceError
@@ -16,7 +15,6 @@ from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import flag, number, text
 
 
-@ADD_STRATEGY.register("gigpo")
 class GiGPOAddStrategy(RunAdvantageStrategy):
     """Group-in-group policy optimization (arXiv 2505.10978): A = A_episode + step_weight * A_step.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GroupAdvantageStrategy
+from trinity_lightning.algorithm.add_strategy.add_strategy import GroupAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, split_valid
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.rewards import is_valid_reward
@@ -14,7 +14,6 @@ from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
 
 
-@ADD_STRATEGY.register("on_policy_distill")
 class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
     """kl_coef * (teacher_logprobs - logprobs) of each trained token.
 

@@ -9,7 +9,6 @@ import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
     INVALID_GROUP_COUNT,
     AddStrategy,
 )
@@ -67,7 +66,6 @@ class RunAdvantageStrategy(AddStrategy):
         return written, gather_metrics(metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
 
 
-@ADD_STRATEGY.register("step_wise_grpo")
 class StepWiseGRPOStrategy(RunAdvantageStrategy):
     """GRPO over the rewards of the runs' last steps; every step of a run gets its run's score (as in rLLM).
 

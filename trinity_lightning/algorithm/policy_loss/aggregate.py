@@ -4,10 +4,9 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from trinity_lightning.config.training import LOSS_AGG_MODES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
-
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 class BatchTotals(TypedDict, total=False):

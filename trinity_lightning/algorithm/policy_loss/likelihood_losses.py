@@ -5,11 +5,9 @@ from typing import Unpack
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
-from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN
 from trinity_lightning.config.values import number
 
 
-@POLICY_LOSS_FN.register("reinforce")
 def reinforce(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -25,7 +23,6 @@ def reinforce(
     return loss, {"pg_loss": loss.detach()}
 
 
-@POLICY_LOSS_FN.register("opmd")
 def opmd(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -47,7 +44,6 @@ def opmd(
     return loss, {"pg_loss": loss.detach()}
 
 
-@POLICY_LOSS_FN.register("sft")
 def sft(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals
 from trinity_lightning.algorithm.policy_loss.likelihood_losses import sft
-from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, accepted, create_policy_loss
+from trinity_lightning.algorithm.policy_loss.registry import accepted, create_policy_loss
 from trinity_lightning.config.values import number
 
 
-@POLICY_LOSS_FN.register("mix")
 def mix(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
-from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
+from trinity_lightning.algorithm.policy_loss.registry import log_ratio
 from trinity_lightning.errors import ConfigError
 
 
-@POLICY_LOSS_FN.register("grpo")
-@POLICY_LOSS_FN.register("ppo")
 def ppo(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
 from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range
-from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN, log_ratio
+from trinity_lightning.algorithm.policy_loss.registry import log_ratio
 from trinity_lightning.config.values import number
 from trinity_lightning.errors import ConfigError
 
 
-@POLICY_LOSS_FN.register("gspo")
 def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -59,7 +58,6 @@ def gspo(
     }
 
 
-@POLICY_LOSS_FN.register("cispo")
 def cispo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -103,7 +101,6 @@ def cispo(
     }
 
 
-@POLICY_LOSS_FN.register("sapo")
 def sapo(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.rewards import Run, is_valid_reward, judged, metric_of, runs_of
 from trinity_lightning.config.values import number, text
@@ -11,7 +11,6 @@ from trinity_lightning.config.values import number, text
 logger = logging.getLogger(__name__)
 
 
-@EXPERIENCE_OPERATORS.register("dapo_dynamic_sampling")
 class DAPODynamicSampling(ExperienceOperatorV1):
     """Keeps task groups with 0 < correct < G, of G runs (DAPO, arXiv 2503.14476, equation 11).
 

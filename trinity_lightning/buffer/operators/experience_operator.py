@@ -1,7 +1,6 @@
 """What an experience operator is, and how configurations become operators.
 
-@EXPERIENCE_OPERATORS.register("shorter")
-class Shorter(ExperienceOperatorV1):
+class Shorter(ExperienceOperatorV1):  # operators.shorter.name=my_module.Shorter
     async def process(self, exps):
         return [exp for exp in exps if exp.response_length < 100], {}
 """

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.verdict import VerdictError, read_score
 from trinity_lightning.config.values import number, text, unknown_name, whole_number
@@ -28,7 +28,6 @@ BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further 
 _DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
 
 
-@EXPERIENCE_OPERATORS.register("judge")
 class JudgeOperator(ExperienceOperatorV1):
     """Asks a model for a score of each response, from 0 to 1, and adds weight * score to the reward.
 

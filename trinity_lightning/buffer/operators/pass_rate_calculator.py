@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import is_valid_reward, last_step, raw_reward, runs_of
 
@@ -11,7 +11,6 @@ from trinity_lightning.common.rewards import is_valid_reward, last_step, raw_rew
 SELECTOR_METRIC = "selector_metric"
 
 
-@EXPERIENCE_OPERATORS.register("pass_rate_calculator")
 class PassRateCalculator(ExperienceOperatorV1):
     """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
 

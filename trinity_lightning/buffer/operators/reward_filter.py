@@ -3,13 +3,12 @@
 import statistics
 from typing import Any
 
-from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.rewards import Criterion, equal_rewards, is_valid_reward
 from trinity_lightning.config.values import number
 
 
-@EXPERIENCE_OPERATORS.register("reward_filter")
 class RewardFilter(ExperienceOperatorV1):
     """Keeps experiences whose reward reaches a threshold; a missing reward or NaN does not.
 
@@ -26,7 +25,6 @@ class RewardFilter(ExperienceOperatorV1):
         return kept, {"filtered_count": len(exps) - len(kept)}
 
 
-@EXPERIENCE_OPERATORS.register("invalid_reward_filter")
 class InvalidRewardFilter(ExperienceOperatorV1):
     """Drops experiences whose reward is missing, NaN or infinite."""
 
@@ -36,7 +34,6 @@ class InvalidRewardFilter(ExperienceOperatorV1):
         return kept, {"filtered_count": len(exps) - len(kept)}
 
 
-@EXPERIENCE_OPERATORS.register("reward_std_filter")
 class RewardSTDFilter(ExperienceOperatorV1):
     """Keeps task groups of at least two runs whose rewards, as they were before operators, differ enough.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.config.values import number, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -54,7 +54,6 @@ class _Rule:
         return None if self.op_type == "DIV" and weighted == 0 else OPERATIONS[self.op_type](reward, weighted)
 
 
-@EXPERIENCE_OPERATORS.register("reward_shaping_mapper")
 class RewardShapingMapper(ExperienceOperatorV1):
     """Shapes rewards by numbers of `Experience.info`, one rule after the other.
 

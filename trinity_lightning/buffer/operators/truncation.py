@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import ConfigError
 
 
-@EXPERIENCE_OPERATORS.register("mask_response_truncated")
 class MaskResponseTruncated(ExperienceOperatorV1):
     """Trains on no token of a response that was cut off (overlong filtering: DAPO, arXiv 2503.14476, section 3.4).
 
@@ -27,7 +26,6 @@ class MaskResponseTruncated(ExperienceOperatorV1):
         return exps, {"masked_truncated_count": masked}
 
 
-@EXPERIENCE_OPERATORS.register("overlong_penalty")
 class OverlongPenalty(ExperienceOperatorV1):
     """Adds a penalty for length to the reward (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
 

@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Any
 
 from trinity_lightning.common.arithmetic import evaluate
-from trinity_lightning.explorer.rewards.scoring import REWARDS
 from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -17,7 +16,6 @@ _WRITTEN = {"×": "*", "·": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\d
 _OTHER_OPERATORS = re.compile(r"//|%")  # the game has four
 
 
-@REWARDS.register("countdown")
 def countdown(response: str, task: Task) -> float:
     """1 for an expression that reaches the target with every number once, 0.1 for any other answer, 0 for none.
 

@@ -4,7 +4,6 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from trinity_lightning.explorer.rewards.scoring import REWARDS
 from trinity_lightning.explorer.rewards.text import (
     answer_text,
     find_last_answer,
@@ -117,7 +116,6 @@ def same_answer(given: str, expected: str) -> bool:
     return _VERIFIER.same(expected, given)
 
 
-@REWARDS.register("math")
 @reads_answer
 def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or where it has none its last number, is the task's answer, else 0.
@@ -139,7 +137,6 @@ def math_boxed_or_last(response: str, task: Task) -> float:
     return float(same_answer(given, expected))
 
 
-@REWARDS.register("accuracy")
 @reads_answer
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.

@@ -5,12 +5,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from trinity_lightning.explorer.rewards.scoring import REWARDS
 from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
 
-@REWARDS.register("reasoning_gym")
 def reasoning_gym(response: str, task: Task) -> float:
     """What the verifier of the entry's reasoning-gym dataset gives, from 0 to 1.
 

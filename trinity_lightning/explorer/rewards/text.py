@@ -4,7 +4,6 @@ import re
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from trinity_lightning.explorer.rewards.scoring import REWARDS
 from trinity_lightning.explorer.tasks.task import Task
 
 F = TypeVar("F")
@@ -56,7 +55,6 @@ def find_last_answer(text: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-@REWARDS.register("last_number")
 @reads_answer
 def last_number(response: str, task: Task) -> float:
     """1 when the last number in the response equals the task's answer (the last number in it), else 0.
@@ -70,14 +68,12 @@ def last_number(response: str, task: Task) -> float:
     return float(find_last_number(response) == expected)
 
 
-@REWARDS.register("exact_match")
 @reads_answer
 def exact_match(response: str, task: Task) -> float:
     """1 when the response is the task's answer, space around either aside, else 0."""
     return float(response.strip() == str(answer_of(task)).strip())
 
 
-@REWARDS.register("format")
 def think_answer_format(response: str, task: Task) -> float:
     """1 when the response is `<think>thoughts</think> <answer>answer</answer>` and nothing else, else 0.
 
@@ -87,7 +83,6 @@ def think_answer_format(response: str, task: Task) -> float:
     return float(parts is not None and all(part.strip() for part in parts.groups()))
 
 
-@REWARDS.register("contains_digits")
 def contains_digits(response: str, task: Task) -> float:
     """The share of the response's characters that are digits: a reward that varies even for an untrained model."""
     return sum(character.isdigit() for character in response) / len(response) if response else 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_lightning.config.schema import TasksetConfig
+from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.difficulty import DifficultySelector
@@ -25,7 +25,6 @@ from trinity_lightning.explorer.tasks.sources import (
     dataset_entries,
 )
 
-ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 
 
@@ -64,7 +63,7 @@ class Taskset(TaskSelection):
         epochs: int | None = None,
         difficulty_field: str | None = None,
     ) -> None:
-        one_of("order of a taskset", order, ORDERS)
+        one_of("order of a taskset", order, TASK_ORDERS)
         whole_number(f"epochs of taskset '{name}'", epochs, least=1, optional=True)
         if len(entries) == 0:
             raise ConfigError(f"taskset '{name}' has no entries.")

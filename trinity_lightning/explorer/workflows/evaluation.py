@@ -5,10 +5,8 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.simple import SimpleWorkflow
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS
 
 
-@WORKFLOWS.register("evaluation")
 class EvaluationWorkflow(SimpleWorkflow):
     """Single turn, for evaluation tasks: beside the reward it measures `accuracy` (1 where the reward is at least 1),
     `truncated` (1 where the token limit ended the response) and `response_tokens`.

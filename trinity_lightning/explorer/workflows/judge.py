@@ -13,7 +13,6 @@ from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_o
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.arguments import read_arguments
 from trinity_lightning.explorer.workflows.simple import SimpleWorkflow
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS
 
 PROMPT = """Judge the response to a question. Reply with JSON only: {"score": x}, x from 0 (useless) to 1 (perfect).
 
@@ -53,7 +52,6 @@ class JudgeArguments:
             raise ConfigError(f"judge_weight is {self.judge_weight!r}; give a finite number.")
 
 
-@WORKFLOWS.register("judge")
 class JudgeWorkflow(SimpleWorkflow):
     """Single turn; the reward is an auxiliary model's score from 0 to 1 (metric `reward/judge`), added to what the
     task's reward functions give.

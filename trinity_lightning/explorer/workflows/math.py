@@ -1,10 +1,8 @@
 """Single-turn mathematics."""
 
 from trinity_lightning.explorer.workflows.simple import SimpleWorkflow
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS
 
 
-@WORKFLOWS.register("math")
 class MathWorkflow(SimpleWorkflow):
     """Single turn, judged by the boxed answer or the last number where the task names no reward function."""
 

@@ -14,7 +14,7 @@ from trinity_lightning.explorer.workflows.arguments import check_call, read_argu
 from trinity_lightning.explorer.workflows.environments import Environment, resolve_environment
 from trinity_lightning.explorer.workflows.environments.environment import call
 from trinity_lightning.explorer.workflows.episode import Episode, play, single_experience, step_experiences
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS, Workflow
+from trinity_lightning.explorer.workflows.workflow import Workflow
 
 MODES = ("single", "step_wise")
 STEP_REWARDS = ("return", "own")
@@ -126,7 +126,6 @@ class EpisodeWorkflow(Workflow):
         return experiences
 
 
-@WORKFLOWS.register("multi_turn")
 class MultiTurnWorkflow(EpisodeWorkflow):
     """Plays an episode with an environment; its settings are `MultiTurnArguments`."""
 

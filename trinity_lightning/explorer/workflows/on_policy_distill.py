@@ -12,7 +12,6 @@ from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.arguments import read_arguments
 from trinity_lightning.explorer.workflows.simple import SimpleWorkflow
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class DistillArguments:
     system_prompt: str | None = None
 
 
-@WORKFLOWS.register("on_policy_distill")
 class OnPolicyDistillWorkflow(SimpleWorkflow):
     """Single turn; `teacher_logprobs` of each Experience are an auxiliary model's, for the add strategy of that name.
 

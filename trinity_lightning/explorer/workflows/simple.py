@@ -10,10 +10,9 @@ from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS, PartialFailure, Workflow
+from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow
 
 
-@WORKFLOWS.register("simple")
 class SimpleWorkflow(Workflow):
     """Single turn: all n responses to the task's prompt in one request, each judged by the task's reward functions.
 

@@ -13,7 +13,6 @@ from trinity_lightning.explorer.workflows.arguments import read_arguments
 from trinity_lightning.explorer.workflows.environments import Environment, ToolEnvironment
 from trinity_lightning.explorer.workflows.environments.tools import Parser, Tool, make_tools
 from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, EpisodeWorkflow
-from trinity_lightning.explorer.workflows.workflow import WORKFLOWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,6 @@ class ToolUseArguments(EpisodeArguments):
             raise ConfigError(f"tool_parser: {error} It is 'hermes', or the path of a function.") from error
 
 
-@WORKFLOWS.register("tool_use")
 class ToolUseWorkflow(EpisodeWorkflow):
     """An agent loop: the model's calls are made and their results given to it, until it answers without a call.
 

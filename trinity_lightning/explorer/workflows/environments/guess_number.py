@@ -6,10 +6,9 @@ from typing import Any
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards.text import find_last_number
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.environments.environment import ENVIRONMENTS, StepResult
+from trinity_lightning.explorer.workflows.environments.environment import StepResult
 
 
-@ENVIRONMENTS.register("guess_number")
 class GuessNumber:
     """Find a number; after each guess the game says whether it is higher or lower.
 

@@ -5,10 +5,9 @@ from typing import Any
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.messages import messages_of
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.environments.environment import ENVIRONMENTS, StepResult
+from trinity_lightning.explorer.workflows.environments.environment import StepResult
 
 
-@ENVIRONMENTS.register("retry")
 class Retry:
     """Asks the task's question; after a wrong answer, says so and lets the policy try again.
 
