@@ -12,4 +12,5 @@ def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictC
     """The configuration that a command composes from these overrides; with `hydra`, its own section too."""
     compose.register()
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        return hydra_compose(name, list(overrides), return_hydra_config=hydra)
+        given = overrides if hydra else ("output_dir=x", *overrides)
+        return hydra_compose(name, list(given), return_hydra_config=hydra)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from compose_cases import composed
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from trinity_lightning.buffer.kept import keep_step, read_experiences
@@ -17,11 +16,10 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.experts import AnswerReader, expert_data
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.parts import typed_part
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -35,7 +33,7 @@ def config_of(*arguments: str) -> TrainConfig:
     config = composed("+recipe=mix", "model=tiny", "engine=transformers", *arguments)
     config.output_dir = "."
     validate(config)
-    return OmegaConf.to_object(typed_part(config))  # type: ignore[return-value]
+    return typed_config(config)
 
 
 def write_lines(path: Path, entries: list[dict[str, Any]]) -> Path:

@@ -8,8 +8,8 @@ from compose_cases import composed
 from omegaconf import OmegaConf
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.parts import online_data, record_config, typed_part
+from trinity_lightning.config.schema import typed_config
+from trinity_lightning.parts import online_data, record_config
 
 
 def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -41,7 +41,7 @@ def test_normalised_sums_are_divided_by_what_the_run_allows(
     overrides: tuple[str, ...], expected: int, tmp_path: Path
 ) -> None:
     config = composed("model=tiny", f"output_dir={tmp_path}", "trainer=cpu", *overrides)
-    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
+    typed = typed_config(config)
     data = online_data(typed, tmp_path, {})
     data.storage.begin()
     data.storage.write([Experience(eid=EID(batch=1), tokens=[1, 2, 3], prompt_length=1, advantages=[1.0, 1.0])])

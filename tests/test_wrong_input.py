@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
+from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.parts import instantiate
 from trinity_lightning.train import check, check_objective
@@ -104,7 +105,38 @@ REFUSED = {
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "epochs beside steps": (["+recipe=grpo", "trainer.max_epochs=4"], ["trainer.max_epochs is 4", "(24)", "set steps"]),
-    "wrong type": (["+recipe=grpo", "explorer.batch_size=many"], ["explorer.batch_size", "'many'", "Integer"]),
+    "wrong type": (
+        ["+recipe=grpo", "explorer.batch_size=many"],
+        ["batch_size is 'many'; give a whole number."],
+    ),
+    "a number for text": (["+recipe=grpo", "sampling.stop=3"], ["sampling.stop", "give a list, [A,B]"]),
+    "text for a number": (["+recipe=grpo", "optimizer.lr=fast"], ["optimizer.lr is 'fast'; give a number."]),
+    "text for a switch": (["+recipe=grpo", "save_model=perhaps"], ["save_model is 'perhaps'; give true or false."]),
+    "null for a number": (["+recipe=grpo", "steps=null"], ["steps is "]),
+    "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args is 'int'; give {key: value}."]),
+    "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
+    "a setting of a choice that was not made": (
+        ["+recipe=grpo", "callbacks.profiler.step=5"],
+        ["'callbacks.profiler' is not there: choose it first, callbacks=profiler."],
+    ),
+    "an argument of a strategy beside its args": (
+        ["+recipe=grpo", "add_strategy.grpo.epsilon=0.1"],
+        ["unknown key 'add_strategy.grpo.epsilon'. Arguments go into", "add_strategy.grpo.args.epsilon=VALUE"],
+    ),
+    "the same, added past Hydra": (
+        ["+recipe=grpo", "+add_strategy.rloo.tau=0.1"],
+        ["unknown key 'add_strategy.rloo.tau'", "Arguments go into add_strategy.rloo.args: add_strategy.rloo.args.tau"],
+    ),
+    "a filter of groups of one": (
+        ["+recipe=grpo", "add_strategy=[dapo,grpo]", "explorer.repeat_times=1"],
+        ["explorer.repeat_times is 1, and add_strategy=dapo keeps groups whose rewards differ"],
+    ),
+    "a negative seed": (["+recipe=grpo", "seed=-1"], ["seed is -1; give a whole number of 0 or more."]),
+    "shared prefixes of another attention": (
+        ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
+        ["algorithm.layout=shared_prefix", "model.attn_implementation=sdpa, not eager"],
+    ),
+    "a setting of data that has no default": (["+recipe=grpo", "taskset=dataset"], ["taskset.path has no default"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],
@@ -201,6 +233,25 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert all(part in sentence for part in expected), sentence
     assert len(sentence.splitlines()) <= 2
     assert "while resolving" not in sentence
+
+
+@pytest.mark.parametrize(("strategy", "said"), [("grpo", True), ("[rloo,step_wise_grpo]", True), ("reinforce", False)])
+def test_a_strategy_that_compares_says_that_it_cannot(
+    strategy: str, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    validate(composed("+recipe=grpo", "model=tiny", f"add_strategy={strategy}", "explorer.repeat_times=1"))
+    assert ("nothing to compare a rollout with" in caplog.text) is said
+
+
+def test_a_name_that_is_not_in_a_module_is_looked_for_among_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards_of_today.py").write_text(
+        "import math\nfrom pathlib import Path\nLIMIT = 3\ndef note(response, task):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"Did you mean 'note'\? Known: LIMIT, note\.$"):
+        import_object("my_rewards_of_today.nope")
 
 
 @pytest.mark.parametrize("section", ["eval_tasksets", "tasksets", "auxiliary_models"])

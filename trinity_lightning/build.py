@@ -12,7 +12,8 @@ from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.memory_plan import MemoryPlan
 from trinity_lightning.config.engines import EngineKind
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.parts import strategies
+from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
 from trinity_lightning.errors import ConfigError, TrinityError
@@ -29,8 +30,6 @@ from trinity_lightning.parts import (
     record_config,
     response_budget,
     stored_experiences,
-    strategies_of,
-    typed_part,
 )
 from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -94,7 +93,7 @@ def build(config: DictConfig) -> Run:
     settle_dtypes(config, checkpoint)
     if checkpoint is not None:
         check_resumed_dtype(config, checkpoint)
-    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
+    typed = typed_config(config)
     typed, plan = with_memory_plan(replace(typed, trainer=config.trainer), checkpoint)
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
@@ -214,7 +213,10 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
             f"{rollouts * config.sampling.max_tokens} new tokens" + (f", and {expert} of an expert" if expert else ""),
         ),
         ("training", f"{config.steps} explore steps x {items} optimizer steps = {config.steps * items}"),
-        ("objective", f"{config.algorithm.policy_loss}, {' then '.join(name for name, _ in strategies_of(config))}"),
+        (
+            "objective",
+            f"{config.algorithm.policy_loss}, {' then '.join(name for name, _ in strategies(config.add_strategy))}",
+        ),
     ]
 
 

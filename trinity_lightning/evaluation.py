@@ -5,11 +5,11 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trinity_lightning.common.weights import WeightStream, as_checkpoint, skeleton
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.schema import typed_config
 from trinity_lightning.dtypes import settle_dtypes
 from trinity_lightning.engines import auxiliary_models_of, check_experts, engines_of
 from trinity_lightning.explorer.explorer import Explorer
@@ -25,7 +25,6 @@ from trinity_lightning.parts import (
     loggers_of,
     quiet_lightning,
     record_config,
-    typed_part,
 )
 from trinity_lightning.trainer.policy import PolicyModule
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
@@ -83,7 +82,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
         ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
     """
     settle_dtypes(config, checkpoints[0] if checkpoints else None)
-    typed: TrainConfig = OmegaConf.to_object(typed_part(config))  # type: ignore[assignment]
+    typed = typed_config(config)
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_lightning()

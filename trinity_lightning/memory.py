@@ -16,8 +16,7 @@ from trinity_lightning.common.memory_plan import (
     requests_at_once,
 )
 from trinity_lightning.common.weights import skeleton
-from trinity_lightning.config.checks import TRAINER_GPU
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep
+from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineKind, EngineSleep
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import MIXED, WeightDtype

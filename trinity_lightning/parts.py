@@ -61,12 +61,6 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def typed_part(config: DictConfig) -> DictConfig:
-    """The configuration without Lightning's own objects, which are instantiated apart."""
-    free = ("trainer", "logger", "callbacks")
-    return OmegaConf.merge(config, dict.fromkeys(free))  # type: ignore[return-value]
-
-
 def online_data(
     config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, InferenceModel]
 ) -> ExperienceDataModule:
@@ -75,7 +69,7 @@ def online_data(
         name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
     }
     return ExperienceDataModule(
-        strategies_of(config),
+        strategies(config.add_strategy),
         optimizer_steps=config.algorithm.optimizer_steps,
         inner_epochs=config.algorithm.inner_epochs,
         seed=config.seed,
@@ -136,13 +130,6 @@ def stored_experiences(config: TrainConfig) -> BufferReader:
         seed=config.seed,
     )
     return RepeatingReader(reader) if isinstance(reader, CursorReader) and buffer.repeat else reader
-
-
-def strategies_of(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of each add strategy."""
-    entries: list[tuple[str, Any]] = strategies(config.add_strategy)  # type: ignore[arg-type]
-    chosen = [(label, dict[str, Any](arguments)) for label, arguments in entries]
-    return [(str(arguments.pop("name", label)), arguments) for label, arguments in chosen]
 
 
 def train_source(config: TrainConfig) -> TaskSource:

@@ -17,6 +17,9 @@ from trinity_lightning.errors import ConfigError
 
 SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl", "tcp")
 WEIGHT_GROUPS = ("nccl", "tcp")  # of these, those that connect trainer and servers
+LOOPBACK = "127.0.0.1"
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
+TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
 def visible_gpus() -> list[str] | None:
@@ -191,7 +194,7 @@ class SynchronizerConfig:
 
     method: str = "auto"
     folder: str | None = None
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     check_interval: int = 10
     drill: bool = True
     sync_timeout: float = 600.0
@@ -200,6 +203,17 @@ class SynchronizerConfig:
         one_of("synchronizer.method", self.method, SYNC_METHODS)
         whole_number("synchronizer.check_interval", self.check_interval, least=1)
         number("synchronizer.sync_timeout", self.sync_timeout, above=0)
+        if self.method != "tcp" and self.address != LOOPBACK:
+            raise ConfigError(f"synchronizer.address is of synchronizer=tcp, not of {self.method}: leave it out.")
+        if self.address in ("", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"synchronizer.address is {self.address!r}: give the one address of this machine that the servers "
+                "reach it by."
+            )
+        if self.folder is not None and self.method in WEIGHT_GROUPS:
+            raise ConfigError(
+                f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={self.method}: leave it out."
+            )
 
 
 def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConfig]:
@@ -235,3 +249,30 @@ def _typed(name: str, value: Any) -> AuxiliaryConfig:
         return OmegaConf.to_object(typed)  # type: ignore[return-value]
     except ConfigError as error:  # a section does not know under what name it stands
         raise ConfigError(f"{key}.{error}") from error
+
+
+def check_one_device(args: Mapping[str, Any]) -> None:
+    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
+    for name in PARALLEL:
+        if args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {args[name]}, and engine=vllm computes in this process, on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
+
+
+def check_speculation(args: Mapping[str, Any]) -> None:
+    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
+
+    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
+    the log-probability 0; only greedy decoding was exact.
+    """
+    if "speculative_config" not in args:
+        return
+    import torch  # late: nothing else here needs it
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.args.speculative_config: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
+            "depending on the batch, and gives wrong log-probabilities: leave it out."
+        )

@@ -17,11 +17,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir
+from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, TrinityError
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -91,13 +93,17 @@ def discard_unused(folder: str | Path) -> None:
 
 
 def last_checkpoint(folder: str | Path) -> Path:
-    """The newest checkpoint of a run's folder; a ConfigError where there is none."""
-    found = list(Path(folder, "checkpoints").glob("*.ckpt"))
+    """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
+    folder = Path(folder)
+    found = list(folder.glob("checkpoints/*.ckpt"))
     if not found:
-        raise ConfigError(
-            f"there is no checkpoint in {Path(folder, 'checkpoints')}; ckpt_path=last is for single runs."
-        )
-    return max(found, key=lambda path: path.stat().st_mtime)
+        raise ConfigError(f"there is no checkpoint in {folder / 'checkpoints'}; ckpt_path=last is for single runs.")
+    last = max(found, key=lambda path: path.stat().st_mtime)
+    later = sorted(run.name for run in folder.parent.glob("*-*-*_*") if run.name > folder.name)
+    without = [name for name in later if not any((folder.parent / name).glob("checkpoints/*.ckpt"))]
+    passed_over = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
+    logger.info("ckpt_path=last is %s%s", last, passed_over)
+    return last
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:
@@ -203,6 +209,20 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
 
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
+# What OmegaConf says of a value of the wrong type, and what to give.
+_WRONG_TYPES = (
+    (re.compile(r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer"), "give a whole number"),
+    (re.compile(r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float"), "give a number"),
+    (re.compile(r"Value '(?P<value>.*)' is not a valid bool"), "give true or false"),
+    (re.compile(r"Cannot convert '\w+' to string: '(?P<value>.*)'"), "give some text"),
+    (re.compile(r"Invalid value assigned: (?P<value>\w+) is not a ListConfig, list or tuple"), "give a list, [A,B]"),
+    (
+        re.compile(r"(Cannot assign|Invalid type assigned:) (?P<value>\w+) (to|is not a subclass of)"),
+        "give {key: value}",
+    ),
+    (re.compile(r"Incompatible value '(?P<value>None)' for field"), "leave it out, or give a value"),
+    (re.compile(r"field '\w+' is not Optional"), "null is no value for it"),
+)
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
@@ -221,24 +241,43 @@ def explain(error: BaseException) -> str:
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
         return str(root).strip()
     key = str(root.full_key or root.key or "")
+    if isinstance(root, MissingMandatoryValue):
+        return f"{key} has no default: give it a value."
     if root.parent_node is not None and root.key is not None and "not in" in str(root):
-        allowed = [str(k) for k in root.parent_node] if isinstance(root.parent_node, DictConfig) else []
-        if OmegaConf.get_type(root.parent_node) is dict and not nearest(str(root.key), allowed):
-            return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
-        return (
-            unknown_name("key", key, allowed) if not nearest(str(root.key), allowed) else _misspelt(root, key, allowed)
-        )
+        return _unknown_key(root, key)
     first_line = str(root).strip().splitlines()[0]
     if _OF_A_RESOLVER in first_line:  # one of ours, which says it all
         return first_line.partition(_OF_A_RESOLVER)[2]
-    return f"{key}: {first_line}" if key else first_line
+    return _wrong_type(key, first_line)
 
 
-def _misspelt(root: OmegaConfBaseException, key: str, allowed: list[str]) -> str:
-    prefix = key.rpartition(".")[0]
-    match = nearest(str(root.key), allowed)
-    meant = f"{prefix}.{match}" if prefix else match
-    return f"unknown key '{key}'. Did you mean '{meant}'? Known here: {', '.join(sorted(allowed))}."
+def _unknown_key(root: OmegaConfBaseException, key: str) -> str:
+    """What to write for a key that is not there: a choice of its group, an argument, or the nearest key."""
+    parent = root.parent_node
+    allowed = [str(k) for k in parent] if isinstance(parent, DictConfig) else []
+    prefix, _, name = key.rpartition(".")
+    if prefix in _groups() and name in options(prefix):
+        return f"'{key}' is not there: choose it first, {prefix}={name}."
+    if match := nearest(name, allowed):
+        meant = f"{prefix}.{match}" if prefix else match
+        return f"unknown key '{key}'. Did you mean '{meant}'? Known here: {', '.join(sorted(allowed))}."
+    if "args" in allowed:
+        return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
+    if OmegaConf.get_type(parent) is dict:
+        return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
+    return unknown_name("key", key, allowed)
+
+
+def _wrong_type(key: str, message: str) -> str:
+    for pattern, advice in _WRONG_TYPES:
+        if found := pattern.search(message):
+            value = found.groupdict().get("value", "null")
+            return f"{key} is {value!r}; {advice}."
+    return f"{key}: {message}" if key else message
+
+
+def _groups() -> set[str]:
+    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
 
 
 def _root(error: BaseException) -> BaseException:

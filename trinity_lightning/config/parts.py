@@ -1,11 +1,12 @@
-"""The parts that are configured by name and arguments: experience operators and add strategies."""
+"""Parts that are configured by name and arguments, and follow each other: experience operators and add strategies.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+One shape for both, {label: {name, args}}: without a name the label is it, and a bare name is short for {name: it}.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
@@ -35,48 +36,46 @@ class OperatorConfig:
 
 
 def operator_configs(config: Mapping[str, Any] | None) -> list[OperatorConfig]:
-    """The operators of a config {label: {name, args, on_error}}, each key optional, in order.
+    """The operators of {label: {name, args, on_error}}, in order.
 
-    A plain dict rather than a typed one: Hydra cannot add an entry to a dict of dataclasses from the command line.
-
-    Raises:
-        ConfigError: an unknown key, a value of the wrong kind, or one that has no default and was not given.
-    """
-    if not config:
-        return []
-    if OmegaConf.is_config(config) and (missing := OmegaConf.missing_keys(config)):
-        raise ConfigError(f"operators.{min(missing)} has no default: give it a value.")
-    plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config  # type: ignore[arg-type]
-    return [_operator_config(str(label), entry) for label, entry in dict(plain).items()]  # type: ignore[arg-type]
-
-
-def _operator_config(label: str, entry: Any) -> OperatorConfig:
-    key = f"operators.{label}"
-    if not isinstance(entry, dict | None):
-        raise ConfigError(f"{key} is {entry!r}; give {{name, args, on_error}}, each of them optional.")
-    entry = entry or {}
-    known = [each.name for each in fields(OperatorConfig)]
-    for name in entry:
-        if name not in known:
-            hint = f" Arguments go into {key}.args."
-            raise ConfigError(unknown_name("key", f"{key}.{name}", [f"{key}.{each}" for each in known]) + hint)
-    args, on_error = entry.get("args") or {}, entry.get("on_error", "stop")
-    if not isinstance(args, dict):
-        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
-    choices = [each.value for each in OnError]
-    on_error = on_error.value if isinstance(on_error, OnError) else str(on_error)
-    if on_error not in choices:
-        raise ConfigError(unknown_name(f"{key}.on_error", on_error, choices))
-    return OperatorConfig(str(entry.get("name") or label), args, OnError(on_error))
-
-
-def strategies(config: Any) -> list[tuple[str, object]]:
-    """Label and arguments of each add strategy of a config {label: {name: optional, ...}}, in order.
+    Plain mappings rather than typed ones: Hydra cannot add to a mapping of dataclasses from the command line.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: an unknown key, or a value of the wrong kind.
     """
-    if not config:
+    operators = []
+    for key, entry in _entries("operators", config, ("name", "args", "on_error")):
+        on_error, choices = str(entry.get("on_error", "stop")), [each.value for each in OnError]
+        if on_error not in choices:
+            raise ConfigError(unknown_name(f"{key}.on_error", on_error, choices))
+        operators.append(OperatorConfig(entry["name"], entry["args"], OnError(on_error)))
+    return operators
+
+
+def strategies(config: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each add strategy of {label: {name, args}}, in order.
+
+    Raises:
+        ConfigError: there is none, an unknown key, or a value of the wrong kind.
+    """
+    chosen = [(entry["name"], entry["args"]) for _, entry in _entries("add_strategy", config, ("name", "args"))]
+    if not chosen:
         raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
-    plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-    return [(str(label), {} if arguments is None else arguments) for label, arguments in dict(plain).items()]  # type: ignore[arg-type]
+    return chosen
+
+
+def _entries(group: str, config: Mapping[str, Any] | None, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The key of each entry, and the entry with its name and arguments."""
+    for label, given in (config or {}).items():
+        key = f"{group}.{label}"
+        entry = {"name": given} if isinstance(given, str) else {} if given is None else given
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(keys)}}}, each of them optional.")
+        for name in entry:
+            if name not in keys:
+                hint = f" Arguments go into {key}.args: {key}.args.{name}."
+                raise ConfigError(unknown_name("key", f"{key}.{name}", [f"{key}.{each}" for each in keys]) + hint)
+        args = entry.get("args") or {}
+        if not isinstance(args, Mapping):
+            raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
+        yield key, {**entry, "name": str(entry.get("name") or label), "args": dict(args)}

@@ -118,6 +118,15 @@ PARTS: Mapping[str, Mapping[str, str]] = {
 }
 
 # What the checks before any import need to know of parts by name; parts of one's own have none of it.
+COMPARING_STRATEGIES = (
+    "asymre",
+    "correct_bias",
+    "dr_grpo",
+    "grpo",
+    "opmd",
+    "rloo",
+    "step_wise_grpo",
+)  # with their group
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
 STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards

@@ -3,24 +3,33 @@
 Lightning's own objects (trainer, loggers, callbacks) are free `_target_` nodes and have no schema here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
+FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects, whose keys we do not know
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql")
 BUFFER_ORDERS = ("fifo", "priority", "random")
 EXPERT_STORAGES = ("dataset", "file", "sql")
+
+
+DEFAULT_TEMPERATURE = 1.0  # of every engine
+
+# Each of these makes the sampled distribution another than the policy's, whose gradient is taken.
+EVALUATION_ONLY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass
@@ -67,6 +76,26 @@ class SamplingConfig:
         number("sampling.repetition_penalty", self.repetition_penalty, above=0, optional=True)
 
 
+def check_trained_sampling(settings: Mapping[str, Any]) -> None:
+    """Refuse what would draw training rollouts from another distribution than the policy's.
+
+    Args:
+        settings: sampling settings by vLLM's names; None values are unset.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name in EVALUATION_ONLY:
+        if settings.get(name) is not None:
+            raise ConfigError(
+                f"sampling.{name} is for evaluation only, as training rollouts are drawn from the policy's whole "
+                f"distribution. Leave it out, or set eval_sampling.{name}."
+            )
+    temperature = settings.get("temperature")
+    if temperature is not None and not temperature > 0:
+        raise ConfigError(f"sampling.temperature is {temperature}; training needs one above 0, such as 1.0.")
+
+
 @dataclass
 class TasksetConfig:
     """What to try: one of the three sources, and which fields of an entry mean what.
@@ -85,6 +114,9 @@ class TasksetConfig:
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation; null for the chat template's own.
         args: further arguments of the source.
+
+    Raises:
+        ConfigError: an unknown source or order, or there is no such file.
     """
 
     name: str = MISSING
@@ -101,6 +133,14 @@ class TasksetConfig:
     messages_field: str = "messages"
     system_prompt: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of(f"source of taskset '{self.name}'", self.source, TASK_SOURCES)
+        one_of(f"order of taskset '{self.name}'", self.order, TASK_ORDERS)
+        # A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's.
+        path = self.path if self.source == "dataset" else None
+        if path and path != MISSING and (Path(path).suffix or path[0] in "./~") and not Path(path).exists():
+            raise ConfigError(f"path of taskset '{self.name}': there is no file or folder '{path}'.")
 
 
 @dataclass
@@ -220,6 +260,10 @@ class ExplorerConfig:
                 f"explorer.ray_address is {self.ray_address}, and explorer.runner=local does not use Ray: set "
                 "explorer.runner=ray, or leave the address out."
             )
+        if self.ray_address is not None and "://" in self.ray_address:
+            raise ConfigError(
+                f"explorer.ray_address is {self.ray_address!r}; give HOST:PORT of the cluster's head, or auto."
+            )
         if self.reward_workers and self.runner == "ray":
             raise ConfigError(
                 f"explorer.reward_workers is {self.reward_workers}, and Ray runners are processes that call reward "
@@ -231,10 +275,45 @@ class ExplorerConfig:
                 "ended. Set explorer.reward_workers, or leave the time-out out."
             )
 
+    def check_engine(self, engine: str, in_process: bool, shares_weights: bool) -> None:
+        """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
 
-def runners_per_model(explorer: ExplorerConfig) -> int:
-    """`explorer.runner_per_model`, or what its null stands for: coroutines cost nothing, processes of Ray do."""
-    return explorer.runner_per_model or (8 if explorer.runner == "ray" else max(explorer.batch_size, 64))
+        Args:
+            engine: what to call it in the message.
+            in_process: whether it computes in the trainer's process.
+            shares_weights: whether it generates with the training model itself.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.sync_interval > 1 and shares_weights:
+            raise ConfigError(
+                f"explorer.sync_interval is {self.sync_interval}, and {engine} generates with the training model "
+                "itself, whose weights are always the present ones: leave the key out, or choose another engine."
+            )
+        if self.sync_offset > 0 and in_process:
+            raise ConfigError(
+                f"explorer.sync_offset is {self.sync_offset}: {engine} computes in this process and cannot generate "
+                "while the trainer trains. Choose engine=vllm_server."
+            )
+
+    def check_runners(self, engine: str, in_process: bool) -> None:
+        """Refuse an engine that the runners cannot reach; a ConfigError. Arguments as `check_engine`."""
+        if self.runner == "ray" and in_process:
+            raise ConfigError(
+                f"explorer.runner=ray: {engine} computes in this process, where Ray runners cannot reach it. Choose "
+                "engine=vllm_server, or explorer.runner=local."
+            )
+
+    @property
+    def runners(self) -> int:
+        """`runner_per_model`, or what its null stands for: coroutines cost nothing, processes of Ray do."""
+        return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64))
+
+    @property
+    def samples_older_weights(self) -> bool:
+        """Whether a step may be trained on rollouts of weights before the present ones."""
+        return self.sync_interval > 1 or self.sync_offset > 0
 
 
 @dataclass
@@ -244,10 +323,19 @@ class WorkflowConfig:
     Attributes:
         name: a registered name, or the dotted path of your own class.
         args: its arguments.
+
+    Raises:
+        ConfigError: an unknown name, or a workflow that trains nothing.
     """
 
     name: str = MISSING
     args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name == "evaluation":
+            raise ConfigError("workflow.name=evaluation trains nothing: give it as eval_workflow.")
+        if self.name != MISSING:
+            one_of("workflow.name", self.name, PARTS["workflow"], with_paths=True)
 
 
 @dataclass
@@ -261,6 +349,9 @@ class ExpertConfig:
         dataset: the prompts and answers, as of a taskset.
         path: the file of `file`, or the folder of steps that `buffer.keep` wrote; of `sql` with SQLite the database.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
+
+    Raises:
+        ConfigError: a number or a storage that there is not, or nothing to read.
     """
 
     per_step: int = 0
@@ -268,6 +359,24 @@ class ExpertConfig:
     dataset: TasksetConfig = field(default_factory=lambda: TasksetConfig(name="expert", source="dataset"))
     path: str | None = None
     url: str | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("buffer.expert.per_step", self.per_step, least=0)
+        one_of("buffer.expert.storage", self.storage, EXPERT_STORAGES)
+        if self.per_step == 0:
+            return
+        if self.storage == "dataset":
+            if (self.dataset.source == "addition") != (self.dataset.path is None):
+                raise ConfigError(
+                    "buffer.expert needs prompts and answers: give buffer.expert.dataset.source=dataset and "
+                    "buffer.expert.dataset.path=FILE; the source `addition` has no path."
+                )
+        elif self.path is None and (self.storage == "file" or self.url is None):
+            raise ConfigError(
+                f"buffer.expert.storage={self.storage} reads stored experiences: give buffer.expert.path."
+            )
+        else:
+            _check_place("buffer.expert.path", self.path)
 
 
 @dataclass
@@ -288,6 +397,9 @@ class BufferConfig:
         decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 where there is none)
             * decay ** age in explore steps * use_decay ** times read.
         expert: expert data among the rollouts (`memory`).
+
+    Raises:
+        ConfigError: a number or a name that there is not, or nothing to read.
     """
 
     storage: str = "memory"
@@ -301,6 +413,29 @@ class BufferConfig:
     batch_size: int = 64
     repeat: bool = True
     expert: ExpertConfig = field(default_factory=ExpertConfig)
+
+    def __post_init__(self) -> None:
+        one_of("buffer.storage", self.storage, BUFFER_STORAGES)
+        one_of("buffer.order", self.order, BUFFER_ORDERS)
+        whole_number("buffer.batch_size", self.batch_size, least=1)
+        if self.has_rollouts:
+            return
+        if self.path is None and (self.storage == "file" or self.url is None):
+            raise ConfigError(
+                f"buffer.storage={self.storage} reads what another run wrote: give buffer.path=PLACE, such as the "
+                "folder outputs/grpo/TIME/experiences of a run with buffer.keep=true."
+            )
+        _check_place("buffer.path", self.path)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether this run's rollouts fill the buffer; otherwise it is read as another run left it."""
+        return self.storage == "memory"
+
+
+def _check_place(key: str, path: str | None) -> None:
+    if path is not None and not Path(path).exists():
+        raise ConfigError(f"{key}: there is no file or folder '{path}'.")
 
 
 @dataclass
@@ -330,6 +465,9 @@ class TrainConfig:
         add_strategy: how rewards become advantages, in order: {name: arguments}; a key `name` overrides the name.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: whether the trained policy is written to `<output_dir>/model` at the end.
+
+    Raises:
+        ConfigError: a number out of its range, or an unknown workflow.
     """
 
     name: str = "run"
@@ -361,6 +499,33 @@ class TrainConfig:
     logger: Any = None
     callbacks: Any = None
     save_model: bool = True
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        for name in ("steps", "eval_repeat_times"):
+            whole_number(name, getattr(self, name), least=1)
+        one_of("eval_workflow", self.eval_workflow, PARTS["workflow"], with_paths=True, optional=True)
+
+
+def check_seed(seed: int) -> None:
+    """ConfigError unless every generator takes the seed."""
+    whole_number("seed", seed, least=0)
+    if seed >= 2**32:
+        raise ConfigError(f"seed is {seed}; give a number below 2**32.")
+
+
+def typed_config(config: DictConfig) -> TrainConfig:
+    """The configuration without Lightning's own objects, all of whose sections have been checked.
+
+    Raises:
+        ConfigError: a section refuses a value.
+        OmegaConfBaseException: a value is missing.
+    """
+    try:
+        OmegaConf.to_object(config.eval_sampling)
+    except ConfigError as error:  # a section does not know under what name it stands
+        raise ConfigError(f"eval_{error}") from error
+    return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
 
 
 def config_dir(name: str) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -79,13 +80,14 @@ class KLConfig:
         coef: its weight; 0 means none, and no reference model.
 
     Raises:
-        ConfigError: the weight is negative or not finite.
+        ConfigError: an unknown estimate, or the weight is negative or not finite.
     """
 
     name: str = "k3"
     coef: float = 0.0
 
     def __post_init__(self) -> None:
+        one_of("algorithm.kl.name", self.name, PARTS["KL estimate"])
         number("algorithm.kl.coef", self.coef, least=0)
 
 
@@ -168,6 +170,7 @@ class AlgorithmConfig:
     max_bad_steps: int = 5
 
     def __post_init__(self) -> None:
+        one_of("algorithm.policy_loss", self.policy_loss, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss_args:
             raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
         one_of("algorithm.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
@@ -185,6 +188,26 @@ class AlgorithmConfig:
             self.layout = Layout(self.layout)
         whole_number("algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, least=1, auto=True)
         number("algorithm.max_grad_norm", self.max_grad_norm, above=0, optional=True)
+
+    @property
+    def needs_correction(self) -> bool:
+        """Whether the policy loss is for the policy that sampled.
+
+        `opmd` and `sft` are made for experiences of any policy, and so may be a loss of one's own. `mix` is as the loss
+        of its rollouts.
+        """
+        loss = self.policy_loss_args.get("usual", "ppo") if self.policy_loss == "mix" else self.policy_loss
+        return loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES
+
+    def check_corrected(self) -> None:
+        """Refuse to train on experiences of older weights with nothing that corrects for it; a ConfigError."""
+        corrected = self.old_logprobs == "engine" or self.rollout_correction.level != "none"
+        if self.needs_correction and not corrected:
+            raise ConfigError(
+                "the experiences are of older weights (explorer.sync_interval, explorer.sync_offset or stored ones) "
+                "and nothing corrects for that: set algorithm.rollout_correction.level=token, or "
+                "algorithm.old_logprobs=engine."
+            )
 
 
 @dataclass

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.config.engines import WEIGHT_GROUPS, SynchronizerConfig, free_port
-from trinity_lightning.config.older_weights import samples_older_weights
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
@@ -94,7 +93,7 @@ class ExplorerCallback(L.Callback):
             raise ConfigError("one device only: with an in-process engine set trainer.devices=1.")
         if not all(isinstance(model, Engine) for model in self.explorer.engines.models):
             raise ConfigError("ExplorerCallback needs engines that take weights: VLLMEngine, VLLMServerEngine or so.")
-        if samples_older_weights(self.explorer.config):
+        if self.explorer.config.samples_older_weights:
             pl_module.objective.expect_older_weights()
         if not _epochs(trainer).ready:
             self._forget(trainer)

@@ -11,15 +11,14 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.weights import WeightStream
-from trinity_lightning.config.sampling import check_trained_sampling
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.schema import ExplorerConfig, check_trained_sampling
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.evaluation_metrics import evaluation_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.policy_engines import PolicyEngines, shares_weights
+from trinity_lightning.explorer.policy_engines import PolicyEngines
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.scheduler import Scheduler
@@ -71,12 +70,14 @@ class Explorer:
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
-        _check_sync(config, models)
+        for model in models:
+            shares_weights = isinstance(model, Engine) and model.shares_weights
+            config.check_engine(type(model).__name__, isinstance(model, InProcessEngine), shares_weights)
         if config.reward_workers:
             for source in [*([] if train is None else [train]), *evals]:
                 check_all_importable(resolve_rewards(source.reward_fn))
         self.config = config
-        self.engines = PolicyEngines(models, keeps_copy=config.sync_interval > 1 or config.sync_offset > 0)
+        self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0
         self.metrics: dict[str, float] = {}
         self._train = train
@@ -326,16 +327,3 @@ class Explorer:
         self.step, self._cursor = state["step"], state["taskset"]
         if "engines" in state:
             self.engines.load_state_dict(state["engines"])
-
-
-def _check_sync(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
-    if config.sync_offset > 0 and any(isinstance(model, InProcessEngine) for model in models):
-        raise ConfigError(
-            "explorer.sync_offset must be 0: an engine in this process cannot generate while the trainer trains. "
-            "Choose engine=vllm_server."
-        )
-    if config.sync_interval > 1 and shares_weights(models):
-        raise ConfigError(
-            "explorer.sync_interval must be 1: an engine that generates with the training model itself always has its "
-            "present weights. Choose engine=vllm or vllm_server."
-        )

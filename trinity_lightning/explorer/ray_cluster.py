@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.engines import require_ray
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.ray_runner import RayRunner
@@ -110,21 +111,15 @@ class RayCluster:
             ray.shutdown()
 
 
-def check_ray(address: str | None, models: Sequence[InferenceModel]) -> None:
+def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
     """Refuse what Ray runners cannot work with.
 
     Raises:
-        ConfigError: Ray is not installed, an engine computes in this process, or the address is none.
+        ConfigError: Ray is not installed, or an engine computes in this process.
     """
     require_ray()
     for model in models:
-        if isinstance(model, InProcessEngine):
-            raise ConfigError(
-                f"explorer.runner=ray: {type(model).__name__} computes in this process, where Ray runners cannot reach "
-                "it. Choose an engine that is a server, or explorer.runner=local."
-            )
-    if address is not None and "://" in address:
-        raise ConfigError(f"explorer.ray_address is {address!r}; give HOST:PORT of the cluster's head, or auto.")
+        config.check_runners(type(model).__name__, isinstance(model, InProcessEngine))
 
 
 def _check_reachable(address: str) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.config.schema import ExplorerConfig, runners_per_model
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.ray_cluster import RayCluster, check_ray
 from trinity_lightning.explorer.ray_runner import RayRunner
@@ -64,7 +64,7 @@ class Scheduler:
                 [engines[runner_id % len(engines)] for engines in auxiliary_models or []],
                 config,
             )
-            for runner_id in range(runners_per_model(config) * len(rollout_model))
+            for runner_id in range(config.runners * len(rollout_model))
         ]
         self._idle = deque(self.runners)
         self._queue: list[tuple[BatchKey, int, TaskWrapper, Job]] = []
@@ -312,4 +312,4 @@ def _check(
     if not models or not all(auxiliary_models):
         raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
     if config.runner == "ray":
-        check_ray(config.ray_address, [*models, *itertools.chain(*auxiliary_models)])
+        check_ray(config, [*models, *itertools.chain(*auxiliary_models)])

@@ -16,7 +16,6 @@ from trinity_lightning.algorithm.rollout_correction import logprob_difference, r
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
-from trinity_lightning.config.older_weights import check_corrected, needs_correction
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import MicroBatch
@@ -71,8 +70,8 @@ class Objective:
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
-        check_corrected(self._config)
-        self._needs_engine = self._against_engine or needs_correction(self._config)
+        self._config.check_corrected()
+        self._needs_engine = self._against_engine or self._config.needs_correction
 
     def __call__(
         self,

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_lightning.common.memory_plan import GIB
-from trinity_lightning.config.checks import PARALLEL
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
+from trinity_lightning.config.engines import PARALLEL, EngineConfig, EngineDtype, EngineSleep
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 CPU_REQUESTS, GPU_REQUESTS = 64, 256

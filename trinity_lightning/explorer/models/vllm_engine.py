@@ -14,8 +14,13 @@ from trinity_lightning.common.cpu_memory import forget, trim_heap
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
-from trinity_lightning.config.checks import check_one_device, check_speculation
-from trinity_lightning.config.engines import EngineConfig, EngineSleep, require_vllm
+from trinity_lightning.config.engines import (
+    EngineConfig,
+    EngineSleep,
+    check_one_device,
+    check_speculation,
+    require_vllm,
+)
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError

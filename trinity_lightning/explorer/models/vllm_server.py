@@ -16,8 +16,7 @@ from transformers import AutoConfig
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
-from trinity_lightning.config.checks import check_speculation
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, require_vllm, visible_gpus
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, check_speculation, require_vllm, visible_gpus
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
