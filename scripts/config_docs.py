@@ -46,7 +46,7 @@ def _index(names: list[str]) -> str:
 
 
 FREE = {
-    "add_strategy": "How rewards become advantages: {name: arguments}, in order.",
+    "add_strategy": "How rewards become advantages, in order: {name: {args}}.",
     "callbacks": "Lightning callbacks, as `_target_` nodes.",
     "logger": "Lightning loggers, as `_target_` nodes.",
     "operators": "What tidies experiences before they are weighed, in order: {name: {args, on_error: stop or skip}}.",

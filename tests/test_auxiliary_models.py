@@ -19,8 +19,14 @@ from trinity_lightning.explorer.models.openai_model import OpenAIModel
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
-SMALL = ("+recipe=grpo", "model=tiny", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
-SMALL += ("steps=1", "explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
+SMALL = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
+SMALL += (
+    "sampling.max_tokens=8",
+    "steps=1",
+    "explorer.eval_on_startup=false",
+    "explorer.eval_interval=0",
+    "logger=csv",
+)
 
 
 def metrics(folder: Path) -> dict[str, float]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import environment
 
-QUICK = ("+recipe=grpo", "model=tiny", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
-QUICK += ("eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
+QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
+QUICK += ("sampling.max_tokens=8", "eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
 
 
 def run_evaluate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -133,7 +133,15 @@ def test_what_cannot_work_is_refused(arguments: tuple[str, ...], message: str) -
         config_of(*arguments)
 
 
-RUN = ("+recipe=mix", "model=tiny", "engine=transformers", "logger=csv", "buffer.keep=true", "optimizer.lr=1e-3")
+RUN = (
+    "+recipe=mix",
+    "model=tiny",
+    "reward=contains_digits",
+    "engine=transformers",
+    "logger=csv",
+    "buffer.keep=true",
+    "optimizer.lr=1e-3",
+)
 RUN += ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "buffer.expert.per_step=3")
 # One task at a time: the transformers engine decodes what waits together, and a batch's rows round by their number.
 RUN += ("explorer.runner_per_model=1", "explorer.eval_on_startup=false", "explorer.eval_interval=0")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trinity_lightning.buffer.kept import read_experiences
 from trinity_lightning.common.experience import to_hf_datasets
 
-TINY = ("model=tiny", "logger=csv")
+TINY = ("model=tiny", "reward=contains_digits", "logger=csv")
 QUICK = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "explorer.eval_interval=0")
 OFFLINE = ("+recipe=offline", *TINY, "buffer.batch_size=4", "optimizer.lr=1e-3")
 

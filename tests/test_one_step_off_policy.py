@@ -13,7 +13,14 @@ from safetensors.torch import load_file
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
-SMALL = ("model=tiny", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12", "logger=csv")
+SMALL = (
+    "model=tiny",
+    "reward=contains_digits",
+    "explorer.batch_size=4",
+    "explorer.repeat_times=4",
+    "sampling.max_tokens=12",
+    "logger=csv",
+)
 STEPS = 12  # many quick ones: a run is to be interrupted in the middle, on a fast machine too
 SMALL += ("explorer.eval_on_startup=false", "callbacks.checkpoint.every_n_epochs=1", f"steps={STEPS}")
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, f"explorer.eval_interval={STEPS}")

@@ -60,7 +60,7 @@ def test_an_operator_and_a_strategy_of_ones_own(run_train: RunTrain, tmp_path: P
     [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if "my_parts.DropEmpty" in line]
     arguments = shlex.split(line.partition("trinity_lightning.train ")[2])
     quick = ["steps=1", "explorer.eval_interval=0", "explorer.eval_on_startup=false", "logger=csv"]
-    done = run_train(tmp_path, *arguments, "model=tiny", "engine=transformers", *quick)
+    done = run_train(tmp_path, *arguments, "model=tiny", "reward=contains_digits", "engine=transformers", *quick)
     assert done.returncode == 0, done.stdout[-4000:]
     [metrics] = tmp_path.glob("outputs/grpo/*/metrics.csv")
     assert "experience_pipeline/my_parts.DropEmpty/dropped" in metrics.read_text()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import options
 
-SMALL = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
+SMALL = ("reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
 QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
 
 

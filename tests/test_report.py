@@ -15,7 +15,15 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.report import main, write_report
 
-QUICK = ("+recipe=grpo", "model=tiny", "engine=transformers", "logger=csv", "steps=2", "buffer.keep=true")
+QUICK = (
+    "+recipe=grpo",
+    "model=tiny",
+    "reward=contains_digits",
+    "engine=transformers",
+    "logger=csv",
+    "steps=2",
+    "buffer.keep=true",
+)
 QUICK += ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
 QUICK += ("explorer.eval_on_startup=false", "explorer.eval_interval=0")
 

@@ -17,8 +17,13 @@ from wandb_reader import read_wandb_run
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
 # Small steps, a checkpoint after each.
-QUICK = ("+recipe=grpo", "model=tiny", "explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12")
-QUICK += ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "callbacks.checkpoint.every_n_epochs=1")
+QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=4", "explorer.repeat_times=4")
+QUICK += (
+    "sampling.max_tokens=12",
+    "explorer.eval_on_startup=false",
+    "explorer.eval_interval=0",
+    "callbacks.checkpoint.every_n_epochs=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +35,17 @@ def initial_weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def sweep(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `--multirun +recipe=grpo model=tiny seed=1,2`, evaluations included."""
+    """The folder of `--multirun +recipe=grpo model=tiny reward=contains_digits seed=1,2`, evaluations included."""
     folder = tmp_path_factory.mktemp("sweep")
     done = run_train(
-        folder, "--multirun", "+recipe=grpo", "model=tiny", "seed=1,2", "steps=3", "explorer.eval_interval=3"
+        folder,
+        "--multirun",
+        "+recipe=grpo",
+        "model=tiny",
+        "reward=contains_digits",
+        "seed=1,2",
+        "steps=3",
+        "explorer.eval_interval=3",
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return only(folder, "outputs/grpo/*")
@@ -100,7 +112,7 @@ def test_the_saved_model_loads_in_transformers(sweep: Path) -> None:
 
 def test_a_saved_model_is_trained_on(sweep: Path, run_train: RunTrain, tmp_path: Path) -> None:
     """A folder of one's own loads in vLLM and in the trainer; the transformers engine and CSV alone run too."""
-    model = ("model=custom", f"model.name={sweep / '0' / 'model'}", "model.dtype=fp32", "reward=contains_digits")
+    model = ("model=custom", f"model.name={sweep / '0' / 'model'}", "model.dtype=fp32")
     quick = [argument for argument in QUICK if argument != "model=tiny"]
     for engine in ("vllm", "transformers"):
         done = run_train(tmp_path, *quick, *model, f"engine={engine}", "logger=csv", "steps=2", f"name={engine}")

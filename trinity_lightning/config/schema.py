@@ -446,7 +446,7 @@ class TrainConfig:
         name: the experiment's name: its folder under `outputs/` and its group in W&B.
         steps: explore steps of the run; one is one Lightning epoch.
         seed: seed of everything random.
-        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name.
+        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name that has one.
         output_root: where run folders are made.
         output_dir: this run's folder.
         taskset: what to train on,
@@ -462,7 +462,7 @@ class TrainConfig:
         eval_repeat_times: rollouts an evaluation task (the k of mean@k).
         operators: what tidies experiences before they are weighed, in order: {name: {args: {...}, on_error}}; a key
             `name` overrides the name.
-        add_strategy: how rewards become advantages, in order: {name: arguments}; a key `name` overrides the name.
+        add_strategy: how rewards become advantages, in order: {name: {args: {...}}}; a key `name` overrides the name.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: whether the trained policy is written to `<output_dir>/model` at the end.
 
