@@ -108,7 +108,7 @@ LOSSES = """## Policy losses
 
 A token's loss, with lp, old and ref the log-probabilities of the policy, of `algorithm.old_logprobs` and of the
 reference, A the advantage and r = exp(lp - old) the ratio; and how the tokens' losses are averaged unless
-`algorithm.loss_agg_mode` says otherwise. An argument is set by `algorithm.policy_loss_args.NAME=VALUE`.
+`algorithm.loss_agg_mode` says otherwise. An argument is set by `algorithm.policy_loss.args.NAME=VALUE`.
 
 With one optimizer step an explore step (`algorithm.optimizer_steps` and `algorithm.inner_epochs` both 1) and
 `algorithm.old_logprobs=trainer`, old is lp: the ratio is 1, the gradient that of `reinforce` (`sapo` and `gspo` alike,

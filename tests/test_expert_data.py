@@ -117,7 +117,7 @@ def test_what_another_run_kept(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("buffer.expert.per_step=0",), "policy_loss=mix needs expert data"),
-        (("algorithm.policy_loss=ppo", "algorithm.policy_loss_args={}"), "learns nothing from expert data"),
+        (("algorithm.policy_loss=ppo",), "learns nothing from expert data"),
         (("buffer.expert.per_step=-1",), "buffer.expert.per_step is -1"),
         (("buffer.expert.storage=fille",), "Did you mean 'file'"),
         (("buffer.expert.storage=file",), "give buffer.expert.path"),

@@ -119,6 +119,10 @@ REFUSED = {
         ["+recipe=grpo", "callbacks.profiler.step=5"],
         ["'callbacks.profiler' is not there: choose it first, callbacks=profiler."],
     ),
+    "arguments of the loss by their old key": (
+        ["+recipe=grpo", "algorithm.policy_loss_args.clip_range_low=0.1"],
+        ["unknown key 'algorithm.policy_loss_args'. It is algorithm.policy_loss.args now."],
+    ),
     "an argument of a strategy beside its args": (
         ["+recipe=grpo", "add_strategy.grpo.epsilon=0.1"],
         ["unknown key 'add_strategy.grpo.epsilon'. Arguments go into", "add_strategy.grpo.args.epsilon=VALUE"],
@@ -269,7 +273,7 @@ def refused_objective(*overrides: str) -> str:
     return str(refused.value)
 
 
-ARGUMENTS = "algorithm.policy_loss_args"
+ARGUMENTS = "algorithm.policy_loss.args"
 
 
 @pytest.mark.parametrize(

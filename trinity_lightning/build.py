@@ -205,6 +205,7 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     expert = config.buffer.expert.per_step
     items = _items(config)
     dtype = (config.model if engine.kind is EngineKind.transformers else engine).dtype.value
+    weighing = [name for name, _ in strategies(config.add_strategy)]
     return [
         ("engine", f"{engine.kind.value} ({dtype}), context {engine.max_model_len}"),
         (
@@ -213,10 +214,7 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
             f"{rollouts * config.sampling.max_tokens} new tokens" + (f", and {expert} of an expert" if expert else ""),
         ),
         ("training", f"{config.steps} explore steps x {items} optimizer steps = {config.steps * items}"),
-        (
-            "objective",
-            f"{config.algorithm.policy_loss}, {' then '.join(name for name, _ in strategies(config.add_strategy))}",
-        ),
+        ("objective", f"{config.algorithm.policy_loss.name}, {' then '.join(weighing)}"),
     ]
 
 
@@ -224,5 +222,5 @@ def _offline_steps(config: TrainConfig) -> list[tuple[str, str]]:
     return [
         ("experiences", f"{config.buffer.storage} {config.buffer.path or config.buffer.url}, no rollouts"),
         ("training", f"{config.steps} optimizer steps x {config.buffer.batch_size} experiences"),
-        ("objective", config.algorithm.policy_loss),
+        ("objective", config.algorithm.policy_loss.name),
     ]

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_checkpoint, validate
 from trinity_lightning.config.schema import config_dir
+from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,13 +57,14 @@ def check_objective(config: DictConfig) -> None:
     from trinity_lightning.trainer.objective import Objective
 
     try:
-        objective = Objective(OmegaConf.to_object(config.algorithm))  # type: ignore[arg-type]
+        algorithm: AlgorithmConfig = OmegaConf.to_object(config.algorithm)  # type: ignore[assignment]
+        objective = Objective(algorithm)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
     if objective.needs_reference and config.buffer.storage != "memory":
         raise ConfigError(
             f"without rollouts (buffer.storage) there is no reference, which algorithm.policy_loss="
-            f"{config.algorithm.policy_loss} needs: choose another loss."
+            f"{algorithm.policy_loss.name} needs: choose another loss."
         )
 
 

@@ -106,8 +106,8 @@ def test_mix_leaves_the_usual_loss_its_own_average() -> None:
 
 
 def test_arguments_of_the_loss_need_no_plus_sign() -> None:
-    config = algorithm_of("+recipe=dapo", "algorithm.policy_loss_args.dual_clip=null")
-    assert config.policy_loss_args == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": None}
+    config = algorithm_of("+recipe=dapo", "algorithm.policy_loss.args.dual_clip=null")
+    assert config.policy_loss.args == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": None}
     expected = own_loss("ppo", clip_range_low=0.2, clip_range_high=0.28, dual_clip=None)
     assert loss_of(config) == pytest.approx(expected, rel=1e-6)
 
@@ -130,7 +130,7 @@ def needs_reference(
 
 
 def test_a_loss_that_needs_the_reference_is_given_it() -> None:
-    config = AlgorithmConfig(policy_loss="test_objective.needs_reference", policy_loss_args={"weight": 2.0})
+    config = AlgorithmConfig(policy_loss={"name": "test_objective.needs_reference", "args": {"weight": 2.0}})
     config.rollout_correction.level = "none"
     objective = Objective(config)
     assert objective.needs_reference
@@ -240,7 +240,7 @@ def test_an_experts_rows_need_no_log_probabilities_of_the_engine() -> None:
     for each in experts:
         each.logprobs = None
     losses = []
-    for settings in ({}, {"policy_loss": "mix", "policy_loss_args": {"mu": 0.25}}):
+    for settings in ({}, {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}):
         seen = Gradients()
         rows = experiences + (experts if settings else [])
         fit(PolicyModule("tiny", against_engine(**settings), dtype="fp32"), [batch_of(rows)], seen)
@@ -279,12 +279,12 @@ def test_kl_and_entropy_of_a_mixture_are_averaged_as_its_rollouts() -> None:
     for usual, mode in (("gspo", "seq-mean-token-mean"), ("ppo", "token-mean")):
         values = []
         for coef in (0.0, 0.1):
-            config = AlgorithmConfig(policy_loss="mix", policy_loss_args={"usual": usual}, entropy_coef=coef)
+            config = AlgorithmConfig(policy_loss={"name": "mix", "args": {"usual": usual}}, entropy_coef=coef)
             values.append(Objective(config)(*arguments)[0].item())
         expected = -0.1 * aggregate(entropy, micro.action_mask, mode).item()
         assert values[1] - values[0] == pytest.approx(expected, abs=1e-6)
     config = AlgorithmConfig(
-        policy_loss="mix", policy_loss_args={"usual_args": {"loss_agg_mode": "seq-mean-token-sum"}}, entropy_coef=0.1
+        policy_loss={"name": "mix", "args": {"usual_args": {"loss_agg_mode": "seq-mean-token-sum"}}}, entropy_coef=0.1
     )
     whole, without = Objective(config), Objective(replace(config, entropy_coef=0.0))
     expected = -0.1 * aggregate(entropy, micro.action_mask, "seq-mean-token-sum").item()
@@ -337,7 +337,7 @@ def test_stored_experiences_that_cannot_be_corrected_are_named() -> None:
     [
         {"policy_loss": "sft"},
         {"policy_loss": "opmd"},
-        {"policy_loss": "mix", "policy_loss_args": {"usual": "opmd"}},
+        {"policy_loss": {"name": "mix", "args": {"usual": "opmd"}}},
         {"policy_loss": "test_objective.may_use_reference"},
     ],
 )

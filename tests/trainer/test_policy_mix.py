@@ -17,7 +17,7 @@ from policy_cases import (
 
 from trinity_lightning.common.expert import marked
 
-MIX = {"policy_loss": "mix", "policy_loss_args": {"mu": 0.25}}
+MIX = {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}
 
 
 def mixed(rollouts=8, experts=5):

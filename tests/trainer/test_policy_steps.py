@@ -217,7 +217,7 @@ def test_utilization_of_an_unknown_device_is_left_out(monkeypatch):
 def test_shares_of_tokens_are_not_diluted_by_rows_that_are_skipped(policy_loss):
     """The loss counts rows without advantage, which leave the gradient alone; measurements are of what was computed."""
     settings: dict[str, Any] = {"policy_loss": policy_loss, "optimizer_steps": 2, "max_tokens_per_micro_batch": 30}
-    settings |= {"policy_loss_args": {"mu": 0.5}} if policy_loss == "mix" else {}
+    settings |= {"policy_loss": {"name": "mix", "args": {"mu": 0.5}}} if policy_loss == "mix" else {}
     experiences = make_experiences(zero_every=2)
     trained = experiences[1::2]
     logged = []
@@ -407,11 +407,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, precision
 
 
 def test_the_algorithm_is_the_policys_own_and_its_sections_are_checked():
-    algorithm = AlgorithmConfig(policy_loss_args={"clip_range_low": 0.1})
+    algorithm = AlgorithmConfig(policy_loss={"name": "ppo", "args": {"clip_range_low": 0.1}})
     policy = PolicyModule("tiny", algorithm)
-    algorithm.rollout_correction.level, algorithm.policy_loss_args["clip_range_low"] = "none", 0.3
+    algorithm.rollout_correction.level, algorithm.policy_loss.args["clip_range_low"] = "none", 0.3
     assert policy.algorithm.rollout_correction.level == "token"
-    assert policy.algorithm.policy_loss_args == {"clip_range_low": 0.1}
+    assert policy.algorithm.policy_loss.args == {"clip_range_low": 0.1}
     algorithm.kl.coef = -1.0
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef is -1"):
         PolicyModule("tiny", algorithm)

@@ -114,7 +114,7 @@ def _check_weighing(run: TrainConfig) -> None:
     named = [name for name, _ in strategies(run.add_strategy)]
     for name in named:
         one_of("add_strategy", name, PARTS["add strategy"], with_paths=True)
-    if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss != "sft":
+    if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
         raise ConfigError(
             f"add_strategy={named[-1]} only filters: put a strategy that sets advantages behind it, such as "
             f"add_strategy=[{named[-1]},grpo]."
@@ -191,7 +191,7 @@ def _check_training(run: TrainConfig) -> None:
 
 def _check_expert(run: TrainConfig) -> None:
     """Expert data and the loss that learns from them go together."""
-    expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss, run.buffer.has_rollouts
+    expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
     if expert.per_step > 0 and loss in PARTS["policy loss"] and loss != "mix":
         raise ConfigError(
             f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "

@@ -30,7 +30,7 @@ def register() -> None:
     """Make the schema, the recipes and our resolvers known to Hydra; calling it twice is allowed."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(TrainConfig)
-    OmegaConf.set_struct(schema.algorithm.policy_loss_args, False)  # no plus sign: the loss knows its arguments
+    OmegaConf.set_struct(schema.algorithm.policy_loss.args, False)  # no plus sign: the loss knows its arguments
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
@@ -223,6 +223,7 @@ _WRONG_TYPES = (
     (re.compile(r"Incompatible value '(?P<value>None)' for field"), "leave it out, or give a value"),
     (re.compile(r"field '\w+' is not Optional"), "null is no value for it"),
 )
+_RENAMED = {"algorithm.policy_loss_args": "algorithm.policy_loss.args"}
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
@@ -256,6 +257,8 @@ def _unknown_key(root: OmegaConfBaseException, key: str) -> str:
     parent = root.parent_node
     allowed = [str(k) for k in parent] if isinstance(parent, DictConfig) else []
     prefix, _, name = key.rpartition(".")
+    if key in _RENAMED:
+        return f"unknown key '{key}'. It is {_RENAMED[key]} now."
     if prefix in _groups() and name in options(prefix):
         return f"'{key}' is not there: choose it first, {prefix}={name}."
     if match := nearest(name, allowed):

@@ -1,7 +1,4 @@
-"""Parts that are configured by name and arguments, and follow each other: experience operators and add strategies.
-
-One shape for both, {label: {name, args}}: without a name the label is it, and a bare name is short for {name: it}.
-"""
+"""Parts by name and arguments: {name, args}, of which a bare name is short for {name: it}."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +7,33 @@ from typing import Any
 
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
+
+
+@dataclass
+class PartConfig:
+    """A part.
+
+    Attributes:
+        name: a registered name, or the dotted path of your own.
+        args: its arguments.
+    """
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+def part_config(key: str, given: Any) -> PartConfig:
+    """The part that stands under a key, however it is written.
+
+    Raises:
+        ConfigError: an unknown key, no name, or a value of the wrong kind.
+    """
+    if isinstance(given, PartConfig):
+        return given
+    entry = _entry(key, given, ("name", "args"))
+    if not entry["name"]:
+        raise ConfigError(f"{key} has no name: give {key}.name.")
+    return PartConfig(entry["name"], entry["args"])
 
 
 class OnError(Enum):
@@ -65,17 +89,22 @@ def strategies(config: Mapping[str, Any] | None) -> list[tuple[str, dict[str, An
 
 
 def _entries(group: str, config: Mapping[str, Any] | None, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The key of each entry, and the entry with its name and arguments."""
+    """The key of each part of a group, and what is given under it; without a name the last part of the key is it."""
     for label, given in (config or {}).items():
         key = f"{group}.{label}"
-        entry = {"name": given} if isinstance(given, str) else {} if given is None else given
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(keys)}}}, each of them optional.")
-        for name in entry:
-            if name not in keys:
-                hint = f" Arguments go into {key}.args: {key}.args.{name}."
-                raise ConfigError(unknown_name("key", f"{key}.{name}", [f"{key}.{each}" for each in keys]) + hint)
-        args = entry.get("args") or {}
-        if not isinstance(args, Mapping):
-            raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
-        yield key, {**entry, "name": str(entry.get("name") or label), "args": dict(args)}
+        entry = _entry(key, given, keys)
+        yield key, {**entry, "name": entry["name"] or str(label)}
+
+
+def _entry(key: str, given: Any, keys: Sequence[str]) -> dict[str, Any]:
+    entry = {"name": given} if isinstance(given, str) else {} if given is None else given
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(keys)}}}, each of them optional.")
+    for name in entry:
+        if name not in keys:
+            hint = f" Arguments go into {key}.args: {key}.args.{name}."
+            raise ConfigError(unknown_name("key", f"{key}.{name}", [f"{key}.{each}" for each in keys]) + hint)
+    args = entry.get("args") or {}
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
+    return {**entry, "name": str(entry.get("name") or ""), "args": dict(args)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.config.parts import part_config
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
@@ -127,8 +128,9 @@ class AlgorithmConfig:
     """The objective, and how a step's experiences become optimizer steps.
 
     Attributes:
-        policy_loss: a registered name (`ppo`, alias `grpo`, ...) or a dotted path of your own function.
-        policy_loss_args: its keyword arguments (clip_range_low, dual_clip, ...); see the table of losses.
+        policy_loss: {name, args}: a registered name (`ppo`, alias `grpo`, ...) or the dotted path of your own function,
+            and its keyword arguments (clip_range_low, dual_clip, ...), see the table of losses. A name alone is short
+            for {name: it}.
         loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
             seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len);
             null takes the loss's own default.
@@ -155,8 +157,7 @@ class AlgorithmConfig:
         ConfigError: a value that would train on something else than it says, or on nothing.
     """
 
-    policy_loss: str = "ppo"
-    policy_loss_args: dict[str, Any] = field(default_factory=dict)
+    policy_loss: Any = "ppo"
     loss_agg_mode: str | None = None
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
@@ -170,9 +171,10 @@ class AlgorithmConfig:
     max_bad_steps: int = 5
 
     def __post_init__(self) -> None:
-        one_of("algorithm.policy_loss", self.policy_loss, PARTS["policy loss"], with_paths=True)
-        if "loss_agg_mode" in self.policy_loss_args:
-            raise ConfigError("algorithm.policy_loss_args has no loss_agg_mode: set algorithm.loss_agg_mode.")
+        self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
+        one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
+        if "loss_agg_mode" in self.policy_loss.args:
+            raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
         one_of("algorithm.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
         one_of("algorithm.old_logprobs", self.old_logprobs, OLD_LOGPROBS)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
@@ -196,7 +198,9 @@ class AlgorithmConfig:
         `opmd` and `sft` are made for experiences of any policy, and so may be a loss of one's own. `mix` is as the loss
         of its rollouts.
         """
-        loss = self.policy_loss_args.get("usual", "ppo") if self.policy_loss == "mix" else self.policy_loss
+        loss = self.policy_loss.name
+        if loss == "mix":
+            loss = self.policy_loss.args.get("usual", "ppo")
         return loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES
 
     def check_corrected(self) -> None:

@@ -46,12 +46,12 @@ class Objective:
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        arguments = dict(config.policy_loss_args)
+        arguments = dict(config.policy_loss.args)
         if config.loss_agg_mode is not None:
             arguments["loss_agg_mode"] = config.loss_agg_mode
         KL_FN.get(config.kl.name)
         self._config = config
-        self._policy_loss = create_policy_loss(config.policy_loss, **arguments)
+        self._policy_loss = create_policy_loss(config.policy_loss.name, **arguments)
         self._mode = _aggregation(self._policy_loss)
         self._ignores_advantages = _has_gradient_without_advantage(self._policy_loss)
         self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
@@ -59,7 +59,7 @@ class Objective:
         self._needs_engine = self._against_engine
         if self._against_engine and not _has_ratio(self._policy_loss):
             raise ConfigError(
-                f"algorithm.old_logprobs=engine, and policy loss '{config.policy_loss}' has no ratio to them: set "
+                f"algorithm.old_logprobs=engine, and policy loss '{config.policy_loss.name}' has no ratio to them: set "
                 "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
             )
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
