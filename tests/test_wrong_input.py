@@ -140,7 +140,6 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
         ["algorithm.layout=shared_prefix", "model.attn_implementation=sdpa, not eager"],
     ),
-    "a setting of data that has no default": (["+recipe=grpo", "taskset=dataset"], ["taskset.path has no default"]),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],

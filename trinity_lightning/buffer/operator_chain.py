@@ -24,7 +24,7 @@ from trinity_lightning.buffer.operators.experience_operator import class_name
 from trinity_lightning.buffer.storage.atomic import write_atomically
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
-from trinity_lightning.common.rewards import keep_raw_reward
+from trinity_lightning.common.runs import keep_raw_reward
 from trinity_lightning.common.untrained import Untrained
 from trinity_lightning.errors import OperatorError
 

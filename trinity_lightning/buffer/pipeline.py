@@ -12,7 +12,7 @@ from trinity_lightning.buffer.operators import AuxiliaryModels, ExperienceOperat
 from trinity_lightning.buffer.refill import merged, refill
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.more_rollouts import MoreRollouts
-from trinity_lightning.common.rewards import forget_raw_reward
+from trinity_lightning.common.runs import forget_raw_reward
 from trinity_lightning.common.untrained import Untrained, forget_reason
 from trinity_lightning.common.writer import BufferWriter
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.rewards import RESERVED, equal_rewards, is_valid_reward, last_step, runs_of
+from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
+from trinity_lightning.common.runs import RESERVED, last_step, runs_of
 
 # Entry of `Experience.info`: the reason; absent if the experience is trained on.
 UNTRAINED = f"{RESERVED}untrained"

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.rewards import is_valid_reward, last_step, runs_of
+from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import last_step, runs_of
 from trinity_lightning.explorer.workflow_runner import mean_metrics
 
 _REWARD = ""  # the reward's statistics have no name between the taskset's and their own

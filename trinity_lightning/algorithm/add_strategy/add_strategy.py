@@ -24,7 +24,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     split_valid,
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.rewards import Criterion, Run, judged, run_reward, runs_of
+from trinity_lightning.common.runs import Criterion, Run, judged, run_reward, runs_of
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import number, one_of, unknown_name

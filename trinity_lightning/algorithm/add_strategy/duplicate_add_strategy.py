@@ -19,7 +19,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     reject_dpo,
 )
 from trinity_lightning.common.experience import EID, Experience, group_by
-from trinity_lightning.common.rewards import Criterion
+from trinity_lightning.common.runs import Criterion
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number, whole_number
 

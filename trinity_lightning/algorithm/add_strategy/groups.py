@@ -8,7 +8,8 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.rewards import Criterion, is_valid_reward
+from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import Criterion
 from trinity_lightning.common.untrained import mark_untrained
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from trinity_lightning.algorithm.add_strategy.groups import (
     split_valid,
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.rewards import last_step, raw_reward
+from trinity_lightning.common.runs import last_step, raw_reward
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import flag, number, one_of
 

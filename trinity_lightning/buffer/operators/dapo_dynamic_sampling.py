@@ -5,7 +5,8 @@ from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.rewards import Run, is_valid_reward, judged, metric_of, runs_of
+from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import Run, judged, metric_of, runs_of
 from trinity_lightning.config.values import number, text
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,8 @@ from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.rewards import is_valid_reward, last_step, raw_reward, runs_of
+from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import last_step, raw_reward, runs_of
 
 # Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
 SELECTOR_METRIC = "selector_metric"

@@ -5,7 +5,8 @@ from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.rewards import Criterion, equal_rewards, is_valid_reward
+from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
+from trinity_lightning.common.runs import Criterion
 from trinity_lightning.config.values import number
 
 
