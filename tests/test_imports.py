@@ -38,14 +38,18 @@ MAY_IMPORT = {
     "config": {"config"},
     "common": {"common", "config"},
     **{room: {"common", "config", *EXPLORER_PARTS} for room in EXPLORER_PARTS},
-    "explorer": {"common", "config", *EXPLORER_PARTS, "explorer"},
+    "explorer": {"common", "config", *EXPLORER_PARTS, "explorer", "trainer"},
     "buffer.operators": {"common", "config", "buffer.operators"},
     "algorithm": {"common", "config", "algorithm"},
     "buffer": {"common", "config", "buffer.operators", "algorithm", "buffer"},
     "trainer": {"common", "config", "algorithm", "trainer"},
     "monitor": {"common", "config", "monitor"},
 }
-MAY_USE_LIGHTNING = {*TOP, *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "checkpoint_io", "stop_checkpoint"))}
+MAY_USE_LIGHTNING = {
+    *TOP,
+    f"{PACKAGE}.explorer.interruption",
+    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "checkpoint_io")),
+}
 
 MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need

@@ -17,6 +17,7 @@ from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
 from trinity_lightning.errors import ConfigError, TrinityError
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.memory import with_memory_plan
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
@@ -34,7 +35,6 @@ from trinity_lightning.parts import (
 from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 logger = logging.getLogger(__name__)

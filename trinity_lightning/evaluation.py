@@ -47,7 +47,7 @@ class Evaluation:
         engines = [engine for engine in self.engines if isinstance(engine, InProcessEngine)]
         host = Host(engines)
         try:
-            host.run(self.explorer.prepare())
+            host.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
             host.limit_blocking(self.explorer.config.max_timeout)
             results: dict[int, dict[str, float]] = {}
             for weights in [self._weights(path) for path in self.checkpoints] or [None]:
@@ -62,7 +62,7 @@ class Evaluation:
         return results
 
     def _weights(self, path: Path) -> tuple[int, WeightStream]:
-        """Step and weights of a checkpoint; under their names in a folder, where an engine has a model of its own."""
+        """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
         step, weights = checkpoint_weights(path)
         if all(engine.shares_weights for engine in self.engines):
             return step, weights
@@ -99,5 +99,4 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     monitor = RunMonitor(folder, total_steps=0)
     auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
     explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
-    explorer.connect(observer=monitor.keep_completions, progress=monitor.show_tasks)
     return Evaluation(typed.model.name, explorer, engines, checkpoints, folder, monitor, loggers)

@@ -25,12 +25,11 @@ from trinity_lightning.engines import engines_of
 from trinity_lightning.errors import TrinityError
 from trinity_lightning.experts import expert_data
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -104,16 +103,15 @@ def explorer_callback(
         eval_sources(config),
         auxiliary_models=[[model] for model in auxiliary_models.values()],
     )
-    callback = ExplorerCallback(
+    return ExplorerCallback(
         explorer,
         config.synchronizer,
         stop=stop,
         observer=monitor.keep_completions,
         progress=monitor.show_tasks,
+        measured=monitor.keep_metrics,
         offload=offload,
     )
-    monitor.explored = lambda: callback.metrics
-    return callback
 
 
 def stored_experiences(config: TrainConfig) -> BufferReader:

@@ -9,8 +9,8 @@ from fake_model import FakeModel
 
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows import resolve_workflow
 
 

@@ -18,11 +18,10 @@ from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.errors import ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.trainer import policy as policy_module

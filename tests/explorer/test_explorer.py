@@ -13,16 +13,9 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, StepRollouts, TaskSource
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.rollout_metrics import (
-    experience_metrics,
-    gathered,
-    pass_rates,
-    spread,
-    valid_rewards,
-)
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 Reward = Callable[[str, Any], float]
@@ -68,19 +61,25 @@ class Sink:
 WEIGHTS = {"model.embed_tokens.weight": torch.arange(4.0), "lm_head.weight": torch.ones(3)}
 
 
-def explorer(train: TaskSource | None = None, sink: Sink | None = None, **fields: Any) -> Explorer:
+def explorer(train: TaskSource | None = None, **fields: Any) -> Explorer:
     """2 tasks a step, 3 runs a task, no retries."""
     settings: dict[str, Any] = {"batch_size": 2, "repeat_times": 3, "runner_per_model": 2, "max_retry_times": 0}
     settings["eval_on_startup"] = False
     rest = {key: fields.pop(key) for key in ("models", "evals", "auxiliary_models") if key in fields}
-    made = Explorer(ExplorerConfig(**(settings | fields)), rest.pop("models", [FakeModel()]), train or source(), **rest)
-    made.connect(sink or Sink(), lambda: WeightStream.of(WEIGHTS.items()))
-    return made
+    return Explorer(ExplorerConfig(**(settings | fields)), rest.pop("models", [FakeModel()]), train or source(), **rest)
 
 
-def running(explorer: Explorer, body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+def running(
+    explorer: Explorer,
+    body: Callable[[], Coroutine[Any, Any, Any]],
+    sink: Any = None,
+    weights: dict[str, torch.Tensor] = WEIGHTS,
+    **watchers: Any,
+) -> Any:
+    """What `body` gives while the explorer is prepared."""
+
     async def main() -> Any:
-        await explorer.prepare()
+        await explorer.prepare(sink or Sink(), lambda: WeightStream.of(weights.items()), **watchers)
         try:
             return await body()
         finally:
@@ -98,8 +97,8 @@ def indices(sink: Sink) -> list[list[float]]:
 
 def test_a_step_hands_every_experience_to_the_sink() -> None:
     sink = Sink()
-    explored = explorer(sink=sink)
-    assert running(explored, explored.explore_step) is True
+    explored = explorer()
+    assert running(explored, explored.explore_step, sink) is True
     [(step, experiences)] = sink.steps
     assert (step, explored.step) == (1, 1)
     assert {(e.eid.batch, e.eid.task, e.eid.run) for e in experiences} == {(1, t, r) for t in (0, 1) for r in range(3)}
@@ -115,19 +114,19 @@ def test_a_step_hands_every_experience_to_the_sink() -> None:
 
 def test_steps_go_through_the_taskset_until_it_is_exhausted() -> None:
     sink = Sink()
-    explored = explorer(source(5), sink)
+    explored = explorer(source(5))
 
     async def body() -> list[bool]:
         return [await explored.explore_step() for _ in range(5)]
 
-    assert running(explored, body) == [True, True, True, False, False]
+    assert running(explored, body, sink) == [True, True, True, False, False]
     assert indices(sink) == [[0, 1], [2, 3], [4]]
     assert explored.step == 3
 
 
 def test_a_step_counts_only_once_the_sink_has_taken_it() -> None:
     sink = Sink()
-    explored = explorer(sink=sink)
+    explored = explorer()
 
     async def body() -> None:
         await explored.explore_step()
@@ -139,19 +138,19 @@ def test_a_step_counts_only_once_the_sink_has_taken_it() -> None:
         sink.error = None
         await explored.explore_step()
 
-    running(explored, body)
+    running(explored, body, sink)
     assert indices(sink) == [[0, 1], [2, 3]]  # the failed step was done again, with its own tasks
     assert [step for step, _ in sink.steps] == [1, 2]
 
 
 def test_failed_tasks_are_counted_and_told_and_the_step_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     sink = Sink()
-    explored = explorer(source(reward=failing_at(1)), sink)
+    explored = explorer(source(reward=failing_at(1)))
     with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
-        assert running(explored, explored.explore_step)
+        assert running(explored, explored.explore_step, sink)
     assert (explored.metrics["rollout/failed_tasks"], explored.metrics["rollout/experiences"]) == (1, 3)
     assert indices(sink) == [[0]]
-    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.step_rollouts"]
+    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.explorer"]
     assert len(told) == 1
     assert told[0].startswith("explore step 1: 1 of 2 tasks failed: ")
     assert "ArithmeticError" in told[0]
@@ -160,9 +159,9 @@ def test_failed_tasks_are_counted_and_told_and_the_step_goes_on(caplog: pytest.L
 
 def test_when_nothing_succeeds_the_error_says_why() -> None:
     sink = Sink()
-    explored = explorer(source(reward=failing_at(0, 1)), sink)
+    explored = explorer(source(reward=failing_at(0, 1)))
     with pytest.raises(RolloutError, match=r"explore step 1: none of its 2 tasks .*cannot judge 0.*cannot judge 1"):
-        running(explored, explored.explore_step)
+        running(explored, explored.explore_step, sink)
     assert (sink.steps, explored.step) == ([], 0)
 
 
@@ -191,27 +190,27 @@ def test_observer_and_progress_watch() -> None:
     seen: list[tuple[int, int, str | None]] = []
     progress: list[tuple[int | str, int, int]] = []
     explored = explorer(evals=[source(3, name="held")])
-    explored.connect(
-        Sink(),
-        lambda: WeightStream.of([]),
-        observer=lambda experiences, step, taskset: seen.append((len(experiences), step, taskset)),
-        progress=lambda batch, done, total: progress.append((batch, done, total)),
-    )
 
     async def body() -> None:
         await explored.explore_step()
         await explored.eval()
 
-    running(explored, body)
+    running(
+        explored,
+        body,
+        observer=lambda experiences, step, taskset: seen.append((len(experiences), step, taskset)),
+        progress=lambda *task: progress.append(task),
+    )
     assert seen == [(6, 1, None), (3, 1, "held")]
     assert progress == [(1, d, 2) for d in range(3)] + [("1/held", d, 3) for d in range(4)]
 
 
-def test_unconnected_it_does_not_explore() -> None:
-    lonely = Explorer(ExplorerConfig(), [FakeModel()], source())
-    for call in (lonely.explore_step, lonely.sync_weight, lambda: lonely.get_weight("w")):
-        with pytest.raises(RuntimeError, match=r"connect\(\)"):
-            asyncio.run(call())
+def test_unprepared_it_does_not_explore() -> None:
+    lonely = explorer()
+    joined = lonely.setup_weight_sync_group("127.0.0.1", 1234)
+    for call in (lonely.explore_step(), lonely.sync_weight(), lonely.get_weight("w"), joined):
+        with pytest.raises(RuntimeError, match=r"prepare\(\) the explorer with"):
+            asyncio.run(call)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
@@ -225,8 +224,8 @@ def by_seed(response: str, task: Any) -> float:
 def test_an_evaluation_measures_every_task_and_trains_on_none() -> None:
     sink = Sink()
     held = source(4, name="held", reward=by_seed, repeat_times=2)
-    explored = explorer(sink=sink, evals=[held, source(2, name="other")])
-    metrics = running(explored, explored.eval)
+    explored = explorer(evals=[held, source(2, name="other")])
+    metrics = running(explored, explored.eval, sink)
     # Two seeds that follow each other: one of the two runs of an even entry is right.
     assert metrics["eval/held/mean@2"] == 0.25
     assert metrics["eval/held/best@2"] == metrics["eval/held/pass@2"] == 0.5
@@ -268,15 +267,9 @@ def test_explore_syncs_every_step_and_evaluates_where_due() -> None:
     models = [FakeModel(), FakeModel()]
     sink = Sink()
     seen: list[tuple[str, int]] = []
-    explored = explorer(
-        source(7), sink, models=models, evals=[source(2, name="held")], eval_interval=2, eval_on_startup=True
-    )
-    explored.connect(
-        sink,
-        lambda: WeightStream.of(WEIGHTS.items()),
-        observer=lambda _, step, taskset: seen.append((taskset or "train", step)),
-    )
-    reason = running(explored, explored.explore)
+    explored = explorer(source(7), models=models, evals=[source(2, name="held")], eval_interval=2, eval_on_startup=True)
+    observer = lambda _, step, taskset: seen.append((taskset or "train", step))  # noqa: E731
+    reason = running(explored, explored.explore, sink, observer=observer)
     assert reason == "the taskset 'sums' is exhausted after 4 explore steps"
     assert seen == [("held", 0), ("train", 1), ("train", 2), ("held", 2), ("train", 3), ("train", 4), ("held", 4)]
     assert [model.model_version for model in models] == [4, 4]
@@ -286,9 +279,9 @@ def test_explore_syncs_every_step_and_evaluates_where_due() -> None:
 def test_explore_raises_what_the_sink_raises() -> None:
     sink = Sink()
     sink.error = OSError("disk full")
-    explored = explorer(sink=sink)
+    explored = explorer()
     with pytest.raises(OSError, match="disk full"):
-        running(explored, explored.explore)
+        running(explored, explored.explore, sink)
 
 
 def test_shutdown_reaches_auxiliary_models_too() -> None:
@@ -320,11 +313,15 @@ def test_need_sync_is_due_after_every_step() -> None:
 
 def test_get_weight_knows_names_and_nearest_matches() -> None:
     explored = explorer()
-    assert torch.equal(asyncio.run(explored.get_weight("lm_head.weight")), torch.ones(3))
-    with pytest.raises(KeyError, match=r"unknown weight 'lm_head.wieght'.*has 2.*Did you mean 'lm_head.weight'"):
-        asyncio.run(explored.get_weight("lm_head.wieght"))
-    with pytest.raises(KeyError, match=r"The first is 'model.embed_tokens.weight'"):
-        asyncio.run(explored.get_weight("zzz"))
+
+    async def body() -> None:
+        assert torch.equal(await explored.get_weight("lm_head.weight"), torch.ones(3))
+        with pytest.raises(KeyError, match=r"unknown weight 'lm_head.wieght'.*has 2.*Did you mean 'lm_head.weight'"):
+            await explored.get_weight("lm_head.wieght")
+        with pytest.raises(KeyError, match=r"The first is 'model.embed_tokens.weight'"):
+            await explored.get_weight("zzz")
+
+    running(explored, body)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -333,7 +330,7 @@ def test_get_weight_knows_names_and_nearest_matches() -> None:
 def test_a_restored_explorer_goes_on_with_the_same_tasks_and_seeds() -> None:
     def steps(n: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[list[dict[str, Any]]], Sink]:
         model, sink = FakeModel(), Sink()
-        explored = explorer(source(8), sink, models=[model])
+        explored = explorer(source(8), models=[model])
         if state is not None:
             explored.load_state_dict(state)
         calls: list[list[dict[str, Any]]] = []
@@ -344,7 +341,7 @@ def test_a_restored_explorer_goes_on_with_the_same_tasks_and_seeds() -> None:
                 await explored.explore_step()
                 calls.append(sorted(model.calls, key=lambda call: call["seed"]))
 
-        running(explored, body)
+        running(explored, body, sink)
         return explored.state_dict(), calls, sink
 
     whole_state, whole_calls, whole = steps(4, None)
@@ -420,14 +417,13 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
     trainers = {"w": torch.zeros(2)}
     model = FakeModel()
     explored = Explorer(ExplorerConfig(sync_interval=2), [model], source())
-    explored.connect(Sink(), lambda: WeightStream.of(trainers.items()))
 
     async def body() -> None:
         await explored.sync_weight(2)
         trainers["w"] += 1
         assert (await explored.get_weight("w")).tolist() == [0, 0]
 
-    running(explored, body)
+    running(explored, body, weights=trainers)
     state = explored.state_dict()
     again = Explorer(ExplorerConfig(sync_interval=2), [fresh := FakeModel()], source())
     again.load_state_dict(state)
@@ -437,78 +433,14 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
 
 
 def test_an_engine_that_is_no_server_joins_no_process_group() -> None:
-    explored = Explorer(ExplorerConfig(), [FakeModel()], source())
-    with pytest.raises(RuntimeError, match=r"connect\(\)"):
-        asyncio.run(explored.setup_weight_sync_group("127.0.0.1", 1234))
-    explored.connect(Sink(), lambda: WeightStream.of([("w", torch.zeros(2))]))
+    explored = explorer()
     with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or tcp"):
-        asyncio.run(explored.setup_weight_sync_group("127.0.0.1", 1234))
+        running(explored, lambda: explored.setup_weight_sync_group("127.0.0.1", 1234))
 
 
 def test_evaluation_tasksets_need_names_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"different names.*\['held', 'held'\]"):
         explorer(evals=[source(name="held"), source(name="held")])
-
-
-# -- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def an_experience(task: int, reward: float | None, length: int = 2, **fields: Any) -> Experience:
-    return Experience(eid=EID(batch=1, task=task), tokens=[1] * (3 + length), prompt_length=3, reward=reward, **fields)
-
-
-def test_experience_metrics() -> None:
-    metrics = experience_metrics(
-        [
-            an_experience(0, 1.0, 2, metrics={"reward/format": 1.0}),
-            an_experience(0, 0.0, 4, truncate_status="response_truncated", metrics={"reward/format": 0.0}),
-            an_experience(1, 0.5, 6, info={"model_version": 4}),
-            an_experience(1, None, 4),
-            an_experience(2, float("nan"), 4),
-        ]
-    )
-    assert metrics["reward/mean"] == 0.5
-    assert metrics["reward/std"] == pytest.approx((1 / 6) ** 0.5)
-    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
-    assert metrics["reward/format/mean"] == 0.5
-    assert metrics["response_length/clip_ratio"] == 0.2
-    assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [4.0, 6.0, 2.0]
-    assert metrics["prompt_length/mean"] == 3.0
-    assert metrics["sample/model_version/mean"] == 0.8
-
-
-def test_a_run_of_several_steps_counts_once() -> None:
-    """Five calls that failed and one that succeeded are two runs: a mean of 0.5 in one group, whose rewards differ."""
-    steps = [(0, step, 0.0) for step in range(5)] + [(1, 0, 1.0)]
-    experiences = [
-        Experience(
-            eid=EID(batch=1, task=0, run=run, step=step),
-            tokens=[1, 2, 3],
-            prompt_length=1,
-            reward=reward,
-            info={"task_index": {"taskset_id": "sums", "index": 7}},
-        )
-        for run, step, reward in steps
-    ]
-    metrics = experience_metrics(experiences)
-    assert (metrics["reward/mean"], metrics["reward/std"], metrics["frac_reward_zero_std"]) == (0.5, 0.5, 0.0)
-    assert valid_rewards(experiences) == {"1/0": [0.0, 1.0]}
-    assert pass_rates(experiences) == {"sums": {7: (0.5, 2)}}
-    assert experience_metrics(experiences[:5])["frac_reward_zero_std"] == 1.0
-
-
-def test_metrics_without_a_reward_have_no_mean() -> None:
-    metrics = experience_metrics([an_experience(0, None)])
-    assert "reward/mean" not in metrics
-    assert metrics["frac_reward_zero_std"] == 1.0
-
-
-def test_spread_and_gathered() -> None:
-    assert spread("x", []) == {}
-    assert gathered([{"a": 1.0, "b": 2.0}, {"a": 3.0}], "rollout") == {
-        "rollout/a/mean": 2.0, "rollout/a/max": 3.0, "rollout/a/min": 1.0,
-        "rollout/b/mean": 2.0, "rollout/b/max": 2.0, "rollout/b/min": 2.0,
-    }  # fmt: skip
 
 
 # -- refills ----------------------------------------------------------------------------------------------------------
@@ -527,11 +459,76 @@ def test_the_buffer_can_ask_for_more_tasks_of_the_step() -> None:
                 experience.reward = 100.0  # as an operator would
         return {}
 
-    explored.connect(greedy)
-    running(explored, explored.explore_step)
+    running(explored, explored.explore_step, greedy)
     assert got == [6, 3, 3]  # and no more than max_refills
     assert explored.metrics["rollout/tasks"] == 4
     assert explored.metrics["rollout/refill_tasks"] == 2
     assert explored.metrics["rollout/experiences"] == 12
     assert explored.metrics["reward/mean"] < 100
     assert explored.state_dict()["taskset"] != explorer().state_dict()["taskset"]
+
+
+class EndlessTasks:
+    """A source that never runs out."""
+
+    def next_tasks(self, tasks: int) -> list[object]:
+        raise AssertionError("asked for more tasks than allowed")
+
+
+@pytest.mark.parametrize("max_refills", [0, -1])
+def test_a_step_without_refills_asks_for_no_more_tasks(max_refills: int) -> None:
+    rollouts = StepRollouts(1, 2, max_refills, EndlessTasks(), run=None)  # type: ignore[arg-type]
+    assert asyncio.run(rollouts(1)) == []
+
+
+class Source:
+    """So many tasks, and a taskset that learns nothing of them."""
+
+    def __init__(self, tasks: int) -> None:
+        self.left = tasks
+        self.taskset = self
+
+    def next_tasks(self, tasks: int) -> list[object]:
+        given, self.left = min(tasks, self.left), self.left - min(tasks, self.left)
+        return [object()] * given
+
+    def update(self, pass_rates: object) -> None:
+        pass
+
+
+def rounds(*succeed: bool) -> Any:
+    """Runs tasks: round after round all succeed or all fail."""
+    left = list(succeed)
+
+    async def run(tasks: list[Any], step: int) -> tuple[list[Status], list[Experience]]:
+        if not left.pop(0):
+            return [Status(False, {}, "the verifier is down") for _ in tasks], []
+        made = [
+            Experience(eid=EID(batch=1, task=i), tokens=[1, 2], prompt_length=1, reward=1.0) for i in range(len(tasks))
+        ]
+        return [Status(True, {}) for _ in tasks], made
+
+    return run
+
+
+def test_a_round_whose_tasks_all_failed_is_followed_by_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = StepRollouts(1, 2, 3, Source(20), rounds(True, False, True, False))  # type: ignore[arg-type]
+
+    async def body() -> tuple[int, int]:
+        assert len(await rollouts.begin() or []) == 2
+        return len(await rollouts(2)), len(await rollouts(2))  # the third refill fails, and is the last
+
+    assert asyncio.run(body()) == (2, 0)
+    metrics = rollouts.metrics()
+    assert (metrics["rollout/refill_tasks"], metrics["rollout/failed_tasks"]) == (6, 4)
+    assert "explore step 1, refill: 2 of 2 tasks failed: the verifier is down" in caplog.text
+
+
+def test_refills_end_with_the_taskset() -> None:
+    rollouts = StepRollouts(1, 2, 9, Source(3), rounds(True, False))  # type: ignore[arg-type]
+
+    async def body() -> list[Experience]:
+        await rollouts.begin()
+        return await rollouts(2)
+
+    assert asyncio.run(body()) == []

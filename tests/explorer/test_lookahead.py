@@ -2,7 +2,10 @@
 
 import asyncio
 import math
+import sys
 from collections.abc import Iterator
+from threading import Thread
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,10 +14,9 @@ from fake_model import FakeModel
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.lookahead import Interval, LookAhead
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.lookahead import Interval, LookAhead, Watchers
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 
@@ -47,9 +49,8 @@ class Ahead:
         self.taken: list[int] = []
         source = TaskSource(Taskset([{"prompt": str(i)} for i in range(4)]), "simple", reward or (lambda *_: 1.0))
         self.explorer = Explorer(ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0), [model], source)
-        self.explorer.connect(self.sink)
         self.ahead = LookAhead(self.explorer)
-        host.run(self.explorer.prepare())
+        host.run(self.explorer.prepare(self.sink))
 
     async def sink(self, experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
         self.taken.append(len(experiences))
@@ -163,3 +164,51 @@ async def until(condition: Any) -> None:
 def test_overlap_is_a_share_of_the_shorter(one: Interval, other: Interval, share: float) -> None:
     assert one.overlap(other) == other.overlap(one) == share
     assert one.end == math.inf or one.end >= one.begin
+
+
+# -- observations that come from one thread while another shows them -------------------------------------------------
+
+
+def test_an_observation_is_shown_once_wherever_another_thread_shows_what_there_is() -> None:
+    """The other thread runs `flush` before every single instruction of `observe`."""
+    shown: list[int] = []
+    flushes: list[Thread] = []
+    watchers = Watchers(lambda experiences, step, taskset: shown.append(step), None, waiting=lambda: True)
+
+    def flush_before_instructions(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is not Watchers.observe.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            flushes.append(Thread(target=watchers.flush))
+            flushes[-1].start()
+            flushes[-1].join()
+        return flush_before_instructions
+
+    def observe() -> None:
+        sys.settrace(flush_before_instructions)  # of this thread
+        for step in range(3):
+            watchers.observe([], step, None)
+
+    observing = Thread(target=observe)
+    observing.start()
+    observing.join()
+    assert len(flushes) > 3
+    watchers.flush()
+    assert shown == [0, 1, 2]
+
+
+def test_what_comes_while_others_are_shown_is_shown_after_them() -> None:
+    shown: list[int] = []
+
+    def show(experiences: list[Any], step: int, taskset: str | None) -> None:
+        shown.append(step)
+        if step < 3:
+            other = Thread(target=watchers.observe, args=([], step + 1, None))
+            other.start()
+            other.join()
+
+    watchers = Watchers(show, None, waiting=lambda: True)
+    watchers.observe([], 0, None)
+    watchers.flush()
+    assert shown == [0, 1, 2, 3]

@@ -8,10 +8,10 @@ from fake_model import FakeModel
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.explorer import TaskSource
+from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows.environments import GuessNumber, Retry
 from trinity_lightning.explorer.workflows.multi_turn import MultiTurnWorkflow
 

@@ -14,8 +14,8 @@ from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.bound import BoundModel
+from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow
 
 openai = pytest.importorskip("openai")

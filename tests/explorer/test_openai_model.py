@@ -11,8 +11,8 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.runner import Status, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow
 
 pytest.importorskip("openai")

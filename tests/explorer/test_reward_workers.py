@@ -34,11 +34,11 @@ from reward_functions import (
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
+from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score
 from trinity_lightning.explorer.rewards.scoring import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers, check_importable
-from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks import Task, Taskset
 
 a_task = Task("simple", {"answer": "12", "more": 1})
@@ -296,7 +296,7 @@ import asyncio, os, sys, time
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards.scoring import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks import Task, Taskset
 
 def hangs(response, task):

@@ -13,7 +13,7 @@ from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
-from trinity_lightning.explorer.scheduler_times import enough_of
+from trinity_lightning.explorer.scheduler import enough_of
 from trinity_lightning.explorer.workflows import PartialFailure
 
 
@@ -510,12 +510,12 @@ def test_what_is_scheduled_before_the_start_runs_then_and_waiting_for_it_before_
 
 def test_over_rollout_finishes_a_step_when_enough_tasks_are_in() -> None:
     async def body(scheduler: Scheduler) -> None:
-        tasks = [scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.02, 100.0)]
+        tasks = [scripted(slow(s)) for s in (0.0, 0.0, 0.05, 0.07, 100.0)]
         scheduler.schedule(tasks, 1)
         began = now()
         statuses, _ = await scheduler.get_results(1)
         assert len(statuses) == 4  # three suffice, the fourth comes in the extra wait
-        assert now() - began == pytest.approx(0.2)
+        assert now() - began == pytest.approx(0.05 + 0.2)
         assert not scheduler.has_step(1)
         scheduler.schedule([scripted(slow(s)) for s in (0.0, 0.0, 0.0, 0.0, 0.3)], "1/eval")
         assert len((await scheduler.get_results("1/eval"))[0]) == 5  # evaluations are complete
@@ -646,14 +646,13 @@ def test_a_runner_that_breaks_is_a_failed_task(monkeypatch: pytest.MonkeyPatch) 
     running(body)
 
 
-def test_progress_is_told_once_a_task() -> None:
+def test_progress_is_reported_once_a_task() -> None:
     async def body(scheduler: Scheduler) -> None:
-        told: list[int | str] = []
-        scheduler.on_task_done = told.append
-        scheduler.schedule([scripted(succeed, repeat_times=3)] * 2, "1/e")
-        scheduler.schedule([scripted(_raises)], 1)
+        done: list[int | str] = []
+        scheduler.schedule([scripted(succeed, repeat_times=3)] * 2, "1/e", lambda: done.append("1/e"))
+        scheduler.schedule([scripted(_raises)], 1, lambda: done.append(1))
         await scheduler.wait_all()
-        assert sorted(map(str, told)) == ["1", "1/e", "1/e"]
+        assert sorted(map(str, done)) == ["1", "1/e", "1/e"]
 
     running(body, max_repeat_times_per_runner=1)
 

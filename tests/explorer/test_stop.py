@@ -27,14 +27,13 @@ from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer import callback as callback_module
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own use of torch

@@ -8,8 +8,7 @@ from fake_model import FakeModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.mixture import TasksetMixture
 from trinity_lightning.explorer.tasks.taskset import Taskset

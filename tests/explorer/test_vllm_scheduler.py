@@ -24,10 +24,10 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.metrics import rollout_metrics
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.rollout_metrics import rollout_metrics
+from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import Status
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.trainer.weight_sync import weight_stream
 
@@ -165,14 +165,6 @@ async def ask_for_many(workflow: Any) -> list[Experience]:
     return [experience_of((await workflow.model.generate("1+1=", ignore_eos=True, max_tokens=300))[0])]
 
 
-def logging_to(log: list[Any]) -> Callable[[Any], Any]:
-    async def body(workflow: Any) -> list[Experience]:
-        log.append((workflow.task.batch_id, workflow.task.task_id))
-        return await ask(workflow)
-
-    return body
-
-
 def tokens_of(experiences: Sequence[Experience]) -> Tokens:
     tokens = {(e.eid.batch, e.eid.task, e.eid.run, e.eid.step): e.tokens.tolist() for e in experiences}
     assert len(tokens) == len(experiences)
@@ -187,30 +179,20 @@ def oks(statuses: Sequence[Status]) -> list[bool]:
     return [status.ok for status in statuses]
 
 
-def finished(scheduler: Scheduler, tasks: int) -> asyncio.Event:
-    """Set when that many tasks are finished from now on."""
-    event, count = asyncio.Event(), itertools.count(1)
-
-    def told(_: int | str) -> None:
-        if next(count) == tasks:
-            event.set()
-
-    scheduler.on_task_done = told
-    return event
-
-
 async def part_of_a_batch(scheduler: Scheduler, steps: Steps, done: int, unfinished: int, batch_id: int = 1) -> None:
     """Schedule a batch of which some tasks are done when the engine stands still, with the others' requests in it."""
-    event = finished(scheduler, done)
+    all_done = asyncio.Event()
+    count = itertools.count(1)
     steps.begin_with(done + unfinished)
     steps.hold_at = HOLD
-    scheduler.schedule([*[short()] * done, *[long()] * unfinished], batch_id)
+    tasks = [*[short()] * done, *[long()] * unfinished]
+    scheduler.schedule(tasks, batch_id, lambda: all_done.set() if next(count) == done else None)
     await steps.held()
     assert len(steps.requests) == HOLD
     assert steps.requests[0] == done + unfinished
     assert steps.requests[-1] == unfinished
     if done:
-        await event.wait()
+        await all_done.wait()
 
 
 async def works(scheduler: Scheduler, batch_id: int = 90) -> None:
@@ -225,30 +207,6 @@ async def works(scheduler: Scheduler, batch_id: int = 90) -> None:
 # -- the order of work ------------------------------------------------------------------------------------------------
 
 
-def test_lower_steps_first_then_train_before_eval_then_first_come(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        log: list[Any] = []
-        await scheduler.stop()
-        for batch_id in ("2/b", "2/a", 2, "1/x", 10, 1):
-            scheduler.schedule([scripted(logging_to(log), is_eval=isinstance(batch_id, str))] * 2, batch_id)
-        await scheduler.start()
-        await scheduler.wait_all()
-        assert log == [(batch, task) for batch in (1, "1/x", 2, "2/b", "2/a", 10) for task in range(2)]
-
-    run(body, runner_per_model=1)
-
-
-def test_a_train_batch_overtakes_the_evaluation_that_waits_but_not_the_task_that_runs(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        log: list[Any] = []
-        scheduler.schedule([scripted(logging_to(log), is_eval=True)] * 3, "1/eval")
-        scheduler.schedule([scripted(logging_to(log))], 1)
-        await scheduler.wait_all()
-        assert log == [("1/eval", 0), (1, 0), ("1/eval", 1), ("1/eval", 2)]
-
-    run(body, runner_per_model=1)
-
-
 @pytest.mark.parametrize(("runners", "engines"), [(1, 1), (3, 1), (2, 2)])
 def test_the_engine_has_one_task_a_runner_at_a_time(run: Run, steps: Steps, runners: int, engines: int) -> None:
     async def body(scheduler: Scheduler) -> None:
@@ -259,19 +217,6 @@ def test_the_engine_has_one_task_a_runner_at_a_time(run: Run, steps: Steps, runn
         assert max(steps.requests) == steps.requests[0] == runners * engines
 
     run(body, engines, runner_per_model=runners)
-
-
-def test_schedule_returns_before_the_engine_has_done_anything(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([], 1)
-        assert not scheduler.has_step(1)
-        scheduler.schedule([question()] * 20, 1)
-        assert scheduler.has_step(1)
-        assert steps.requests == []
-        assert len((await scheduler.get_results(1))[0]) == 20
-        assert not scheduler.has_step(1)
-
-    run(body)
 
 
 # -- chunks and seeds -------------------------------------------------------------------------------------------------
@@ -378,64 +323,7 @@ def test_another_seed_another_batch_or_another_task_gives_other_tokens(run: Run)
     assert len(set(answers)) == 16
 
 
-def test_a_batch_scheduled_again_goes_on_with_other_task_numbers_and_so_other_tokens(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([question()] * 2, 1)
-        scheduler.schedule([question()], 1)
-        _, first = await scheduler.get_results(1)
-        scheduler.schedule([question()] * 2, 1)
-        _, second = await scheduler.get_results(1)
-        assert tasks_of([*first, *second]) == [0, 1, 2, 3, 4]
-        assert len({tuple(e.tokens.tolist()) for e in [*first, *second]}) == 5
-
-    run(body)
-
-
-def test_evaluations_give_their_status_only(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([question(repeat_times=4, is_eval=True)] * 2, "3/sums")
-        statuses, experiences = await scheduler.get_results("3/sums")
-        assert experiences == []
-        for number, status in enumerate(statuses):
-            assert [(e.eid.batch, e.eid.task, e.eid.run) for e in status.eval_experiences] == [
-                ("3/sums", number, i) for i in range(4)
-            ]
-
-    run(body, max_repeat_times_per_runner=3)
-
-
 # -- get_results ------------------------------------------------------------------------------------------------------
-
-
-def test_get_results_waits_for_all_tasks(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 3, 2)
-        waiting = asyncio.create_task(scheduler.get_results(1))
-        await asyncio.wait([waiting], timeout=0.02)
-        assert not waiting.done()
-        steps.go_on()
-        statuses, experiences = await waiting
-        assert oks(statuses) == [True] * 5
-        assert tasks_of(experiences) == [0, 1, 2, 3, 4]
-        assert [len(e.tokens) - e.prompt_length for e in experiences] == [2, 2, 2, 200, 200]
-
-    run(body)
-
-
-def test_min_num_returns_everything_that_is_ready_and_the_rest_goes_on(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 3, 2)
-        statuses, experiences = await scheduler.get_results(1, min_num=2)
-        assert oks(statuses) == [True] * 3
-        assert tasks_of(experiences) == [0, 1, 2]
-        assert scheduler.has_step(1)
-        steps.go_on()
-        statuses, experiences = await scheduler.get_results(1, min_num=1)
-        rest = await scheduler.get_results(1)
-        assert tasks_of([*experiences, *rest[1]]) == [3, 4]
-        assert not scheduler.has_step(1)
-
-    run(body)
 
 
 def test_a_time_out_returns_what_is_there_and_aborts_the_rest_in_the_engine(
@@ -451,20 +339,6 @@ def test_a_time_out_returns_what_is_there_and_aborts_the_rest_in_the_engine(
         assert await left_in(engine) == (0, 0, 0.0)
         assert len(steps.requests) == HOLD
         await works(scheduler)
-
-    run(body)
-
-
-def test_fewer_than_min_num_at_the_time_out_are_returned_and_the_rest_is_aborted(
-    run: Run, steps: Steps, engine: VLLMEngine
-) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 2, 2)
-        statuses, _ = await scheduler.get_results(1, min_num=3, timeout=0.01)
-        assert oks(statuses) == [True] * 2
-        assert not scheduler.has_step(1)
-        steps.go_on()
-        assert await left_in(engine) == (0, 0, 0.0)
 
     run(body)
 
@@ -532,33 +406,6 @@ def test_a_time_out_ends_a_workflow_in_a_thread_and_its_request(run: Run, steps:
     run(body)
 
 
-def test_an_unknown_batch_returns_at_once_while_the_engine_is_busy(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 0, 1)
-        assert await scheduler.get_results(9) == ([], [])
-        assert await scheduler.get_results("9/x", min_num=3) == ([], [])
-        assert scheduler.has_step(1)
-        steps.go_on()
-        assert len((await scheduler.get_results(1))[0]) == 1
-        assert await scheduler.get_results(1) == ([], [])  # collected, so unknown again
-
-    run(body)
-
-
-def test_several_wait_at_the_same_time(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        for batch_id in (1, "1/eval", 2):
-            scheduler.schedule([question(is_eval=batch_id == "1/eval")] * 3, batch_id)
-        everything = asyncio.create_task(scheduler.wait_all())
-        results = await asyncio.gather(*(scheduler.get_results(batch_id) for batch_id in (2, 1, "1/eval", 1)))
-        await everything
-        second, first, evaluated, again = results
-        assert (len(second[0]), len(evaluated[0])) == (3, 3)
-        assert sorted(len(statuses) for statuses, _ in (first, again)) == [0, 3]  # each task is handed out once
-
-    run(body)
-
-
 def test_a_batch_that_is_dropped_leaves_nothing_and_the_other_goes_on(
     run: Run, steps: Steps, engine: VLLMEngine
 ) -> None:
@@ -605,18 +452,6 @@ def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfin
     run(body, runner_per_model=2)
 
 
-def test_wait_all_without_clearing_lets_the_requests_go_on(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 1, 2)
-        with pytest.raises(TimeoutError, match="0 pending, 2 running"):
-            await scheduler.wait_all(timeout=0.01, clear_timeout_tasks=False)
-        steps.go_on()
-        await scheduler.wait_all()
-        assert oks((await scheduler.get_results(1))[0]) == [True] * 3
-
-    run(body)
-
-
 def test_stop_aborts_what_runs_keeps_what_is_finished_and_can_be_started_again(
     run: Run, steps: Steps, engine: VLLMEngine
 ) -> None:
@@ -658,18 +493,6 @@ def test_over_rollout_finishes_a_step_and_aborts_the_slowest(run: Run, steps: St
         assert len((await scheduler.get_results("1/eval"))[0]) == 5  # evaluations are complete
 
     run(body, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.01))
-
-
-def test_over_rollout_waits_for_enough_tasks(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 2, 3)
-        waiting = asyncio.create_task(scheduler.get_results(1))
-        await asyncio.wait([waiting], timeout=0.02)
-        assert not waiting.done()
-        steps.go_on()
-        assert len((await waiting)[0]) >= 3
-
-    run(body, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.0))
 
 
 def test_the_dynamic_time_out_aborts_what_takes_much_longer_than_the_average(

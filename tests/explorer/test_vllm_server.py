@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,11 @@ from trinity_lightning.errors import (
     RolloutError,
     WeightSyncError,
 )
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server_client import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.weight_sync import weight_stream
 
@@ -350,8 +349,10 @@ def kill(engine: VLLMServerEngine, number: int = signal.SIGKILL) -> None:
     os.killpg(engine._process._process.pid, number)
 
 
-def an_explorer(engine: VLLMServerEngine, on_progress: Callable[[int], None]) -> tuple[Explorer, list[Experience]]:
-    """One that rolls out eight tasks a step, two at a time, and what came of them."""
+def a_step(
+    engine: VLLMServerEngine, on_progress: Callable[[int], None]
+) -> tuple[Explorer, list[Experience], Coroutine[Any, Any, bool]]:
+    """An explorer of eight tasks a step, two at a time, what came of them, and the step itself."""
     source = TaskSource(Taskset.addition(), "simple", "exact_match", SamplingConfig(max_tokens=24))
     explorer = Explorer(ExplorerConfig(batch_size=8, repeat_times=4, runner_per_model=2), [engine], source)
     experiences: list[Experience] = []
@@ -360,8 +361,11 @@ def an_explorer(engine: VLLMServerEngine, on_progress: Callable[[int], None]) ->
         experiences.extend(found)
         return {}
 
-    explorer.connect(sink, progress=lambda batch, done, tasks: on_progress(done))
-    return explorer, experiences
+    async def step() -> bool:
+        await explorer.prepare(sink, progress=lambda batch, done, tasks: on_progress(done))
+        return await explorer.explore_step()
+
+    return explorer, experiences, step()
 
 
 def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
@@ -386,16 +390,12 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
             except RolloutError:
                 await asyncio.sleep(0.01)
 
-    async def step(explorer: Explorer) -> None:
-        await explorer.prepare()
-        await explorer.explore_step()
-
-    whole, expected = an_explorer(engine, lambda done: None)
-    host.run(step(whole))
-    explorer, experiences = an_explorer(engine, kill_once)
+    whole, expected, step = a_step(engine, lambda done: None)
+    host.run(step)
+    explorer, experiences, step = a_step(engine, kill_once)
 
     async def disturbed() -> list[float]:
-        _, answer = await asyncio.gather(step(explorer), first_answer())
+        _, answer = await asyncio.gather(step, first_answer())
         return answer
 
     answer = host.run(disturbed())

@@ -62,7 +62,7 @@ def servers(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
 
 def connected(servers: Sequence[VLLMServerEngine], stream: Callable[[], WeightStream]) -> Explorer:
     explorer = Explorer(ExplorerConfig(), servers, None)
-    explorer.connect(weights=stream)
+    explorer.engines.source = stream
     return explorer
 
 
@@ -188,14 +188,14 @@ def test_a_sync_that_is_cut_off_breaks_the_group(host: Host) -> None:
     host.run(joined(explorer))
     host.run(explorer.sync_weight(3))
     assert [len(receiver.received) for receiver in receivers] == [len(weight_stream(model).shapes)] * 2
-    explorer.connect(weights=lambda: WeightStream(weight_stream(model).shapes, halting))
+    explorer.engines.source = lambda: WeightStream(weight_stream(model).shapes, halting)
     with pytest.raises(TimeoutError):
         host.run(asyncio.wait_for(explorer.sync_weight(4), 1.0))
     go_on.set()
     with pytest.raises(WeightSyncError, match="broke in an earlier weight sync"):
         host.run(explorer.sync_weight(4))
     wait_for_the_end(receivers)  # none is left waiting for the rest
-    explorer.connect(weights=lambda: weight_stream(model))
+    explorer.engines.source = lambda: weight_stream(model)
     host.run(joined(explorer))  # a new group is whole again
     host.run(explorer.sync_weight(5))
     assert explorer.engines.version == 5
@@ -225,7 +225,7 @@ def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
 
     explorer = connected(receivers, lambda: weight_stream(model))
     host.run(joined(explorer))
-    explorer.connect(weights=lambda: WeightStream(weight_stream(model).shapes, failing))
+    explorer.engines.source = lambda: WeightStream(weight_stream(model).shapes, failing)
     with pytest.raises(MemoryError, match="no room for a copy"):
         host.run(explorer.sync_weight(6))
     wait_for_the_end(receivers)
@@ -355,7 +355,7 @@ def test_a_server_that_dies_is_sent_again_what_it_had_not_what_the_trainer_has(
     given, present = tiny_model(1.5), tiny_model(0.5)
     explorer = Explorer(ExplorerConfig(sync_interval=2), servers, None)
     trained = tiny_model(1.5)
-    explorer.connect(weights=lambda: weight_stream(trained))
+    explorer.engines.source = lambda: weight_stream(trained)
     host.run(joined(explorer))
     host.run(explorer.sync_weight(20))
     trained.load_state_dict(present.state_dict())

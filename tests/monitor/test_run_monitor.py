@@ -74,7 +74,7 @@ def test_a_line_is_printed_for_each_explore_step(tmp_path: Path, capsys: pytest.
 
 def test_the_lines_are_logged_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitor = RunMonitor(tmp_path, total_steps=2)
-    monitor.explored = lambda: {"experience_pipeline/trained": 0.0}
+    monitor.keep_metrics({"experience_pipeline/trained": 0.0})
     with caplog.at_level("INFO"):
         fit(tmp_path, monitor=monitor)
     lines = [record.message for record in caplog.records if record.name == "trinity_lightning.printed"]
@@ -101,7 +101,7 @@ def test_a_step_that_trained_nothing_does_not_show_the_last_ones_values(
 def test_the_time_left_is_that_of_the_whole_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the explorer measures it: what a step's parts add up to may overlap, or leave gaps."""
     monitor = RunMonitor(tmp_path, total_steps=2000)
-    monitor.explored = lambda: {"time/rollout": 7200.0, "time/step": 3600.0}
+    monitor.keep_metrics({"time/rollout": 7200.0, "time/step": 3600.0})
     fit(tmp_path, monitor=monitor)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert lines[0].endswith("left 83d 7h")

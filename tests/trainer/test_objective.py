@@ -33,9 +33,8 @@ from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, opti
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, RolloutCorrectionConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.objective import Objective

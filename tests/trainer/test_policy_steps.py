@@ -28,12 +28,12 @@ import trinity_lightning.trainer.policy as policy_module
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.objective import describe_fault
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trinity_lightning.explorer.callback import ExplorerCallback as ExplorerCallback
     from trinity_lightning.explorer.explorer import Explorer as Explorer
+    from trinity_lightning.explorer.explorer import TaskSource as TaskSource
+    from trinity_lightning.explorer.runner import Status as Status
+    from trinity_lightning.explorer.runner import WorkflowRunner as WorkflowRunner
     from trinity_lightning.explorer.scheduler import RunnerWrapper as RunnerWrapper
     from trinity_lightning.explorer.scheduler import Scheduler as Scheduler
     from trinity_lightning.explorer.scheduler import TaskWrapper as TaskWrapper
-    from trinity_lightning.explorer.workflow_runner import Status as Status
-    from trinity_lightning.explorer.workflow_runner import WorkflowRunner as WorkflowRunner
 
 _MODULES = {
     "Explorer": "explorer",
     "ExplorerCallback": "callback",
     "RunnerWrapper": "scheduler",
     "Scheduler": "scheduler",
-    "Status": "workflow_runner",
+    "Status": "runner",
+    "TaskSource": "explorer",
     "TaskWrapper": "scheduler",
-    "WorkflowRunner": "workflow_runner",
+    "WorkflowRunner": "runner",
 }
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 

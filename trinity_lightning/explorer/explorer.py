@@ -1,8 +1,13 @@
 """TRY IT: explore steps, evaluations and weight syncs. Asynchronous, and knows nothing of Lightning."""
 
 import asyncio
+import copy
+import itertools
+import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,21 +16,25 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.weights import WeightStream
-from trinity_lightning.config.schema import ExplorerConfig, check_trained_sampling
-from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.evaluation_metrics import evaluation_metrics
+from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
+from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
 from trinity_lightning.explorer.models.openai_model import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.policy_engines import PolicyEngines
-from trinity_lightning.explorer.rewards.scoring import resolve_rewards
+from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
+from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
-from trinity_lightning.explorer.step_rollouts import StepRollouts, report_failures
-from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.formatter import ANSWER
+from trinity_lightning.explorer.tasks.mixture import TasksetMixture
+from trinity_lightning.explorer.tasks.selection import TaskSelection
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import Status
+from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
+
+logger = logging.getLogger(__name__)
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
@@ -35,13 +44,178 @@ Observer = Callable[[list[Experience], int, str | None], None]
 Progress = Callable[[int | str, int, int], None]
 
 
+@dataclass
+class TaskSource:
+    """What to try and how.
+
+    Attributes:
+        taskset: the raw tasks.
+        workflow: registered name, dotted path, or class.
+        reward_fn: as `Task.reward_fn`.
+        sampling: how its rollouts are drawn.
+        workflow_args: the workflow's settings.
+        repeat_times: rollouts a task.
+
+    Raises:
+        ConfigError: an unknown workflow or reward, an argument that the workflow refuses, or entries without the answer
+            that the reward compares with.
+    """
+
+    taskset: TaskSelection
+    workflow: str | type[Workflow] = "math"
+    reward_fn: str | Callable[..., Any] | Sequence[Any] | Mapping[Any, float] | None = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    repeat_times: int = 1
+
+    def __post_init__(self) -> None:
+        workflow = resolve_workflow(self.workflow)
+        workflow.check_args(self.workflow_args)
+        reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
+        rewards = resolve_rewards(reward_fn)
+        if workflow.__module__.startswith(f"{__package__}."):  # one's own may find the answer elsewhere
+            self._check_answers(rewards)
+
+    def _check_answers(self, rewards: Sequence[Reward]) -> None:
+        """Refuse tasksets whose first entry has no answer for a reward function that compares with it."""
+        mixed = self.taskset.tasksets.values() if isinstance(self.taskset, TasksetMixture) else None
+        comparing = [reward.name for reward in rewards if getattr(reward.function, "reads_answer", False)]
+        for taskset in mixed or [self.taskset]:
+            if comparing and ANSWER not in next(iter(taskset), {ANSWER: None}):
+                raise ConfigError(
+                    f"entries of taskset '{taskset.name}' have no answer, which reward function '{comparing[0]}' "
+                    "compares with: set the taskset's answer_field, or choose another reward."
+                )
+
+    @property
+    def name(self) -> str:
+        """The taskset's name."""
+        return self.taskset.name
+
+    def next_tasks(self, n: int) -> list[Task]:
+        """The next n tasks to train on; fewer when the taskset is exhausted."""
+        return [self._task(raw, is_eval=False) for raw in self.taskset.next_batch(n)]
+
+    def all_tasks(self) -> list[Task]:
+        """Every task once, to evaluate on."""
+        return [self._task(raw, is_eval=True) for raw in self.taskset]
+
+    def _task(self, raw_task: dict[str, Any], is_eval: bool) -> Task:
+        return Task(
+            workflow=self.workflow,
+            raw_task=raw_task,
+            repeat_times=self.repeat_times,
+            is_eval=is_eval,
+            rollout_args={name: value for name, value in asdict(self.sampling).items() if value is not None},
+            workflow_args=self.workflow_args,
+            reward_fn=self.reward_fn,
+        )
+
+
+class StepRollouts:
+    """Runs tasks of a step, and keeps what came of all of them; a `MoreRollouts` for the buffer.
+
+    Args:
+        step: its number.
+        tasks: how many it is meant to have.
+        max_refills: how often more may be asked for.
+        source: where tasks come from.
+        run: schedules tasks as part of the step and waits for them.
+
+    Attributes:
+        experiences: of all tasks so far.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        tasks: int,
+        max_refills: int,
+        source: TaskSource,
+        run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]],
+    ) -> None:
+        self.tasks = tasks
+        self.experiences: list[Experience] = []
+        self._step = step
+        self._left = max_refills
+        self._source = source
+        self._run = run
+        self._statuses: list[Status] = []
+        self._as_they_came: list[Experience] = []  # operators shape the rewards of the others
+        self._tried = 0
+        self._seconds = 0.0
+
+    async def begin(self) -> list[Experience] | None:
+        """The experiences of the step's own tasks; None when the taskset is exhausted.
+
+        Raises:
+            RolloutError: not one task succeeded.
+        """
+        tasks = self._source.next_tasks(self.tasks)
+        if not tasks:
+            return None
+        experiences = await self._try(tasks)
+        report_failures(f"explore step {self._step}", self._statuses, len(tasks), len(experiences))
+        return experiences
+
+    async def __call__(self, tasks: int) -> list[Experience]:
+        """The experiences of further tasks; nothing if the limit is reached or the taskset exhausted.
+
+        A round whose tasks all failed counts, and is followed by the next.
+        """
+        while self._left > 0:
+            self._left -= 1
+            more = self._source.next_tasks(tasks)
+            if not more:
+                break
+            tried = len(self._statuses)
+            experiences = await self._try(more)
+            log_failures(f"explore step {self._step}, refill", self._statuses[tried:], len(more))
+            if experiences:
+                return experiences
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """What the step scheduled, lost and got, refills included."""
+        return rollout_metrics(self._statuses, self._as_they_came, self._tried, self._seconds) | {
+            "rollout/refill_tasks": float(max(self._tried - self.tasks, 0))
+        }
+
+    async def _try(self, tasks: list[Task]) -> list[Experience]:
+        start = time.perf_counter()
+        statuses, experiences = await self._run(tasks, self._step)
+        self._seconds += time.perf_counter() - start
+        self._source.taskset.update(pass_rates(experiences))
+        self._as_they_came += map(copy.copy, experiences)
+        self._statuses += statuses
+        self._tried += len(tasks)
+        self.experiences += experiences
+        return experiences
+
+
+def log_failures(what: str, statuses: Sequence[Status], tasks: int) -> Counter[str | None]:
+    """Log why tasks failed, each reason once; how many failed for it."""
+    reasons = Counter(status.message for status in statuses if not status.ok)
+    for reason, count in reasons.items():
+        logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
+    return reasons
+
+
+def report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
+    """Log why tasks failed; RolloutError when nothing at all came of them."""
+    reasons = log_failures(what, statuses, tasks)
+    if experiences == 0:
+        why = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
+        raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {why}")
+
+
 class Explorer:
     """Runs the policy on tasks and hands what came of it to a sink.
 
     Args:
         config: how many tasks, runners, retries; when to sync and to evaluate.
         models: engines that hold the policy; tasks are spread over them.
-        train: what to train on; its `repeat_times` is set from the config. None where there are only evaluations.
+        train: what to train on, `config.repeat_times` times each; None if there are only evaluations.
         evals: what to evaluate on.
         auxiliary_models: other models for workflows (judges, teachers).
 
@@ -66,7 +240,7 @@ class Explorer:
     ) -> None:
         if train is not None:
             check_trained_sampling(vars(train.sampling))
-            train.repeat_times = config.repeat_times
+            train = replace(train, repeat_times=config.repeat_times)
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
@@ -86,33 +260,37 @@ class Explorer:
         self._scheduler = Scheduler(config, models, self._auxiliary)
         self._restarts = 0
         self._sink: Sink | None = None
-        self._observer: Observer | None = None
-        self._progress: Progress | None = None
+        self._observer: Observer = _ignore
+        self._progress: Progress = _ignore
         self._cursor = {} if train is None else train.taskset.state_dict()
 
-    def connect(
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def prepare(
         self,
         sink: Sink | None = None,
         weights: Callable[[], WeightStream] | None = None,
         observer: Observer | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Where experiences go, where weights come from, and who watches."""
-        self._sink, self.engines.source, self._observer, self._progress = sink, weights, observer, progress
-
-    # -- life ---------------------------------------------------------------------------------------------------------
-
-    async def prepare(self) -> None:
         """Load or start the engines, ask whether endpoints are there, and start the runners.
 
         What the runners need comes first: that it is not there is known in seconds, and an engine may take minutes.
+
+        Args:
+            sink: where experiences go; not needed for evaluations.
+            weights: the trainer's present ones, for syncs.
+            observer: shown the experiences of every step and evaluation.
+            progress: called whenever a task has ended.
         """
+        self._sink, self.engines.source = sink, weights
+        self._observer, self._progress = observer or _ignore, progress or _ignore
         await self._scheduler.prepare()
         await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine | OpenAIModel)))
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
-        """Stop the runners and free the engines: each of them, also where another one fails to."""
+        """Stop the runners and free the engines: each of them, also if another one fails to."""
         self.engines.leave()
         # The runners first: they still talk to the engines.
         stopped = await asyncio.gather(self._scheduler.stop(), return_exceptions=True)
@@ -127,7 +305,7 @@ class Explorer:
     # -- explore ------------------------------------------------------------------------------------------------------
 
     async def explore(self) -> str:
-        """Explore steps until the taskset is exhausted, with evaluations and syncs where due; says why it ended."""
+        """Explore steps until the taskset is exhausted, with evaluations and syncs as they are due; why it ended."""
         if self.step == 0 and self.config.eval_on_startup and self._evals:
             await self.eval()
         while await self.explore_step():
@@ -145,10 +323,10 @@ class Explorer:
 
         Raises:
             RolloutError: not one task succeeded.
-            RuntimeError: `connect` was not called.
+            RuntimeError: `prepare` was given no sink.
         """
         if self._sink is None:
-            raise RuntimeError("connect() the explorer to a sink before it explores.")
+            raise RuntimeError("prepare() the explorer with a sink before it explores.")
         self._source.taskset.load_state_dict(self._cursor)
         step, config = self.step + 1, self.config
         rollouts = StepRollouts(step, config.batch_size, config.max_refills, self._source, self._run)
@@ -157,14 +335,13 @@ class Explorer:
             return False
         piped = await self._sink(experiences, step, rollouts)
         self.metrics = rollouts.metrics() | piped | self._restarted()
-        if self._observer is not None:
-            self._observer(rollouts.experiences, step, None)
+        self._observer(rollouts.experiences, step, None)
         self.step = step
         self._cursor = self._source.taskset.state_dict()
         return True
 
     def _restarted(self) -> dict[str, float]:
-        """How many servers died and were started again since this was last asked; nothing where there are none."""
+        """How many servers died and were started again since this was last asked; nothing if there are none."""
         servers = [engine for engine in self._engines() if isinstance(engine, VLLMServerEngine)]
         before, self._restarts = self._restarts, sum(server.restarts for server in servers)
         return {"rollout/engine_restarts": float(self._restarts - before)} if servers else {}
@@ -177,17 +354,9 @@ class Explorer:
 
     async def _run(self, tasks: list[Task], batch: int | str) -> tuple[list[Status], list[Experience]]:
         """Schedule a batch of tasks and wait for it, while progress is shown."""
-        done = 0
-
-        def show(finished: int | str | None) -> None:
-            nonlocal done
-            done += finished == batch
-            if self._progress is not None:
-                self._progress(batch, done, len(tasks))
-
-        show(None)
-        self._scheduler.on_task_done = show
-        self._scheduler.schedule(tasks, batch)
+        done = itertools.count(1)
+        self._progress(batch, 0, len(tasks))
+        self._scheduler.schedule(tasks, batch, lambda: self._progress(batch, next(done), len(tasks)))
         try:
             return await self._scheduler.get_results(batch)
         except asyncio.CancelledError:
@@ -229,8 +398,7 @@ class Explorer:
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
             }
-            if self._observer is not None:
-                self._observer(experiences, of, source.name)
+            self._observer(experiences, of, source.name)
         return self.metrics
 
     async def benchmark(
@@ -283,7 +451,7 @@ class Explorer:
         Raises:
             ConfigError: an engine is no server that was started with a `transfer`, `nccl` or `tcp`.
             WeightSyncError: the weights do not fit the servers, or a server did not join.
-            RuntimeError: `connect` was not called.
+            RuntimeError: `prepare` was given no weights.
         """
         shapes = None if state_dict_meta is None else {name: tuple(shape) for name, _, shape in state_dict_meta}
         await self.engines.join(master_address, master_port, shapes)
@@ -296,7 +464,7 @@ class Explorer:
 
         Raises:
             KeyError: unknown name; the message has the nearest match.
-            RuntimeError: `connect` was not called.
+            RuntimeError: `prepare` was given no weights.
         """
         return self.engines.weight(name)
 
@@ -314,7 +482,7 @@ class Explorer:
         not the trainer's any more.
 
         Args:
-            with_weights: also otherwise, where a copy of them is kept: a step is to be done again with them.
+            with_weights: also otherwise, if a copy of them is kept: a step is to be done again with them.
         """
         state = {"step": self.step, "taskset": self._cursor}
         if self.config.sync_interval > 1 or with_weights:
@@ -327,3 +495,7 @@ class Explorer:
         self.step, self._cursor = state["step"], state["taskset"]
         if "engines" in state:
             self.engines.load_state_dict(state["engines"])
+
+
+def _ignore(*_: object) -> None:
+    """Watch nothing."""

@@ -3,14 +3,22 @@
 import logging
 import math
 import time
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
 from trinity_lightning.explorer.host import Host, Job
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.sync_policy import SyncedPolicy, SyncPolicy, WeightVersions
+from trinity_lightning.trainer.optim import HostMemory
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +137,152 @@ class LookAhead:
         """Restore what `state_dict` returned."""
         self._target = state["target"]
         self._metrics = {step: dict(metrics) for step, metrics in state["metrics"].items()}
+
+
+class Watchers:
+    """Passes on what rollouts show: observers at the main thread's leisure, progress only while it waits for them.
+
+    Args:
+        observer: shown the experiences of every step and evaluation.
+        progress: called with how many tasks of a batch have ended.
+        waiting: whether the main thread waits for rollouts; while it trains the bar is the trainer's.
+    """
+
+    def __init__(self, observer: Observer | None, progress: Progress | None, waiting: Callable[[], bool]) -> None:
+        self._waiting = waiting
+        self._observer = observer
+        self._progress = progress
+        self._seen: deque[tuple[list[Experience], int, str | None]] = deque()  # of which both ends are safe in threads
+
+    def observe(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
+        """Keep it for `flush`: the observer's loggers are the trainer's too, which may be logging just now."""
+        self._seen.append((experiences, step, taskset))
+
+    def flush(self) -> None:
+        """Show the observer what was kept; on the main thread."""
+        while self._seen:
+            each = self._seen.popleft()
+            if self._observer is not None:
+                self._observer(*each)
+
+    def progress(self, batch: int | str, done: int, total: int) -> None:
+        """Draw the progress of a batch."""
+        if self._progress is not None and self._waiting():
+            self._progress(batch, done, total)
+
+
+class TrainingRollouts:
+    """The rollouts of one `Trainer.fit`, driven by its main thread: explore steps now or ahead, evaluations, syncs.
+
+    Args:
+        explorer: what rolls out.
+        ahead: its steps, which outlive this.
+        watchers: shown what rollouts show.
+        synchronizer: how weights reach the engines and how that is checked.
+        policy: what is trained.
+        versions: of its weights, which outlive this.
+        host_memory: masters and moments, which leave the device while engines generate; None: they stay.
+        interrupted: asked while rollouts are waited for; an exception that it returns ends them.
+    """
+
+    def __init__(
+        self,
+        explorer: Explorer,
+        ahead: LookAhead,
+        watchers: Watchers,
+        synchronizer: SynchronizerConfig,
+        policy: SyncedPolicy,
+        versions: WeightVersions,
+        host_memory: HostMemory | None,
+        interrupted: Callable[[], BaseException | None],
+    ) -> None:
+        self.sync = SyncPolicy(explorer, policy, synchronizer, versions, self.run)
+        self._explorer = explorer
+        self._ahead = ahead
+        self._watchers = watchers
+        self._host_memory = host_memory
+        self._host = Host([each for each in explorer.engines.models if isinstance(each, InProcessEngine)], interrupted)
+
+    def prepare(self, sink: Sink) -> None:
+        """Load the engines and start the runners; the main thread drives them from now on."""
+        self.engines_turn()
+        watchers = self._watchers
+        self.run(self._explorer.prepare(sink, self.sync.weights, watchers.observe, watchers.progress))
+        self._host.limit_blocking(self._explorer.config.max_timeout)
+
+    def close(self) -> None:
+        """Stop the runners and free the engines."""
+        self._ahead.cancel()
+        try:
+            self._host.end(self._explorer.shutdown())
+        finally:
+            self._host.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
+        """The coroutine's result; see `Host.run`."""
+        try:
+            return self._host.run(coroutine, interruptible)
+        finally:
+            self._watchers.flush()
+
+    def engines_turn(self) -> None:
+        """Before the engines compute: give them the memory that they share with the trainer in turns, if any."""
+        if self._host_memory is not None:
+            self._host_memory.leave()
+        self.run(self._explorer.engines.wake_up())
+
+    def trainers_turn(self) -> None:
+        """Before the trainer computes: the same the other way round."""
+        self.run(self._explorer.engines.sleep())
+        if self._host_memory is not None:
+            self._host_memory.come_back()
+
+    def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
+        """Have the experiences of a step ready: wait for those begun ahead, or roll them out now; metrics."""
+        start = time.perf_counter()
+        self._wait()
+        if is_ready(step):
+            return {"time/wait_for_rollout": time.perf_counter() - start}
+        self._explorer.step = step - 1
+        return self._roll_out(step, global_step)
+
+    def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
+        """With sync_offset, begin the rollouts that go on while `step` is trained on, unless that is done; metrics.
+
+        Args:
+            step: the step that is ready.
+            global_step: the trainer's.
+            last: the step that ends the run.
+        """
+        offset = self._explorer.config.sync_offset
+        target = min(step + offset, last)
+        if self._explorer.step >= target or self._ahead.under_way:
+            return {}
+        metrics: dict[str, float] = {}
+        if self._explorer.step < (begun := min(step - 1 + offset, last)):
+            metrics |= self._roll_out(int(begun), global_step)  # those before have weights of their own
+        metrics |= self.sync.sync_if_due(global_step)
+        self._ahead.begin(self._host, int(target))
+        return metrics
+
+    def evaluate(self, step: int, global_step: int) -> dict[str, float]:
+        """Evaluate the weights that were trained for `step` steps; metrics."""
+        self._wait()  # before a sync: were they to be done again, it would be with the weights of now
+        self.engines_turn()
+        return self.sync.sync(global_step) | self.run(self._explorer.eval(step))
+
+    def settle(self, limit: float) -> None:
+        """The run is ending: wait for rollouts in flight, but not for long."""
+        self._host.hurry()
+        self._ahead.settle(limit)
+
+    def _roll_out(self, target: int, global_step: int) -> dict[str, float]:
+        """Explore the steps up to and with `target` now; metrics of the sync before them."""
+        self.engines_turn()
+        metrics = self.sync.sync_if_due(global_step)
+        self.run(self._ahead.explore(target))
+        return metrics
+
+    def _wait(self) -> None:
+        self._ahead.wait()
+        self._watchers.flush()

@@ -105,7 +105,7 @@ class PolicyEngines:
 
     def _trainers(self) -> WeightStream:
         if self.source is None:
-            raise RuntimeError("connect() the explorer to the trainer's weights first.")
+            raise RuntimeError("prepare() the explorer with the trainer's weights first.")
         return self.source()
 
     # -- state --------------------------------------------------------------------------------------------------------

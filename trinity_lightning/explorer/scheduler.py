@@ -4,30 +4,271 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.ray_cluster import RayCluster, check_ray
-from trinity_lightning.explorer.ray_runner import RayRunner
+from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards.scoring import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
-from trinity_lightning.explorer.runner_wrapper import RunnerWrapper as RunnerWrapper
-from trinity_lightning.explorer.runner_wrapper import TaskWrapper as TaskWrapper
-from trinity_lightning.explorer.scheduler_batch import Batch, BatchKey, Job
-from trinity_lightning.explorer.scheduler_times import TaskTimes, enough_of
+from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, summarize
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import Status, describe, summarize
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.ray.runner import RayCluster, RayRunner
 
 logger = logging.getLogger(__name__)
 
 _Work = asyncio.Task[tuple[Status, list[Experience], int]]
+
+# The same task would fail the same way again.
+_FINAL_ERRORS = (ConfigError, PromptTooLongError)
+_TIMES = ("time_per_task", "task_run_time")
+_STEP = re.compile(r"[0-9]+")
+
+
+@dataclass
+class Chunk:
+    """Some runs of a task, for one runner: `repeat_times` of them, numbered from `run_id_base`."""
+
+    task: Task
+    batch_id: int | str
+    run_id_base: int = 0
+    repeat_times: int = 1
+
+
+TaskWrapper = Chunk  # its name in Trinity
+
+
+class RunnerWrapper:
+    """Runs one chunk at a time, with retries and time-outs.
+
+    Args:
+        runner_id: its number.
+        rollout_model: the model its workflows try with.
+        auxiliary_models: one model of each auxiliary kind.
+        config: the explorer's configuration.
+    """
+
+    def __init__(
+        self,
+        runner_id: int,
+        rollout_model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None,
+        config: ExplorerConfig,
+    ) -> None:
+        self.runner_id = runner_id
+        self.config = config
+        self.runner = _runner_class(config)(config, rollout_model, auxiliary_models, runner_id)
+
+    async def run_with_retry(
+        self,
+        task: Chunk,
+        timeout: float | None = None,  # noqa: ASYNC109 - bounds each attempt, not the call
+    ) -> tuple[Status, list[Experience], int]:
+        """Try the chunk's runs, and those that fail up to `max_retry_times` times more.
+
+        Experiences of runs that succeeded are kept, whatever becomes of the others. Errors that would only come again
+        (a prompt that is too long, a wrong configuration) are not retried.
+
+        Args:
+            task: the chunk.
+            timeout: seconds that one attempt may take; None for `max_timeout`.
+
+        Returns:
+            the status, with the metrics `task_run_time` (all attempts) and `time_per_task` (the last one) in seconds;
+            the experiences in the order of their runs; and the runner's id.
+        """
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        limit = self.config.max_timeout if timeout is None else timeout
+        one = replace(task.task, batch_id=task.batch_id)
+        runs = list(range(task.run_id_base, task.run_id_base + task.repeat_times))
+        experiences: list[Experience] = []
+        failed: dict[int, BaseException] = {}
+        seconds = 0.0
+        for attempt in range(self.config.max_retry_times + 1):
+            result = await self.runner.attempt(one, runs, limit)
+            seconds = result.seconds
+            experiences += result.experiences
+            failed = {run: error for run, error in failed.items() if run not in runs} | result.errors
+            runs = sorted(run for run, error in result.errors.items() if not isinstance(error, _FINAL_ERRORS))
+            if not runs:
+                break
+            logger.info(
+                "runner %d, task %s/%s, attempt %d: %s",
+                self.runner_id,
+                one.batch_id,
+                one.task_id,
+                attempt + 1,
+                "; ".join(describe(result.errors)),
+            )
+        experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
+        times = {"time_per_task": seconds, "task_run_time": clock() - start}
+        status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
+        if not status.ok:
+            logger.warning("task %s/%s: %s", one.batch_id, one.task_id, status.message)
+        return status, experiences, self.runner_id
+
+
+def _runner_class(config: ExplorerConfig) -> "type[WorkflowRunner | RayRunner]":
+    if config.runner == "ray":
+        from trinity_lightning.explorer.ray.runner import RayRunner
+
+        return RayRunner
+    return WorkflowRunner
+
+
+# -- What is scheduled ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class BatchKey:
+    """A batch's place in the order: lower steps first, and within a step what is trained on before evaluations."""
+
+    step: int
+    is_eval: bool
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, batch_id: int | str) -> "BatchKey":
+        """The key of a batch id: an int, or a string that starts with one ("123/my_task").
+
+        Raises:
+            ValueError: anything else.
+        """
+        if isinstance(batch_id, int) and not isinstance(batch_id, bool):
+            return cls(batch_id, False, str(batch_id))
+        if isinstance(batch_id, str) and (match := _STEP.match(batch_id)):
+            return cls(int(match.group()), match.group() != batch_id, batch_id)
+        raise ValueError(
+            f"batch_id must be an int or a string that starts with one, such as '123/my_task', not {batch_id!r}."
+        )
+
+
+@dataclass(eq=False)
+class ScheduledTask:
+    """A task of a batch: its chunks, those that are running, and what the others gave."""
+
+    batch: "Batch"
+    number: int
+    task: Task
+    chunks: list[Chunk]
+    on_done: Callable[[], None] | None
+    results: dict[int, tuple[Status, list[Experience]]] = field(default_factory=dict)
+    running: set[_Work] = field(default_factory=set)
+
+    @property
+    def is_train(self) -> bool:
+        """Whether its experiences are trained on."""
+        return not (self.task.is_eval or self.batch.key.is_eval)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its result is still wanted: it may have been given up."""
+        return self in self.batch.unfinished
+
+    def finish(self, chunk: Chunk, status: Status, experiences: list[Experience]) -> None:
+        """Take a chunk's result; with the last one the task is done."""
+        self.results[chunk.run_id_base] = status, experiences
+        if len(self.results) == len(self.chunks):
+            self.batch.finish(self)
+
+    def merged(self) -> tuple[Status, list[Experience]]:
+        """One result of all chunks: experiences in the order of runs, metrics over all of them, the longest times."""
+        results = [self.results[chunk.run_id_base] for chunk in self.chunks]
+        statuses = [status for status, _ in results]
+        return summarize(
+            self.task,
+            [experience for status, its in results for experience in its or status.eval_experiences],
+            [error for status in statuses for error in status.errors],
+            sum(status.num_runs for status in statuses),
+            {name: max(status.metric[name] for status in statuses) for name in _TIMES},
+        )
+
+
+class Batch:
+    """The tasks of one batch id that are unfinished, or finished and not yet collected."""
+
+    def __init__(self, key: BatchKey) -> None:
+        self.key = key
+        self.unfinished: set[ScheduledTask] = set()
+        self.finished: list[ScheduledTask] = []
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self.unfinished) + len(self.finished)
+
+    def finish(self, scheduled: ScheduledTask) -> None:
+        """A task is done: its result waits to be collected."""
+        self.unfinished.discard(scheduled)
+        self.finished.append(scheduled)
+        self.notify()
+
+    def drop(self) -> list[_Work]:
+        """Give up what is unfinished; the cancelled chunks, to be waited for."""
+        cancelled = [work for scheduled in self.unfinished for work in scheduled.running]
+        self.unfinished.clear()
+        for work in cancelled:
+            work.cancel()
+        self.notify()
+        return cancelled
+
+    def collect(self) -> tuple[list[Status], list[Experience]]:
+        """Hand over what is finished, in the order of the tasks."""
+        done = sorted(self.finished, key=lambda scheduled: scheduled.number)
+        self.finished.clear()
+        results = [scheduled.merged() for scheduled in done]
+        return [status for status, _ in results], [experience for _, its in results for experience in its]
+
+    def notify(self) -> None:
+        """Wake those who wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, needed: Callable[[], int]) -> None:
+        """Wait until that many tasks are finished, or nothing is unfinished."""
+        while self.unfinished and len(self.finished) < needed():
+            await self._changed.wait()
+
+
+class TaskTimes:
+    """How long train tasks take, for the dynamic time-out: min(max_timeout, ratio * average) after a warm-up."""
+
+    def __init__(self, config: ExplorerConfig) -> None:
+        self._config = config
+        self._total = 0.0
+        self._count = 0
+        self.steps = 0
+
+    def add(self, scheduled: ScheduledTask, status: Status) -> None:
+        """Count what took its time to the end: a failure may have been cut short."""
+        if scheduled.is_train and status.ok:
+            self._total += status.metric["time_per_task"]
+            self._count += 1
+
+    def limit(self, scheduled: ScheduledTask) -> float:
+        """Seconds that an attempt at the task may take."""
+        dynamic = self._config.dynamic_timeout
+        if not (dynamic.enable and scheduled.is_train and self._count) or self.steps < dynamic.warmup_min_steps:
+            return self._config.max_timeout
+        return min(self._config.max_timeout, dynamic.ratio * self._total / self._count)
+
+
+def enough_of(size: int, ratio: float) -> int:
+    """How many of `size` tasks finish a step that over-rolls by `ratio`: ceil((1 - ratio) * size)."""
+    return math.ceil((1 - ratio) * size - 1e-9)  # 0.3 * 10 is a little more than 3
+
+
+# -- The scheduler ----------------------------------------------------------------------------------------------------
 
 
 class Scheduler:
@@ -42,9 +283,6 @@ class Scheduler:
         rollout_model: engines of the rollout model; runners are spread over them.
         auxiliary_models: for each auxiliary model its engines; each runner gets one of each.
 
-    Attributes:
-        on_task_done: called with the batch id whenever a task is finished, to draw progress.
-
     Raises:
         ConfigError: no engine, or one that Ray runners cannot use.
     """
@@ -55,32 +293,33 @@ class Scheduler:
         rollout_model: Sequence[InferenceModel],
         auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
     ) -> None:
-        _check(config, rollout_model, auxiliary_models or [])
+        auxiliary_models = auxiliary_models or []
+        if not rollout_model or not all(auxiliary_models):
+            raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
         self.config = config
+        self._cluster = _cluster(config, [*rollout_model, *itertools.chain(*auxiliary_models)])
         self.runners = [
             RunnerWrapper(
                 runner_id,
                 rollout_model[runner_id % len(rollout_model)],
-                [engines[runner_id % len(engines)] for engines in auxiliary_models or []],
+                [engines[runner_id % len(engines)] for engines in auxiliary_models],
                 config,
             )
             for runner_id in range(config.runners * len(rollout_model))
         ]
         self._idle = deque(self.runners)
-        self._queue: list[tuple[BatchKey, int, TaskWrapper, Job]] = []
+        self._queue: list[tuple[BatchKey, int, Chunk, ScheduledTask]] = []
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
         self._task_numbers: dict[str, itertools.count[int]] = {}
         self._running: set[_Work] = set()
         self._times = TaskTimes(config)
-        self._cluster = RayCluster(config.ray_address) if config.runner == "ray" else None
         self._reward_workers = (
             RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
         )
         self._started = False
         self._finished_at = 0.0
         self._changed = asyncio.Event()
-        self.on_task_done: Callable[[int | str], None] | None = None
 
     async def prepare(self) -> None:
         """What takes seconds, to be done before an engine is loaded: look for the Ray cluster, start reward workers.
@@ -99,7 +338,7 @@ class Scheduler:
         """
         await self.prepare()
         if self._cluster is not None and not self._started:
-            await self._cluster.start([each.runner for each in self.runners if isinstance(each.runner, RayRunner)])
+            await self._cluster.start([cast("RayRunner", each.runner) for each in self.runners])
         self._started = True
         self._dispatch()
 
@@ -112,10 +351,17 @@ class Scheduler:
         if self._cluster is not None:
             await self._cluster.stop()
 
-    def schedule(self, tasks: Sequence[Task], batch_id: int | str) -> None:
+    def schedule(
+        self, tasks: Sequence[Task], batch_id: int | str, on_task_done: Callable[[], None] | None = None
+    ) -> None:
         """Queue tasks as part of a batch; returns at once.
 
         Task numbers of a batch that is scheduled again continue, also after it was collected.
+
+        Args:
+            tasks: what to run.
+            batch_id: of which batch.
+            on_task_done: called whenever one of these tasks is finished, to draw progress.
 
         Raises:
             ValueError: batch_id is neither an int nor a string that starts with one.
@@ -128,10 +374,10 @@ class Scheduler:
         for task in tasks:
             number = next(numbers)
             task = replace(task, batch_id=batch_id, task_id=number)
-            job = Job(batch, number, task, self._split(task))
-            batch.unfinished.add(job)
-            for chunk in job.chunks:
-                heapq.heappush(self._queue, (key, next(self._order), chunk, job))
+            scheduled = ScheduledTask(batch, number, task, self._split(task), on_task_done)
+            batch.unfinished.add(scheduled)
+            for chunk in scheduled.chunks:
+                heapq.heappush(self._queue, (key, next(self._order), chunk, scheduled))
         self._dispatch()
 
     def has_step(self, batch_id: int | str) -> bool:
@@ -209,7 +455,7 @@ class Scheduler:
                 async with asyncio.timeout_at(max(begun, self._finished_at) + limit):
                     await self._changed.wait()
             except TimeoutError:
-                pending = sum(not job.dropped for *_, job in self._queue)
+                pending = sum(scheduled.is_unfinished for *_, scheduled in self._queue)
                 running = len(self._running)
                 if clear_timeout_tasks:
                     await self._drop(list(self._batches.values()))
@@ -217,46 +463,44 @@ class Scheduler:
                     f"nothing finished within {limit:g} s: {pending} pending, {running} running"
                 ) from None
 
-    def _split(self, task: Task) -> list[TaskWrapper]:
+    def _split(self, task: Task) -> list[Chunk]:
         size = self.config.max_repeat_times_per_runner or task.repeat_times
         return [
-            TaskWrapper(task, task.batch_id, first, min(size, task.repeat_times - first))
+            Chunk(task, task.batch_id, first, min(size, task.repeat_times - first))
             for first in range(0, task.repeat_times, size)
         ]
 
     def _dispatch(self) -> None:
         """Give queued chunks to idle runners."""
         while self._started and self._idle and self._queue:
-            *_, chunk, job = heapq.heappop(self._queue)
-            if job.dropped:
+            *_, chunk, scheduled = heapq.heappop(self._queue)
+            if not scheduled.is_unfinished:
                 continue
             runner = self._idle.popleft()
-            work = asyncio.create_task(self._run(runner, chunk, self._times.limit(job)))
-            job.running.add(work)
+            work = asyncio.create_task(self._run(runner, chunk, self._times.limit(scheduled)))
+            scheduled.running.add(work)
             self._running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
-            work.add_done_callback(partial(self._finish, runner, chunk, job))
+            work.add_done_callback(partial(self._finish, runner, chunk, scheduled))
 
-    async def _run(
-        self, runner: RunnerWrapper, chunk: TaskWrapper, limit: float
-    ) -> tuple[Status, list[Experience], int]:
+    async def _run(self, runner: RunnerWrapper, chunk: Chunk, limit: float) -> tuple[Status, list[Experience], int]:
         SCORER.set(self._reward_workers)  # in the context of this asyncio task, and of those that it starts
         return await runner.run_with_retry(chunk, limit)
 
-    def _finish(self, runner: RunnerWrapper, chunk: TaskWrapper, job: Job, work: _Work) -> None:
+    def _finish(self, runner: RunnerWrapper, chunk: Chunk, scheduled: ScheduledTask, work: _Work) -> None:
         self._running.discard(work)
-        job.running.discard(work)
+        scheduled.running.discard(work)
         self._idle.append(runner)
-        done = False
-        if not job.dropped:
-            result = _result_of(chunk, work)
-            self._times.add(job, result[0])
-            done = job.finish(chunk, result)
+        wanted = scheduled.is_unfinished
+        if wanted:
+            status, experiences = _result_of(chunk, work)
+            self._times.add(scheduled, status)
+            scheduled.finish(chunk, status, experiences)
             self._finished_at = asyncio.get_running_loop().time()
         self._notify()
         self._dispatch()
-        if done and self.on_task_done is not None:
-            self.on_task_done(job.task.batch_id)
+        if wanted and not scheduled.is_unfinished and scheduled.on_done is not None:
+            scheduled.on_done()
 
     async def _until_enough(self, batch: Batch, min_num: int | None) -> None:
         over = self.config.over_rollout
@@ -295,21 +539,20 @@ class Scheduler:
             raise RuntimeError("the scheduler is not started, nothing would ever finish: await start() first.")
 
 
-def _result_of(chunk: TaskWrapper, work: _Work) -> tuple[Status, list[Experience]]:
-    """What the runner returned; where it did not return, a failure of all the chunk's runs."""
+def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
+    """What the runner returned; if it raised, a failure of all the chunk's runs."""
     error = asyncio.CancelledError("cancelled from outside the scheduler") if work.cancelled() else work.exception()
     if error is None:
         status, experiences, _ = work.result()
         return status, experiences
     errors = describe({chunk.run_id_base + i: error for i in range(chunk.repeat_times)})
-    return summarize(chunk.task, [], errors, chunk.repeat_times, {"time_per_task": 0.0, "task_run_time": 0.0})
+    return summarize(chunk.task, [], errors, chunk.repeat_times, dict.fromkeys(_TIMES, 0.0))
 
 
-def _check(
-    config: ExplorerConfig, models: Sequence[InferenceModel], auxiliary_models: Sequence[Sequence[InferenceModel]]
-) -> None:
-    """ConfigError for what the scheduler cannot work with."""
-    if not models or not all(auxiliary_models):
-        raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
-    if config.runner == "ray":
-        check_ray(config, [*models, *itertools.chain(*auxiliary_models)])
+def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCluster | None":
+    if config.runner != "ray":
+        return None
+    from trinity_lightning.explorer.ray.runner import RayCluster, check_ray
+
+    check_ray(config, models)
+    return RayCluster(config.ray_address)

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,13 @@ class RunMonitor(L.Callback):
         total_steps: explore steps of the run.
 
     Attributes:
-        explored: tells the explorer's metrics of the step under way; none without an explorer.
         memory: peak of the process tree, by part of the work.
     """
 
     def __init__(self, folder: str | Path, total_steps: int) -> None:
         self.memory = MemoryMeter()
         self._total_steps = total_steps
-        self.explored: Callable[[], dict[str, float]] = dict
+        self._explored: dict[str, float] = {}  # the explorer's metrics of the step under way
         self._folder = Path(folder)
         self._completions = CompletionsWriter(Path(folder) / "completions")
         self._wandb: WandbLogger | None = None
@@ -71,6 +69,10 @@ class RunMonitor(L.Callback):
         if self._wandb is not None:
             name = "completions" if taskset is None else f"completions_{taskset}"
             log_completions(self._wandb.experiment, rows, step, name)
+
+    def keep_metrics(self, metrics: dict[str, float]) -> None:
+        """Keep what the explorer has measured of the step under way, for the step's line."""
+        self._explored = metrics
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -125,7 +127,7 @@ class RunMonitor(L.Callback):
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
         self._trained_at = trainer.global_step
-        line = format_step_line(logged | self.explored(), step, self._total_steps)
+        line = format_step_line(logged | self._explored, step, self._total_steps)
         print(line, flush=True)
         printed.info(line)
 

@@ -47,7 +47,7 @@ class MathVerifier:
         Raises:
             RuntimeError: the process ended, and not by its limits.
         """
-        return cast(str | None, self._ask({"text": text}))
+        return cast("str | None", self._ask({"text": text}))
 
     def same(self, expected: str, given: str) -> bool:
         """Whether two answers are the same mathematics: expressions, equations, sets, intervals, matrices and the like.
@@ -110,7 +110,7 @@ class MathVerifier:
 
 def _reply(process: "subprocess.Popen[str]", request: str) -> Any:
     """The answer; None where the process ends instead."""
-    stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
     try:
         stdin.write(request + "\n")
         stdin.flush()

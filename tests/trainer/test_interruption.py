@@ -11,7 +11,7 @@ from run_cases import quiet_trainer
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.trainer.stop_checkpoint import StopCheckpoint
+from trinity_lightning.explorer.interruption import StopCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")
 

@@ -26,8 +26,8 @@ class StopCheckpoint(L.Callback):
     What is saved is whole: an item (an optimizer batch) that was handed out and not trained on is handed out again by
     the resumed run, with the random states that it began with. For that a loader goes back to an item by `rewind`, or
     else to the state that it had before (Lightning reads one item ahead of a loader without a length: that one is not
-    handed out again). Only where an optimizer step itself was cut short is
-    nothing saved, nor at a second Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
+    handed out again). Nothing is saved if an optimizer step itself was cut short, nor at a second Ctrl-C. Whatever goes
+    wrong while it saves, the error that ended the run goes on.
 
     Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
 
@@ -67,12 +67,16 @@ class StopCheckpoint(L.Callback):
                 self._pauses.append((loader, loader.pause))
                 loader.pause = partial(self._pause, trainer)
 
+    def reason(self, trainer: L.Trainer) -> BaseException | None:
+        """What the run is to end with, if it was asked to end."""
+        if self.ctrl_c.count:
+            return KeyboardInterrupt()
+        return SIGTERMException() if trainer.received_sigterm else None
+
     def _pause(self, trainer: L.Trainer, seconds: float) -> None:
         """Sleep while a loader waits for data: no item is under way, and the run may end."""
-        if self.ctrl_c.count:
-            raise KeyboardInterrupt
-        if trainer.received_sigterm:
-            raise SIGTERMException
+        if (reason := self.reason(trainer)) is not None:
+            raise reason
         time.sleep(seconds)
 
     def on_train_batch_start(
@@ -143,7 +147,7 @@ class StopCheckpoint(L.Callback):
         return f"Resume with: {self._command}" if self._command else f"Resume with ckpt_path='{path}'."
 
     def _earlier(self, path: Path | None) -> str:
-        """What to go on with where nothing was saved now; nothing if there is none."""
+        """What to go on with if nothing was saved now; nothing if there is none."""
         checkpoints = [] if path is None else list(path.parent.glob("*.ckpt"))
         if not checkpoints:
             return ""
@@ -202,7 +206,7 @@ class CtrlC:
         self._previous: Any = None
 
     def install(self) -> None:
-        """Handle Ctrl-C from now on; elsewhere than on the main thread Python lets nobody do that."""
+        """Handle Ctrl-C from now on; Python allows that on the main thread only."""
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGINT, self._on_sigint)
             if self._previous is None:
@@ -224,3 +228,9 @@ class CtrlC:
         if self.count > 1:
             raise KeyboardInterrupt
         logger.warning("Ctrl-C: stopping after what is under way, with a checkpoint; press again to stop at once.")
+
+
+def keep_sigterm() -> None:
+    """Give SIGTERM back to the handler that Python knows: Ray puts one in its place that ends the process at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))

@@ -13,7 +13,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, RolloutError
-from trinity_lightning.explorer.workflow_runner import Attempt, WorkflowRunner
+from trinity_lightning.explorer.runner import Attempt, WorkflowRunner
 
 PACKAGE = __name__.partition(".")[0]
 # A worker whose workflows log without end keeps the last of it.

@@ -1,22 +1,28 @@
-"""A runner in a process of its own, on this machine or another: a Ray actor, replaced when it dies."""
+"""Runners in processes of their own, on this machine or another: Ray actors, replaced when they die."""
 
 import asyncio
 import logging
+import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.engines import require_ray
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.ray_worker import PACKAGE, Answer, RayWorker
+from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.ray.worker import PACKAGE, Answer, RayWorker
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
+from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import CANCEL_GRACE_SECONDS, Attempt
 from trinity_lightning.explorer.workflows.workflow import resolve_workflow
 
 logger = logging.getLogger(__name__)
@@ -129,7 +135,7 @@ class RayRunner:
                 await model.load()
 
     async def _ask(self, task: bytes, runs: list[int], limit: float | None) -> Answer:
-        """The worker's answer; WorkerDiedError or TimeoutError where there is none, RolloutError where it failed."""
+        """The worker's answer; WorkerDiedError or TimeoutError if there is none, RolloutError if it failed."""
         import ray
 
         call = self._actor.attempt.remote(task, runs, limit, self.model.model_version)
@@ -193,7 +199,7 @@ def _pickled(value: object, what: str) -> bytes:
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":
-    """What a reference refers to; an error that nobody waits for any more is not complained about."""
+    """What a reference refers to; an error that nothing waits for any more is not reported."""
     future = asyncio.wrap_future(reference.future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
@@ -208,3 +214,142 @@ def _cause(error: BaseException) -> str:
     """What Ray knows of the end of a worker, without its advice and identifiers."""
     text = " ".join(str(error).split())
     return text.partition("Worker exit detail: ")[2].partition(" Some common causes")[0] or text
+
+
+# -- The cluster: one that is there already, or one on this machine for as long as runners run ------------------------
+
+
+# Experiences larger than 100 kB travel through it, and leave it as soon as they were read.
+OBJECT_STORE_BYTES = 256 * 2**20
+# For somebody to listen at the address of a cluster.
+CONNECT_SECONDS = 10.0
+LOCAL_SETTINGS = {
+    "address": "local",
+    "include_dashboard": False,
+    "object_store_memory": OBJECT_STORE_BYTES,
+    "_node_ip_address": "127.0.0.1",
+}
+# Of Ray and its processes: nothing is sent to its makers; and a cluster of this machine alone listens on the loopback
+# interface only (without the second, Ray turns 127.0.0.1 into the machine's address).
+LOCAL_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+class RayCluster:
+    """Starts Ray if it does not run in this program yet, and ends what it started.
+
+    Args:
+        address: of a cluster to join, HOST:PORT of its head, or "auto" for the one on this machine; None starts one
+            here, which ends with this program at the latest.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address
+        self._connected = False
+        self._runners: list[RayRunner] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def check(self) -> None:
+        """ConfigError unless somebody listens at the address of the cluster."""
+        if self._address not in (None, "auto"):
+            _check_reachable(self._address)
+
+    async def start(self, runners: Sequence[RayRunner]) -> None:
+        """Start or join the cluster, and start the workers of these runners.
+
+        Raises:
+            ConfigError: no cluster answers at the address, or a model cannot be sent to workers.
+            RolloutError: a worker does not start.
+        """
+        # One thread, which lives as long as the cluster: Linux ends Ray's processes with the thread that started them.
+        self._thread = ThreadPoolExecutor(1, "ray")
+        self._runners = list(runners)
+        try:
+            await self._in_thread(self._connect)
+            for runner in runners:
+                await self._in_thread(runner.launch)
+            outcomes = await asyncio.gather(*(runner.ready() for runner in runners), return_exceptions=True)
+            for error in outcomes:
+                if error is not None:
+                    raise error
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the workers, and the cluster if it was started here; one that was joined goes on. Twice is allowed."""
+        if self._thread is None:
+            return
+        try:
+            await self._in_thread(self._disconnect)
+        finally:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+    async def _in_thread(self, function: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _connect(self) -> None:
+        self.check()
+        with _local() if self._address is None else nullcontext():
+            import ray
+
+            if ray.is_initialized():
+                return
+            settings = LOCAL_SETTINGS if self._address is None else {"address": self._address}
+            try:
+                # Its warnings say that SIGTERM is left to this program, and that the cluster asks for a token.
+                ray.init(**settings, logging_level=logging.ERROR)  # type: ignore[arg-type]
+            except Exception as error:
+                what = "Ray does not start" if self._address is None else f"explorer.ray_address={self._address}"
+                raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+            self._connected = True
+
+    def _disconnect(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            for runner in self._runners:
+                runner.kill()
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+
+
+def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
+    """Refuse what Ray runners cannot work with.
+
+    Raises:
+        ConfigError: Ray is not installed, or an engine computes in this process.
+    """
+    require_ray()
+    for model in models:
+        config.check_runners(type(model).__name__, isinstance(model, InProcessEngine))
+
+
+def _check_reachable(address: str) -> None:
+    """ConfigError if nothing listens there: Ray would go on asking for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"explorer.ray_address={address}: {error}; give HOST:PORT of the cluster's head, or null to start one here."
+        ) from error
+
+
+@contextmanager
+def _local() -> Iterator[None]:
+    """LOCAL_ENVIRONMENT, unless the user set the variables, for as long as Ray starts."""
+    added = {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(added)
+    from ray._private import ray_constants
+
+    # The second variable is read when Ray is imported, and others import it (vLLM does).
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        for name in added:
+            del os.environ[name]

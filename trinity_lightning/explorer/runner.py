@@ -34,7 +34,7 @@ class Status:
     Attributes:
         ok: whether every run succeeded.
         metric: means of the experiences' metrics, and times in seconds.
-        message: how many of how many runs failed, and why; None where ok.
+        message: how many of how many runs failed, and why; None if ok.
         errors: one text a failed run.
         num_runs: runs tried.
         eval_experiences: an evaluation task's experiences, for its metrics and the completions table: they are never
@@ -55,7 +55,7 @@ class Attempt:
 
     experiences: list[Experience]
     errors: dict[int, BaseException]
-    seconds: float
+    seconds: float = 0.0
 
 
 class WorkflowRunner:
@@ -97,53 +97,47 @@ class WorkflowRunner:
         """Try these runs of a task once; those not done after `limit` seconds are cancelled, the others kept."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        jobs = self._start(task, runs)
-        if isinstance(jobs, BaseException):
-            return Attempt([], dict.fromkeys(runs, jobs), clock() - start)
         try:
-            done, _ = await asyncio.wait(jobs, timeout=limit)
-        finally:
-            await _end([job for job in jobs if not job.done()])
-        experiences: list[Experience] = []
-        errors: dict[int, BaseException] = {}
-        for job, its_runs in jobs.items():
-            if job not in done:
-                errors |= dict.fromkeys(its_runs, TimeoutError(f"not done within {limit:g} s"))
-            elif job.cancelled():
-                errors |= dict.fromkeys(its_runs, RolloutError("cancelled from within the workflow"))
-            else:
-                its_experiences, its_errors = job.result()
-                experiences += its_experiences
-                errors |= its_errors
-        return Attempt(experiences, errors, clock() - start)
-
-    def _start(self, task: Task, runs: Sequence[int]) -> "dict[asyncio.Task[_Outcome], list[int]] | BaseException":
-        """One asyncio task a request: a run, or all consecutive runs where the workflow repeats itself."""
-        try:
-            first = _Run(self, task, runs[0])
+            requests = self._start(task, runs)
         except (Exception, SystemExit) as error:
-            return error
+            return Attempt([], dict.fromkeys(runs, error), clock() - start)
+        try:
+            done, _ = await asyncio.wait(requests, timeout=limit)
+        finally:
+            await _end([request for request in requests if not request.done()])
+        attempt = Attempt([], {})
+        for request, its_runs in requests.items():
+            if request not in done:
+                attempt.errors |= dict.fromkeys(its_runs, TimeoutError(f"not done within {limit:g} s"))
+            elif request.cancelled():
+                attempt.errors |= dict.fromkeys(its_runs, RolloutError("cancelled from within the workflow"))
+            else:
+                attempt.experiences += request.result().experiences
+                attempt.errors |= request.result().errors
+        attempt.seconds = clock() - start
+        return attempt
+
+    def _start(self, task: Task, runs: Sequence[int]) -> dict[asyncio.Task[Attempt], list[int]]:
+        """One asyncio task a request: a run, or all consecutive runs if the workflow repeats itself."""
+        first = _BoundWorkflow(self, task, runs[0])
         requests = _consecutive(runs) if first.workflow.repeatable else [[run] for run in runs]
         made = {runs[0]: first}
         return {asyncio.create_task(self._request(task, its, made.get(its[0]))): its for its in requests}
 
-    async def _request(self, task: Task, runs: list[int], run: "_Run | None") -> "_Outcome":
+    async def _request(self, task: Task, runs: list[int], bound: "_BoundWorkflow | None") -> Attempt:
         try:
-            run = run or _Run(self, task, runs[0])
+            bound = bound or _BoundWorkflow(self, task, runs[0])
             try:
-                return await run.results(runs), {}
+                return Attempt(await bound.results(runs), {})
             except PartialFailure as failure:
                 succeeded = [each for each in runs if each not in failure.errors]
-                return run.tagged(failure.experiences, succeeded), dict(failure.errors)
+                return Attempt(bound.tagged(failure.experiences, succeeded), dict(failure.errors))
         except (Exception, SystemExit) as error:
             logger.debug("run %s of task %s/%s failed", runs, task.batch_id, task.task_id, exc_info=True)
-            return [], dict.fromkeys(runs, error)
+            return Attempt([], dict.fromkeys(runs, error))
 
 
-_Outcome = tuple[list[Experience], dict[int, BaseException]]
-
-
-class _Run:
+class _BoundWorkflow:
     """One instance of a task's workflow, with its own view of each model."""
 
     def __init__(self, runner: WorkflowRunner, task: Task, run: int) -> None:
@@ -163,7 +157,7 @@ class _Run:
         return BoundModel(model, run_seed=runner.config.seed, **identity, **settings)
 
     async def results(self, runs: list[int]) -> list[Experience]:
-        """Run the workflow, for all of `runs` at once where it repeats itself."""
+        """Run the workflow, for all of `runs` at once if it repeats itself."""
         if self.workflow.repeatable:
             self.workflow.set_repeat_times(len(runs), runs[0])
         try:
@@ -219,9 +213,9 @@ class _Run:
 
 
 def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> None:
-    """Give the experiences of a run the steps 0, 1, ... in their order, where they have none of their own.
+    """Give the experiences of a run the steps 0, 1, ... in their order, if they have none of their own.
 
-    A repeatable workflow that leaves all experiences of several runs in one has not said whose they are: they stay.
+    A repeatable workflow that leaves all experiences of several runs in one does not tell their runs: they stay.
     """
     by_run = group_by(experiences, "run")
     if len(by_run) == 1 < len(runs):
@@ -244,7 +238,7 @@ def _tell_apart(experiences: Sequence[Experience]) -> None:
 def summarize(
     task: Task, experiences: list[Experience], errors: list[str], num_runs: int, times: Mapping[str, float]
 ) -> tuple[Status, list[Experience]]:
-    """The status of a task's runs, and the experiences to train on: none where it is evaluated on."""
+    """The status of a task's runs, and the experiences to train on: none if it is evaluated on."""
     status = Status(
         ok=not errors,
         metric=mean_metrics(experiences) | dict(times),
@@ -273,7 +267,7 @@ def describe(errors: Mapping[int, BaseException]) -> list[str]:
 
 
 def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
-    """How many of how many runs failed, and why; None where none did."""
+    """How many of how many runs failed, and why; None if none did."""
     if not errors:
         return None
     causes = [text if count == 1 else f"{count} x {text}" for text, count in Counter(errors).items()]
@@ -304,12 +298,12 @@ def _consecutive(runs: Sequence[int]) -> list[list[int]]:
     return stretches
 
 
-async def _end(jobs: list[asyncio.Task[Any]]) -> None:
-    """Cancel the jobs and wait for their end, but not for ever on one that ignores it."""
-    for job in jobs:
-        job.cancel()
-    if not jobs:
+async def _end(requests: list[asyncio.Task[Attempt]]) -> None:
+    """Cancel the requests and wait for their end, but not for ever on one that ignores it."""
+    for request in requests:
+        request.cancel()
+    if not requests:
         return
-    _, stuck = await asyncio.wait(jobs, timeout=CANCEL_GRACE_SECONDS)
+    _, stuck = await asyncio.wait(requests, timeout=CANCEL_GRACE_SECONDS)
     if stuck:
         logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation, against the definition: every subset of a task's rollouts."""
+"""Statistics of an evaluation, against the definition (every subset of a task's rollouts), and of an explore step."""
 
 import itertools
 import statistics
@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.explorer.evaluation_metrics import evaluation_metrics, expected_best, subset_sizes
-from trinity_lightning.explorer.rollout_metrics import experience_metrics
+from trinity_lightning.explorer.metrics import (
+    evaluation_metrics,
+    expected_best,
+    experience_metrics,
+    gathered,
+    pass_rates,
+    spread,
+    subset_sizes,
+    valid_rewards,
+)
 
 
 def rollout(task: int, run: int, reward: float | None, step: int = 0, **metrics: Any) -> Experience:
@@ -91,3 +99,64 @@ def test_lost_rollouts_and_values_that_are_no_numbers_are_left_out() -> None:
     unrewarded = [rollout(0, 0, None, accuracy=float("inf")), rollout(0, 1, None, accuracy=1.0)]
     assert evaluation_metrics("held", unrewarded) == {"eval/held/accuracy/mean@1": 1.0}
     assert evaluation_metrics("held", []) == {}
+
+
+# -- of an explore step ----------------------------------------------------------------------------------------------
+
+
+def an_experience(task: int, reward: float | None, length: int = 2, **fields: Any) -> Experience:
+    return Experience(eid=EID(batch=1, task=task), tokens=[1] * (3 + length), prompt_length=3, reward=reward, **fields)
+
+
+def test_experience_metrics() -> None:
+    metrics = experience_metrics(
+        [
+            an_experience(0, 1.0, 2, metrics={"reward/format": 1.0}),
+            an_experience(0, 0.0, 4, truncate_status="response_truncated", metrics={"reward/format": 0.0}),
+            an_experience(1, 0.5, 6, info={"model_version": 4}),
+            an_experience(1, None, 4),
+            an_experience(2, float("nan"), 4),
+        ]
+    )
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == pytest.approx((1 / 6) ** 0.5)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert metrics["reward/format/mean"] == 0.5
+    assert metrics["response_length/clip_ratio"] == 0.2
+    assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [4.0, 6.0, 2.0]
+    assert metrics["prompt_length/mean"] == 3.0
+    assert metrics["sample/model_version/mean"] == 0.8
+
+
+def test_a_run_of_several_steps_counts_once() -> None:
+    """Five calls that failed and one that succeeded are two runs: a mean of 0.5 in one group, whose rewards differ."""
+    steps = [(0, step, 0.0) for step in range(5)] + [(1, 0, 1.0)]
+    experiences = [
+        Experience(
+            eid=EID(batch=1, task=0, run=run, step=step),
+            tokens=[1, 2, 3],
+            prompt_length=1,
+            reward=reward,
+            info={"task_index": {"taskset_id": "sums", "index": 7}},
+        )
+        for run, step, reward in steps
+    ]
+    metrics = experience_metrics(experiences)
+    assert (metrics["reward/mean"], metrics["reward/std"], metrics["frac_reward_zero_std"]) == (0.5, 0.5, 0.0)
+    assert valid_rewards(experiences) == {"1/0": [0.0, 1.0]}
+    assert pass_rates(experiences) == {"sums": {7: (0.5, 2)}}
+    assert experience_metrics(experiences[:5])["frac_reward_zero_std"] == 1.0
+
+
+def test_metrics_without_a_reward_have_no_mean() -> None:
+    metrics = experience_metrics([an_experience(0, None)])
+    assert "reward/mean" not in metrics
+    assert metrics["frac_reward_zero_std"] == 1.0
+
+
+def test_spread_and_gathered() -> None:
+    assert spread("x", []) == {}
+    assert gathered([{"a": 1.0, "b": 2.0}, {"a": 3.0}], "rollout") == {
+        "rollout/a/mean": 2.0, "rollout/a/max": 3.0, "rollout/a/min": 1.0,
+        "rollout/b/mean": 2.0, "rollout/b/max": 2.0, "rollout/b/min": 2.0,
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""Numbers that describe an explore step, and an evaluation."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.rewards import equal_rewards, is_valid_reward
+from trinity_lightning.common.runs import last_step, runs_of
+from trinity_lightning.explorer.runner import Status, mean_metrics
+
+# -- An explore step --------------------------------------------------------------------------------------------------
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`<name>/mean`, `/max` and `/min`; nothing for no values."""
+    if not values:
+        return {}
+    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def gathered(metrics: Iterable[dict[str, float]], prefix: str) -> dict[str, float]:
+    """Several tasks' metrics as `<prefix>/<key>/{mean,max,min}`, each key over the tasks that have it."""
+    columns: dict[str, list[float]] = {}
+    for metric in metrics:
+        for key, value in metric.items():
+            columns.setdefault(key, []).append(float(value))
+    return {name: value for key, values in columns.items() for name, value in spread(f"{prefix}/{key}", values).items()}
+
+
+def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
+    """The rewards of each task's runs, without those that are no finite number; of several steps the last one's."""
+    return {
+        task: [e.reward for e in map(last_step, runs_of(group)) if e.reward is not None and is_valid_reward(e.reward)]
+        for task, group in group_by(experiences, "task").items()
+    }
+
+
+def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[float, int]]]:
+    """By taskset and index of the task (`info["task_index"]`), the mean of its runs' valid rewards and their number."""
+    rewards: dict[str, dict[int, list[float]]] = {}
+    for experience in map(last_step, runs_of(experiences)):
+        origin = experience.info.get("task_index")
+        if origin is not None and experience.reward is not None and is_valid_reward(experience.reward):
+            of_taskset = rewards.setdefault(origin["taskset_id"], {})
+            of_taskset.setdefault(origin["index"], []).append(experience.reward)
+    return {
+        taskset: {index: (statistics.fmean(values), len(values)) for index, values in tasks.items()}
+        for taskset, tasks in rewards.items()
+    }
+
+
+def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Rewards of an explore step's runs, the share of groups with equal ones, and the lengths of its experiences."""
+    groups = valid_rewards(experiences)
+    rewards = [reward for group in groups.values() for reward in group]
+    responses = [float(len(e.tokens) - e.prompt_length) for e in experiences]
+    clipped = [e.truncate_status == "response_truncated" for e in experiences]
+    metrics = {
+        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "frac_reward_zero_std": statistics.fmean(equal_rewards(group) for group in groups.values()),
+        "response_length/clip_ratio": statistics.fmean(clipped),
+        "sample/model_version/mean": statistics.fmean(float(e.info.get("model_version", 0)) for e in experiences),
+    }
+    if rewards:
+        metrics["reward/mean"] = statistics.fmean(rewards)
+    for name in dict.fromkeys(name for e in experiences for name in e.metrics if name.startswith("reward/")):
+        metrics[f"{name}/mean"] = statistics.fmean(float(e.metrics[name]) for e in experiences if name in e.metrics)
+    metrics |= spread("response_length", responses)
+    metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
+    return metrics
+
+
+def rollout_metrics(
+    statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
+) -> dict[str, float]:
+    """What an explore step scheduled, lost and got."""
+    tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
+    return {
+        **gathered((status.metric for status in statuses), "rollout"),
+        **experience_metrics(experiences),
+        "rollout/tasks": float(tasks),
+        "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),
+        "rollout/experiences": float(len(experiences)),
+        "rollout/tokens_per_second": tokens / seconds,
+        "time/rollout": seconds,
+    }
+
+
+# -- An evaluation: what several rollouts of each task were worth -----------------------------------------------------
+
+
+_REWARD = ""  # the reward's statistics have no name between the taskset's and their own
+
+
+def evaluation_metrics(taskset: str, experiences: Sequence[Experience]) -> dict[str, float]:
+    """Statistics of the reward and of every metric of a workflow, over the k rollouts of each task.
+
+    `mean@k` and `std@k` are mean and standard deviation (ddof 0) of a task's rollouts; `best@m` and `worst@m`, for m =
+    2, 4, ... below k and for k, what the best and the worst of m of them may be expected to be (`expected_best`);
+    `pass@m`, of the reward only, the share of tasks with a reward of 1 among m rollouts. All are means over tasks.
+
+    A rollout of several steps counts once: with the reward of the last, as in training, and the means of its metrics. A
+    task that lost rollouts counts with those that it has, k being the most that any task has. Values that are no finite
+    number are left out.
+
+    Args:
+        taskset: its name.
+        experiences: of the evaluation.
+
+    Returns:
+        `eval/<taskset>/<statistic>` of the reward, and `eval/<taskset>/<metric>/<statistic>` of each metric: for k = 1
+        only its mean.
+    """
+    tasks = [[_measured(run) for run in runs_of(its)] for its in group_by(experiences, "task").values()]
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for runs in tasks for run in runs for name in run):
+        groups = [values for runs in tasks if (values := [run[name] for run in runs if name in run])]
+        k = max(map(len, groups))
+        found = {f"mean@{k}": statistics.fmean(map(statistics.fmean, groups))}
+        if k > 1:
+            found[f"std@{k}"] = statistics.fmean(map(statistics.pstdev, groups))
+        if k > 1 or name == _REWARD:
+            found |= _extremes(groups, k)
+        if name == _REWARD:
+            solved = [[float(reward >= 1.0) for reward in group] for group in groups]
+            found |= {f"pass@{m}": _mean_best(solved, m) for m in subset_sizes(k)}
+        prefix = "/".join(filter(None, ("eval", taskset, name)))
+        metrics |= {f"{prefix}/{statistic}": value for statistic, value in found.items()}
+    return metrics
+
+
+def subset_sizes(k: int) -> list[int]:
+    """2, 4, 8, ... below k, and k itself."""
+    return [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
+
+
+def expected_best(values: Sequence[float], m: int) -> float:
+    """The largest of m of these n values, drawn without replacement, on average over all draws.
+
+    The i-th smallest is the largest of a draw in C(i - 1, m - 1) of C(n, m) cases, so that it is the sum of
+    x_(i) C(i - 1, m - 1) / C(n, m) over i = m ... n: exact, without resampling. For values of 0 and 1 it is the
+    unbiased estimate of pass@m, 1 - C(n - c, m) / C(n, m) with c ones (Chen et al. 2021, arXiv:2107.03374).
+
+    Args:
+        values: n numbers, at least one.
+        m: size of a draw; above n it is n.
+    """
+    n, m = len(values), min(m, len(values))
+    cases = math.comb(n, m)
+    return math.fsum(x * (math.comb(i, m - 1) / cases) for i, x in enumerate(sorted(values)))
+
+
+def _measured(run: Sequence[Experience]) -> dict[str, float]:
+    """The reward of a rollout, which is its last step's, and the means of its metrics."""
+    reward = last_step(run).reward
+    measured = {_REWARD: reward} if reward is not None and is_valid_reward(reward) else {}
+    return measured | {name: value for name, value in mean_metrics(run).items() if math.isfinite(value)}
+
+
+def _extremes(groups: Sequence[Sequence[float]], k: int) -> dict[str, float]:
+    negative = [[-value for value in group] for group in groups]
+    return {f"best@{m}": _mean_best(groups, m) for m in subset_sizes(k)} | {
+        f"worst@{m}": -_mean_best(negative, m) for m in subset_sizes(k)
+    }
+
+
+def _mean_best(groups: Sequence[Sequence[float]], m: int) -> float:
+    return statistics.fmean(expected_best(group, m) for group in groups)

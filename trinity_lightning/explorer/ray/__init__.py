@@ -1,0 +1,1 @@
+"""Runners in Ray actors; imported only with `explorer.runner=ray`."""
