@@ -12,8 +12,7 @@ from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat_template import render_chat
-from trinity_lightning.explorer.tasks.messages import messages_of, prompt_text_of
-from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 

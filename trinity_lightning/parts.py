@@ -27,8 +27,7 @@ from trinity_lightning.experts import expert_data
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.explorer.tasks.mixture import TasksetMixture
-from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
 from trinity_lightning.monitor.run_monitor import RunMonitor
 
 logger = logging.getLogger(__name__)

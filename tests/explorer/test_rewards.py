@@ -16,23 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_lightning.errors import ConfigError, RolloutError
-from trinity_lightning.explorer.rewards import (
-    REWARDS,
-    accuracy,
+from trinity_lightning.explorer.rewards import REWARDS, math_verifier, resolve_rewards, score
+from trinity_lightning.explorer.rewards.math import accuracy, find_boxed, math_boxed_or_last, same_answer
+from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
+from trinity_lightning.explorer.rewards.text import (
     contains_digits,
     countdown,
     exact_match,
+    find_last_answer,
+    find_last_number,
     last_number,
-    math_boxed_or_last,
     reasoning_gym,
-    resolve_rewards,
-    score,
     think_answer_format,
 )
-from trinity_lightning.explorer.rewards import verifier as verifier_module
-from trinity_lightning.explorer.rewards.math import find_boxed, same_answer
-from trinity_lightning.explorer.rewards.text import find_last_answer, find_last_number
-from trinity_lightning.explorer.rewards.verifier import MEMORY, MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
 
@@ -414,7 +410,7 @@ def test_what_a_library_prints_is_no_reply_and_a_process_that_was_large_is_repla
 ) -> None:
     (tmp_path / "math_verify.py").write_text(CHATTY_AND_GREEDY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(verifier_module, "MEMORY", 500 << 20)
+    monkeypatch.setattr(math_verifier, "MEMORY", 500 << 20)
     verifier = MathVerifier(max_processes=1)
     assert [verifier.find(text) for text in ("1", "2", "3")] == ["1", "2", "3"]
     (process,) = verifier._idle
@@ -427,7 +423,7 @@ def test_what_a_library_prints_is_no_reply_and_a_process_that_was_large_is_repla
 def test_processes_end_with_the_one_that_asks() -> None:
     code = """
 import time
-from trinity_lightning.explorer.rewards.verifier import MathVerifier
+from trinity_lightning.explorer.rewards.math_verifier import MathVerifier
 verifier = MathVerifier(1)
 assert verifier.same("4", "4")
 print(verifier._idle[0].pid, flush=True)
@@ -443,7 +439,7 @@ time.sleep(60)
 def test_a_fork_has_processes_of_its_own() -> None:
     code = """
 import os
-from trinity_lightning.explorer.rewards.verifier import MathVerifier
+from trinity_lightning.explorer.rewards.math_verifier import MathVerifier
 verifier = MathVerifier(1)
 assert verifier.same("4", "4")
 theirs = verifier._idle[0].pid

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
-from trinity_lightning.explorer.tasks.formatter import Formatter
-from trinity_lightning.explorer.tasks.mixture import TasksetMixture
-from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.tasks.sources import Formatter
+from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 
 ROWS = [{"question": f"q{index}", "solution": index, "level": "easy"} for index in range(5)]

@@ -12,9 +12,8 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows import ToolUseWorkflow
 from trinity_lightning.explorer.workflows.calculator import calculate
-from trinity_lightning.explorer.workflows.environments.tools import ToolError, make_tool, make_tools
+from trinity_lightning.explorer.workflows.tool_use import ToolError, ToolUseWorkflow, make_tool, make_tools
 
 PATH = "trinity_lightning.explorer.workflows.calculator.calculate"
 

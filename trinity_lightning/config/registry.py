@@ -81,30 +81,30 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "workflow": _within(
         "explorer.workflows",
         {
-            "evaluation": "evaluation.EvaluationWorkflow",
-            "judge": "judge.JudgeWorkflow",
-            "math": "math.MathWorkflow",
+            "evaluation": "single_turn.EvaluationWorkflow",
+            "judge": "single_turn.JudgeWorkflow",
+            "math": "single_turn.MathWorkflow",
             "multi_turn": "multi_turn.MultiTurnWorkflow",
-            "on_policy_distill": "on_policy_distill.OnPolicyDistillWorkflow",
-            "simple": "simple.SimpleWorkflow",
+            "on_policy_distill": "single_turn.OnPolicyDistillWorkflow",
+            "simple": "single_turn.SimpleWorkflow",
             "tool_use": "tool_use.ToolUseWorkflow",
         },
     ),
     "environment": _within(
         "explorer.workflows.environments",
-        {"guess_number": "guess_number.GuessNumber", "retry": "retry.Retry"},
+        {"guess_number": "GuessNumber", "retry": "Retry"},
     ),
     "reward function": _within(
         "explorer.rewards",
         {
             "accuracy": "math.accuracy",
             "contains_digits": "text.contains_digits",
-            "countdown": "countdown.countdown",
+            "countdown": "text.countdown",
             "exact_match": "text.exact_match",
             "format": "text.think_answer_format",
             "last_number": "text.last_number",
             "math": "math.math_boxed_or_last",
-            "reasoning_gym": "reasoning.reasoning_gym",
+            "reasoning_gym": "text.reasoning_gym",
         },
     ),
     "engine": _within(

@@ -28,10 +28,9 @@ from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
-from trinity_lightning.explorer.tasks.formatter import ANSWER
-from trinity_lightning.explorer.tasks.mixture import TasksetMixture
-from trinity_lightning.explorer.tasks.selection import TaskSelection
+from trinity_lightning.explorer.tasks.sources import ANSWER
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.taskset import TaskSelection, TasksetMixture
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.explorer.tasks.messages import prompt_text_of
+from trinity_lightning.explorer.tasks.task import prompt_text_of
 
 
 class History:

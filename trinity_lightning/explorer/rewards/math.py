@@ -4,6 +4,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from trinity_lightning.explorer.rewards.math_verifier import MathVerifier
 from trinity_lightning.explorer.rewards.text import (
     answer_text,
     find_last_answer,
@@ -11,7 +12,6 @@ from trinity_lightning.explorer.rewards.text import (
     find_numbers,
     reads_answer,
 )
-from trinity_lightning.explorer.rewards.verifier import MathVerifier
 from trinity_lightning.explorer.tasks.task import Task
 
 _BRACE = re.compile(r"\\\\|\\[{}]|\\boxed\s*\{|[{}]")

@@ -1,9 +1,15 @@
 """Rewards that read the response as plain text."""
 
+import functools
+import json
 import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, TypeVar
 
+from trinity_lightning.common.arithmetic import evaluate
 from trinity_lightning.explorer.tasks.task import Task
 
 F = TypeVar("F")
@@ -86,3 +92,83 @@ def think_answer_format(response: str, task: Task) -> float:
 def contains_digits(response: str, task: Task) -> float:
     """The share of the response's characters that are digits: a reward that varies even for an untrained model."""
     return sum(character.isdigit() for character in response) / len(response) if response else 0.0
+
+
+# -- countdown --------------------------------------------------------------------------------------------------------
+
+
+# What TinyZero (github.com/Jiayi-Pan/TinyZero) gives for an answer that is there and is not right.
+_ATTEMPT = 0.1
+_WRITTEN = {"×": "*", "·": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-", "–": "-"}
+_OTHER_OPERATORS = re.compile(r"//|%")  # the game has four
+
+
+def countdown(response: str, task: Task) -> float:
+    """1 for an expression that reaches the target with every number once, 0.1 for any other answer, 0 for none.
+
+    The expression is of numbers, + - * / and brackets, and stands in the last `<answer>...</answer>`, with or without
+    "= target" behind it. The task's entry has the numbers in `nums` (or `numbers`) and the `target`.
+
+    Raises:
+        ValueError: the entry has no such fields.
+    """
+    numbers, target = _game(task.raw_task)
+    answer = find_last_answer(response)
+    if not answer:
+        return 0.0
+    expression, equals, result = _plain(answer).partition("=")
+    try:
+        value, used = evaluate(expression)
+        told = evaluate(result)[0] if equals else value
+    except (ValueError, SyntaxError, ZeroDivisionError):
+        return _ATTEMPT
+    right = value == told == target and Counter(used) == Counter(numbers) and not _OTHER_OPERATORS.search(expression)
+    return 1.0 if right else _ATTEMPT
+
+
+def _plain(answer: str) -> str:
+    """On one line, out of bold type and dollar signs, with the operators of a keyboard."""
+    for written, meant in _WRITTEN.items():
+        answer = answer.replace(written, meant)
+    return " ".join(answer.split()).strip("*`$ ")
+
+
+def _game(entry: Any) -> tuple[list[Fraction], Fraction]:
+    numbers = entry.get("numbers") if entry.get("nums") is None else entry["nums"]
+    try:
+        if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+            raise ValueError
+        return [Fraction(str(number)) for number in numbers], Fraction(str(entry.get("target")))
+    except ValueError:
+        raise ValueError(
+            "the task is no game of Countdown: its entry needs a list of numbers 'nums' and a 'target', and has "
+            f"{numbers!r} and {entry.get('target')!r}"
+        ) from None
+
+
+# -- reasoning-gym ----------------------------------------------------------------------------------------------------
+
+
+def reasoning_gym(response: str, task: Task) -> float:
+    """What the verifier of the entry's reasoning-gym dataset gives, from 0 to 1.
+
+    Judged is what stands in the last `<answer>...</answer>` of the response, or else the whole of it.
+
+    Raises:
+        ValueError: the task does not come from a reasoning-gym taskset.
+    """
+    source = task.raw_task.get("reasoning_gym")
+    if not source:
+        raise ValueError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
+    answer = find_last_answer(response) or response.strip()
+    config = json.dumps(source.get("config", {}), sort_keys=True)
+    return float(_verifier(source["name"], config)(answer, source["entry"]))
+
+
+@functools.cache
+def _verifier(name: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+    """The verifier of a dataset as it was configured: some judge by the configuration (a number of decimal places)."""
+    import reasoning_gym  # for a second: only where it is needed
+
+    verifier: Callable[..., float] = reasoning_gym.create_dataset(name, **json.loads(config)).score_answer
+    return verifier

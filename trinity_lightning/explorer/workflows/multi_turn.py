@@ -5,16 +5,207 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.values import one_of, whole_number
+from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
-from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.arguments import check_call, read_arguments
-from trinity_lightning.explorer.workflows.environments import Environment, resolve_environment
-from trinity_lightning.explorer.workflows.environments.environment import call
-from trinity_lightning.explorer.workflows.episode import Episode, play, single_experience, step_experiences
-from trinity_lightning.explorer.workflows.workflow import Workflow
+from trinity_lightning.explorer.tasks.task import Task, prompt_text_of
+from trinity_lightning.explorer.workflows.environments import Environment, as_messages, call, resolve_environment
+from trinity_lightning.explorer.workflows.workflow import Workflow, check_call, read_arguments
+
+# -- an episode -------------------------------------------------------------------------------------------------------
+
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A response, and what the environment made of it.
+
+    Attributes:
+        completion: the response, and the tokens it answers.
+        asked: the messages it answers that were new.
+        answered: the messages that follow it.
+        reward: of the step.
+        done: whether the environment ended the episode with it.
+        info: the environment's.
+    """
+
+    completion: Completion
+    asked: list[Message]
+    answered: list[Message]
+    reward: float
+    done: bool
+    info: Mapping[str, Any]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The conversation up to and with the response."""
+        return [*self.completion.prompt_token_ids, *self.completion.token_ids]
+
+
+@dataclass
+class Episode:
+    """Turns, and why there are no more.
+
+    Attributes:
+        tools: functions on offer.
+        turns: at least one.
+        overflowed: the conversation had become longer than the model's context.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    turns: list[Turn] = field(default_factory=list)
+    overflowed: bool = False
+
+    @property
+    def completed(self) -> bool:
+        """Whether the environment ended it."""
+        return self.turns[-1].done
+
+    @property
+    def total_reward(self) -> float:
+        """The sum of the steps' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the episode: its own, and the environment's."""
+        own = {
+            "turns": float(len(self.turns)),
+            "completed": float(self.completed),
+            "context_overflow": float(self.overflowed),
+        }
+        for turn in self.turns:
+            own |= {str(name): float(value) for name, value in turn.info.get("metrics", {}).items()}
+        return own
+
+    def messages(self) -> list[Message]:
+        """The conversation; what the environment said to the last response was never shown and is left out."""
+        conversation = []
+        for turn in self.turns:
+            conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
+        return conversation
+
+
+async def play(
+    model: InferenceModel,
+    environment: Environment,
+    task: Task,
+    max_turns: int,
+    tools: list[dict[str, Any]] | None = None,
+) -> Episode:
+    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full.
+
+    Raises:
+        PromptTooLongError: the opening alone is longer than the context.
+        RolloutError: the engine aborted a request, or the environment returned something else than it should.
+    """
+    episode = Episode(tools)
+    asked = as_messages(await call(environment.reset, task))
+    prompt = await model.render(asked, tools)
+    while True:
+        try:
+            completion = (await model.generate(prompt))[0]
+        except PromptTooLongError:
+            if not episode.turns:
+                raise
+            episode.overflowed = True
+            return episode
+        turn = await _take_turn(environment, completion, asked)
+        episode.turns.append(turn)
+        if turn.done or len(episode.turns) == max_turns:
+            return episode
+        asked = turn.answered
+        prompt = await model.render(asked, tools, turn.token_ids)
+
+
+async def _take_turn(environment: Environment, completion: Completion, asked: list[Message]) -> Turn:
+    if completion.finish_reason == "abort":
+        raise RolloutError("the engine aborted the request before its end")
+    result = await call(environment.step, completion.text)
+    if not isinstance(result, tuple) or len(result) != 4:
+        raise RolloutError(
+            f"{type(environment).__name__}.step returned {result!r}: expected (observation, reward, done, info)."
+        )
+    observation, reward, done, info = result
+    answered = [] if done else as_messages(observation)
+    return Turn(completion, asked, answered, float(reward), bool(done), dict(info or {}))
+
+
+def single_experience(episode: Episode) -> Experience:
+    """The episode as one multi-turn Experience: everything after the opening is its response, and of that the policy's
+    own tokens are trained on.
+
+    Raises:
+        RolloutError: an engine that did not take the prompt as it was given, so that tokens would not match.
+    """
+    first, last = episode.turns[0].completion, episode.turns[-1]
+    tokens, start = last.token_ids, len(first.prompt_token_ids)
+    logprobs, mask = [0.0] * (len(tokens) - start), [False] * (len(tokens) - start)
+    for turn in episode.turns:
+        if turn.token_ids != tokens[: len(turn.token_ids)]:
+            raise RolloutError("the engine changed the prompt's tokens: the turns do not make up one sequence.")
+        begin = len(turn.completion.prompt_token_ids) - start
+        end = begin + len(turn.completion.token_ids)
+        logprobs[begin:end] = turn.completion.logprobs
+        mask[begin:end] = [True] * (end - begin)
+    conversation = episode.messages()
+    return Experience(
+        tokens=tokens,
+        prompt_length=start,
+        logprobs=logprobs,
+        action_mask=mask,
+        reward=episode.total_reward,
+        truncate_status=_truncation(episode, len(episode.turns) - 1),
+        info={"finish_reason": last.completion.finish_reason},
+        metrics=episode.metrics,
+        prompt_text=prompt_text_of(episode.turns[0].asked),
+        response_text=prompt_text_of(conversation[len(episode.turns[0].asked) :]),
+        messages=conversation,
+        tools=episode.tools,
+    )
+
+
+def step_experiences(episode: Episode, own_rewards: bool = False) -> list[Experience]:
+    """The episode as an Experience a turn, `eid.step` 0, 1, ...; the episode's metrics are those of the last.
+
+    Args:
+        own_rewards: each has the reward of its own step; else each has the sum of all.
+    """
+    experiences, state = [], prompt_text_of(episode.turns[0].asked)
+    for step, turn in enumerate(episode.turns):
+        completion = turn.completion
+        experiences.append(
+            Experience(
+                eid=EID(step=step),
+                tokens=turn.token_ids,
+                prompt_length=len(completion.prompt_token_ids),
+                logprobs=list(completion.logprobs),
+                reward=turn.reward if own_rewards else episode.total_reward,
+                truncate_status=_truncation(episode, step),
+                info={"finish_reason": completion.finish_reason, "state": state},
+                prompt_text=prompt_text_of(turn.asked),
+                response_text=completion.text,
+                tools=episode.tools,
+            )
+        )
+        state = turn.info.get("state", prompt_text_of(turn.answered))
+    experiences[-1].metrics |= episode.metrics
+    return experiences
+
+
+def _truncation(episode: Episode, step: int) -> str | None:
+    """Whether the response of a step was cut off, or the episode after it."""
+    cut = episode.turns[step].completion.finish_reason == "length"
+    ended = episode.overflowed and step == len(episode.turns) - 1
+    return "response_truncated" if cut or ended else None
+
+
+# -- the workflows ----------------------------------------------------------------------------------------------------
+
 
 MODES = ("single", "step_wise")
 STEP_REWARDS = ("return", "own")

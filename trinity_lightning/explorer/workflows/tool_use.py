@@ -1,18 +1,184 @@
 """An agent that calls Python functions until it answers."""
 
+import asyncio
+import functools
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
-from trinity_lightning.config.values import whole_number
+from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
-from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.arguments import read_arguments
-from trinity_lightning.explorer.workflows.environments import Environment, ToolEnvironment
-from trinity_lightning.explorer.workflows.environments.tools import Parser, Tool, make_tools
+from trinity_lightning.explorer.models.tool_calls import OPENING, ToolCall, parse_tool_calls
+from trinity_lightning.explorer.tasks.task import Task, messages_of
+from trinity_lightning.explorer.workflows.environments import Environment, StepResult
 from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, EpisodeWorkflow
+from trinity_lightning.explorer.workflows.workflow import read_arguments
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+# Reads a response: the text beside the calls, and the calls.
+Parser = Callable[[str], tuple[str, list[ToolCall]]]
+
+
+class ToolError(Exception):
+    """A call that gave no result; its text is for the model to read."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call.
+
+    Attributes:
+        function: plain or `async def`; a plain one runs in a thread.
+        schema: its description, as OpenAI's API has it.
+    """
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What the model calls it."""
+        return self.schema["function"]["name"]
+
+    async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
+        """The function's result as text: text as it is, all else as JSON.
+
+        A plain function cannot be stopped: one that takes longer than `seconds` goes on by itself.
+
+        Raises:
+            ToolError: wrong arguments, an exception of the function, or no result in time.
+        """
+        try:
+            inspect.signature(self.function).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{self.name}: {error}") from error
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(self.function):
+                    result = await self.function(**arguments)
+                else:
+                    result = await run_in_thread(lambda: self.function(**arguments))
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except (Exception, SystemExit) as error:  # a tool that executes code may meet exit()
+            if limit.expired():
+                raise ToolError(f"{self.name}: no result within {seconds:g} s") from error
+            raise ToolError(f"{self.name}: {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def make_tool(entry: str | Callable[..., Any]) -> Tool:
+    """A tool from a function or its dotted path; what it is for comes from its signature and docstring.
+
+    Raises:
+        ConfigError: nothing at that path, or a function that does not say what it takes.
+    """
+    try:
+        function = import_object(entry) if isinstance(entry, str) else entry
+    except ValueError as error:
+        raise ConfigError(f"tool '{entry}': {error}") from error
+    if not callable(function):
+        raise ConfigError(f"tool {entry!r} cannot be called: give a function, or the dotted path of one.")
+    from transformers.utils.chat_template_utils import get_json_schema  # imports for seconds: only where it is needed
+
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # its exceptions have no common base of their own
+        raise ConfigError(
+            f"tool {entry!r} needs type hints and a docstring with a line for each argument under 'Args:': {error}"
+        ) from error
+    schema["function"].pop("return", None)  # OpenAI's API has no place for it
+    return Tool(function, schema)
+
+
+def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
+    """Tools by name.
+
+    Raises:
+        ConfigError: none at all, two of one name, or as `make_tool`.
+    """
+    if isinstance(entries, str) or not entries:
+        raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.")
+    tools = [make_tool(entry) for entry in entries]
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two tools are called {', '.join(twice)}: the model could not tell them apart.")
+    return dict(zip(names, tools, strict=True))
+
+
+class ToolEnvironment:
+    """Runs the calls of a response and tells their results; a response without a call ends the episode.
+
+    The model is given what goes wrong with a call as text. Metrics: `tool_calls` and, of these, `tool_errors`.
+
+    Args:
+        tools: by name.
+        timeout: seconds a call may take.
+        max_result_length: results are cut to this many characters.
+        parser: reads the calls of a response.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        timeout: float = 10.0,
+        max_result_length: int = 2000,
+        parser: Parser = parse_tool_calls,
+    ) -> None:
+        self._tools = dict(tools)
+        self._timeout = timeout
+        self._max_result_length = max_result_length
+        self._parse = parser
+        self._metrics = {"tool_calls": 0.0, "tool_errors": 0.0}
+
+    def reset(self, task: Task) -> list[dict[str, Any]]:
+        """The task's own conversation."""
+        self._metrics = {"tool_calls": 0.0, "tool_errors": 0.0}
+        return messages_of(task)
+
+    def final_text(self, response: str) -> str:
+        """A response without its calls."""
+        return self._parse(response)[0]
+
+    async def step(self, response: str) -> StepResult:
+        """The results of the response's calls, in their order, one after the other."""
+        rest, calls = self._parse(response)
+        if not calls and OPENING in rest:
+            results = [self._failed("unknown", "error: this is no valid tool call, its JSON cannot be read")]
+        else:
+            results = [await self._result(call) for call in calls]
+        messages = [{**result, "tool_call_id": f"call{i:05d}"} for i, result in enumerate(results)]
+        return messages, 0.0, not results, {"metrics": dict(self._metrics)}
+
+    async def _result(self, call: ToolCall) -> dict[str, Any]:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._failed(call.name, f"error: {unknown_name('tool', call.name, self._tools)}")
+        try:
+            text = await tool.call(call.arguments, self._timeout)
+        except ToolError as error:
+            return self._failed(call.name, f"error: {error}")
+        self._metrics["tool_calls"] += 1
+        return self._message(call.name, text)
+
+    def _failed(self, name: str, text: str) -> dict[str, Any]:
+        self._metrics["tool_calls"] += 1
+        self._metrics["tool_errors"] += 1
+        return self._message(name, text)
+
+    def _message(self, name: str, text: str) -> dict[str, Any]:
+        if len(text) > self._max_result_length:
+            text = f"{text[: self._max_result_length]}... (cut)"
+        return {"role": "tool", "name": name, "content": text}
+
+
+# -- the workflow -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,255 @@
+"""One question, one answer."""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.verdict import read_score
+from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score
+from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
+from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, read_arguments
+
+
+class SimpleWorkflow(Workflow):
+    """Single turn: all n responses to the task's prompt in one request, each judged by the task's reward functions.
+
+    The entry holds "messages" (a conversation) or "prompt" (one user message, after `workflow_args["system_prompt"]`
+    where that is set).
+    """
+
+    repeatable = True
+    default_reward: str | None = None
+
+    def __init__(
+        self,
+        task: Task,
+        model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
+    ) -> None:
+        super().__init__(task, model, auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take another task, its messages and reward functions."""
+        super().reset(task)
+        self.messages = messages_of(task)
+        self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
+
+    async def run(self) -> list[Experience]:
+        """One Experience a response; those whose reward function failed are reported by PartialFailure."""
+        completions = await self.model.chat(self.messages, n=self.repeat_times)
+        results = await asyncio.gather(
+            *(self._experience(completion, self.run_id_base + i) for i, completion in enumerate(completions)),
+            return_exceptions=True,
+        )
+        errors: dict[int, Exception] = {}
+        experiences: list[Experience] = []
+        for run, result in enumerate(results, start=self.run_id_base):
+            if isinstance(result, Experience):
+                experiences.append(result)
+            elif isinstance(result, Exception):
+                errors[run] = result
+            else:
+                raise result
+        if errors:
+            raise PartialFailure(experiences, errors)
+        return experiences
+
+    async def _experience(self, completion: Completion, run: int) -> Experience:
+        if completion.finish_reason == "abort":
+            raise RolloutError("the engine aborted the request before its end")
+        reward, metrics = await score(self.rewards, completion.text, self.task)
+        info: dict[str, Any] = {"finish_reason": completion.finish_reason}
+        return Experience(
+            eid=EID(run=run),
+            tokens=[*completion.prompt_token_ids, *completion.token_ids],
+            prompt_length=len(completion.prompt_token_ids),
+            logprobs=list(completion.logprobs),
+            reward=reward,
+            truncate_status="response_truncated" if completion.finish_reason == "length" else None,
+            info=info,
+            metrics=metrics,
+            prompt_text=prompt_text_of(self.messages),
+            response_text=completion.text,
+        )
+
+
+# -- mathematics ------------------------------------------------------------------------------------------------------
+
+
+class MathWorkflow(SimpleWorkflow):
+    """Single turn, judged by the boxed answer or the last number where the task names no reward function."""
+
+    default_reward = "math"
+
+
+# -- measured and never trained on ------------------------------------------------------------------------------------
+
+
+class EvaluationWorkflow(SimpleWorkflow):
+    """Single turn, for evaluation tasks: beside the reward it measures `accuracy` (1 where the reward is at least 1),
+    `truncated` (1 where the token limit ended the response) and `response_tokens`.
+
+    With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.
+    """
+
+    default_reward = "math"
+
+    def reset(self, task: Task) -> None:
+        """Take another task; ConfigError for one to train on."""
+        if not task.is_eval:
+            raise ConfigError("workflow 'evaluation' is for evaluation tasks: give it as eval_workflow.")
+        super().reset(task)
+
+    async def _experience(self, completion: Completion, run: int) -> Experience:
+        experience = await super()._experience(completion, run)
+        experience.metrics |= {
+            "accuracy": float(experience.reward is not None and experience.reward >= 1.0),
+            "truncated": float(completion.finish_reason == "length"),
+            "response_tokens": float(len(completion.token_ids)),
+        }
+        return experience
+
+
+# -- judged by another model ------------------------------------------------------------------------------------------
+
+
+PROMPT = """Judge the response to a question. Reply with JSON only: {"score": x}, x from 0 (useless) to 1 (perfect).
+
+Question:
+{question}
+
+Reference answer:
+{answer}
+
+Response:
+{response}"""
+
+
+@dataclass(frozen=True)
+class JudgeArguments:
+    """Settings of the workflow `judge`.
+
+    Attributes:
+        judge_prompt: what the judge is asked; `{question}`, `{answer}` and `{response}` stand for the task's
+            conversation, its reference answer ("none" where it has none) and the response.
+        judge_sampling: how the judge's verdict is sampled, by vLLM's names.
+        judge_weight: the score is multiplied by it.
+        judge: which of the auxiliary models judges.
+        system_prompt: first message where the entry has a prompt only.
+    """
+
+    judge_prompt: str = PROMPT
+    judge_sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 256})
+    judge_weight: float = 1.0
+    judge: int = 0
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if "{response}" not in self.judge_prompt:
+            raise ConfigError("judge_prompt lacks {response}: the judge would not see what it judges.")
+        if not isinstance(self.judge_weight, int | float) or not is_valid_reward(float(self.judge_weight)):
+            raise ConfigError(f"judge_weight is {self.judge_weight!r}; give a finite number.")
+
+
+class JudgeWorkflow(SimpleWorkflow):
+    """Single turn; the reward is an auxiliary model's score from 0 to 1 (metric `reward/judge`), added to what the
+    task's reward functions give.
+
+    A verdict that cannot be read fails the run, with the verdict in its message. Settings: `JudgeArguments`.
+    """
+
+    @classmethod
+    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
+        """Refuse wrong arguments: ConfigError."""
+        read_arguments(JudgeArguments, workflow_args, "judge")
+
+    def reset(self, task: Task) -> None:
+        """Take another task."""
+        super().reset(task)
+        self.arguments = read_arguments(JudgeArguments, task.workflow_args, "judge")
+        if self.arguments.judge >= len(self.auxiliary_models):
+            raise ConfigError(
+                f"workflow 'judge' asks auxiliary model {self.arguments.judge}, and there are "
+                f"{len(self.auxiliary_models)}: give the explorer auxiliary models."
+            )
+        self.rewards = [*self.rewards, Reward("judge", self._ask, float(self.arguments.judge_weight))]
+
+    async def _ask(self, response: str, task: Task) -> float:
+        wanted = {
+            "{question}": prompt_text_of(messages_of(task)),
+            "{answer}": str(task.raw_task.get("answer", "none")),
+            "{response}": response,
+        }
+        # All at once: what stands in a response must not be taken for a place to fill in.
+        text = re.sub(r"\{(?:question|answer|response)\}", lambda found: wanted[found[0]], self.arguments.judge_prompt)
+        judge = self.auxiliary_models[self.arguments.judge]
+        verdicts = await judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
+        return read_score(verdicts[0].text)
+
+
+# -- each token weighed by a teacher ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DistillArguments:
+    """Settings of the workflow `on_policy_distill`.
+
+    Attributes:
+        teacher: which of the auxiliary models teaches.
+        system_prompt: first message where the entry has a prompt only.
+    """
+
+    teacher: int = 0
+    system_prompt: str | None = None
+
+
+class OnPolicyDistillWorkflow(SimpleWorkflow):
+    """Single turn; `teacher_logprobs` of each Experience are an auxiliary model's, for the add strategy of that name.
+
+    The teacher reads the policy's own token ids: it must have the same vocabulary, and a context longer than the
+    policy's by a token. Its log-probabilities are those of temperature 1. A reward is optional. Settings:
+    `DistillArguments`; metric `teacher_logprob`, the mean over a response's tokens, in nats.
+
+    Source: "On-Policy Distillation", Thinking Machines Lab, 2025.
+    """
+
+    @classmethod
+    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
+        """Refuse wrong arguments: ConfigError."""
+        read_arguments(DistillArguments, workflow_args, "on_policy_distill")
+
+    def reset(self, task: Task) -> None:
+        """Take another task."""
+        super().reset(task)
+        if not task.is_eval and task.rollout_args.get("temperature") not in (None, 1.0):
+            raise ConfigError(
+                f"workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
+                f"{task.rollout_args['temperature']}: set sampling.temperature=1."
+            )
+        teacher = read_arguments(DistillArguments, task.workflow_args, "on_policy_distill").teacher
+        if teacher >= len(self.auxiliary_models):
+            raise ConfigError(
+                f"workflow 'on_policy_distill' asks auxiliary model {teacher}, and there are "
+                f"{len(self.auxiliary_models)}: give the explorer auxiliary models."
+            )
+        self.teacher = self.auxiliary_models[teacher]
+
+    async def _experience(self, completion: Completion, run: int) -> Experience:
+        experience = await super()._experience(completion, run)
+        tokens = [*completion.prompt_token_ids, *completion.token_ids]
+        logprobs = await self.teacher.logprobs(tokens)
+        if len(logprobs) != len(tokens) - 1:
+            raise RolloutError(f"the teacher gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+        # That of token i stands at i - 1: the first has none.
+        experience.teacher_logprobs = torch.tensor(logprobs[experience.prompt_length - 1 :], dtype=torch.float32)
+        experience.metrics["teacher_logprob"] = float(experience.teacher_logprobs.mean())
+        return experience
