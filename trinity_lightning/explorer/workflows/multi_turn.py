@@ -1,18 +1,19 @@
 """Several turns with an environment."""
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.values import one_of, whole_number
-from trinity_lightning.errors import PromptTooLongError, RolloutError
-from trinity_lightning.explorer.rewards import resolve_rewards, score
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
+from trinity_lightning.explorer.rewards import score
 from trinity_lightning.explorer.tasks.task import Task, prompt_text_of
 from trinity_lightning.explorer.workflows.environments import Environment, as_messages, call, resolve_environment
-from trinity_lightning.explorer.workflows.workflow import Workflow, check_call, read_arguments
+from trinity_lightning.explorer.workflows.workflow import RewardedWorkflow
 
 # -- an episode -------------------------------------------------------------------------------------------------------
 
@@ -247,8 +248,15 @@ class MultiTurnArguments(EpisodeArguments):
     environment: Any
     environment_args: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            inspect.signature(resolve_environment(self.environment)).bind(**self.environment_args)
+        except TypeError as error:
+            raise ConfigError(f"environment {self.environment!r}: {error}.") from error
 
-class EpisodeWorkflow(Workflow):
+
+class EpisodeWorkflow(RewardedWorkflow):
     """Base of the workflows of several turns: plays an episode and makes experiences of it.
 
     An episode is worth the sum of its steps' rewards and what the task's reward functions give the last response.
@@ -256,31 +264,8 @@ class EpisodeWorkflow(Workflow):
     no longer fitted the context, and ended), and the environment's own.
     """
 
-    name: str
-    arguments_class: type[EpisodeArguments] = EpisodeArguments
-    default_reward: str | None = None
+    arguments_class = EpisodeArguments
     tools: list[dict[str, Any]] | None = None
-
-    def __init__(
-        self,
-        task: Task,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
-    ) -> None:
-        super().__init__(task, model, auxiliary_models)
-        self.reset(task)
-
-    @classmethod
-    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
-        """Refuse wrong arguments: ConfigError."""
-        read_arguments(cls.arguments_class, workflow_args, cls.name)
-
-    def reset(self, task: Task) -> None:
-        """Take another task."""
-        super().reset(task)
-        self.check_args(task.workflow_args)
-        self.arguments: Any = read_arguments(self.arguments_class, task.workflow_args, self.name)
-        self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
 
     @abstractmethod
     def make_environment(self) -> Environment:
@@ -322,13 +307,6 @@ class MultiTurnWorkflow(EpisodeWorkflow):
 
     name = "multi_turn"
     arguments_class = MultiTurnArguments
-
-    @classmethod
-    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
-        """Refuse wrong arguments, an unknown environment and arguments it does not take: ConfigError."""
-        arguments = read_arguments(MultiTurnArguments, workflow_args, cls.name)
-        made_by = resolve_environment(arguments.environment)
-        check_call(made_by, arguments.environment_args, f"environment {arguments.environment!r}")
 
     def make_environment(self) -> Environment:
         """A new instance of the configured environment."""

@@ -2,23 +2,23 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.verdict import read_score
 from trinity_lightning.errors import ConfigError, RolloutError
-from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score
+from trinity_lightning.explorer.rewards import Reward, score
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, read_arguments
+from trinity_lightning.explorer.workflows.workflow import PartialFailure, RewardedWorkflow
 
 
-class SimpleWorkflow(Workflow):
+class SimpleWorkflow(RewardedWorkflow):
     """Single turn: all n responses to the task's prompt in one request, each judged by the task's reward functions.
 
     The entry holds "messages" (a conversation) or "prompt" (one user message, after `workflow_args["system_prompt"]`
@@ -26,22 +26,11 @@ class SimpleWorkflow(Workflow):
     """
 
     repeatable = True
-    default_reward: str | None = None
-
-    def __init__(
-        self,
-        task: Task,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
-    ) -> None:
-        super().__init__(task, model, auxiliary_models)
-        self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take another task, its messages and reward functions."""
+        """Take another task and its conversation."""
         super().reset(task)
         self.messages = messages_of(task)
-        self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
 
     async def run(self) -> list[Experience]:
         """One Experience a response; those whose reward function failed are reported by PartialFailure."""
@@ -167,20 +156,13 @@ class JudgeWorkflow(SimpleWorkflow):
     A verdict that cannot be read fails the run, with the verdict in its message. Settings: `JudgeArguments`.
     """
 
-    @classmethod
-    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
-        """Refuse wrong arguments: ConfigError."""
-        read_arguments(JudgeArguments, workflow_args, "judge")
+    name = "judge"
+    arguments_class = JudgeArguments
 
     def reset(self, task: Task) -> None:
         """Take another task."""
         super().reset(task)
-        self.arguments = read_arguments(JudgeArguments, task.workflow_args, "judge")
-        if self.arguments.judge >= len(self.auxiliary_models):
-            raise ConfigError(
-                f"workflow 'judge' asks auxiliary model {self.arguments.judge}, and there are "
-                f"{len(self.auxiliary_models)}: give the explorer auxiliary models."
-            )
+        self._judge = self.auxiliary_model(self.arguments.judge)
         self.rewards = [*self.rewards, Reward("judge", self._ask, float(self.arguments.judge_weight))]
 
     async def _ask(self, response: str, task: Task) -> float:
@@ -191,8 +173,7 @@ class JudgeWorkflow(SimpleWorkflow):
         }
         # All at once: what stands in a response must not be taken for a place to fill in.
         text = re.sub(r"\{(?:question|answer|response)\}", lambda found: wanted[found[0]], self.arguments.judge_prompt)
-        judge = self.auxiliary_models[self.arguments.judge]
-        verdicts = await judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
+        verdicts = await self._judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
         return read_score(verdicts[0].text)
 
 
@@ -222,10 +203,8 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     Source: "On-Policy Distillation", Thinking Machines Lab, 2025.
     """
 
-    @classmethod
-    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
-        """Refuse wrong arguments: ConfigError."""
-        read_arguments(DistillArguments, workflow_args, "on_policy_distill")
+    name = "on_policy_distill"
+    arguments_class = DistillArguments
 
     def reset(self, task: Task) -> None:
         """Take another task."""
@@ -235,13 +214,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
                 f"workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
                 f"{task.rollout_args['temperature']}: set sampling.temperature=1."
             )
-        teacher = read_arguments(DistillArguments, task.workflow_args, "on_policy_distill").teacher
-        if teacher >= len(self.auxiliary_models):
-            raise ConfigError(
-                f"workflow 'on_policy_distill' asks auxiliary model {teacher}, and there are "
-                f"{len(self.auxiliary_models)}: give the explorer auxiliary models."
-            )
-        self.teacher = self.auxiliary_models[teacher]
+        self.teacher = self.auxiliary_model(self.arguments.teacher)
 
     async def _experience(self, completion: Completion, run: int) -> Experience:
         experience = await super()._experience(completion, run)

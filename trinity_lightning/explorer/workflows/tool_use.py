@@ -16,7 +16,6 @@ from trinity_lightning.explorer.models.tool_calls import OPENING, ToolCall, pars
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.workflows.environments import Environment, StepResult
 from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, EpisodeWorkflow
-from trinity_lightning.explorer.workflows.workflow import read_arguments
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
@@ -203,6 +202,8 @@ class ToolUseArguments(EpisodeArguments):
         whole_number("max_result_length", self.max_result_length, least=1)
         if not self.tool_timeout > 0:
             raise ConfigError(f"tool_timeout is {self.tool_timeout}; give seconds, more than 0.")
+        self.made_tools()
+        self.parser()
 
     def made_tools(self) -> dict[str, Tool]:
         """The tools by name."""
@@ -233,13 +234,6 @@ class ToolUseWorkflow(EpisodeWorkflow):
     name = "tool_use"
     arguments_class = ToolUseArguments
     default_reward = "math"
-
-    @classmethod
-    def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
-        """Refuse wrong arguments, and functions that are no tools: ConfigError."""
-        arguments = read_arguments(ToolUseArguments, workflow_args, cls.name)
-        arguments.made_tools()
-        arguments.parser()
 
     def reset(self, task: Task) -> None:
         """Take another task and its tools."""

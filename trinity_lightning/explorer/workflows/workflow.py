@@ -1,60 +1,17 @@
-"""How to try a task: the base class of workflows, and their names."""
+"""How to try a task: the base classes of workflows, and their names."""
 
 import dataclasses
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-def read_arguments(kind: type[T], given: Mapping[str, Any], workflow: str) -> T:
-    """The settings of a workflow.
-
-    Args:
-        kind: a dataclass; its `__post_init__` may check values.
-        given: `workflow_args`.
-        workflow: its name, for messages.
-
-    Raises:
-        ConfigError: a name that the workflow does not know, or one that is missing.
-    """
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    names = [field.name for field in fields]
-    for name in given:
-        if name not in names:
-            raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, names))
-    missing_default = dataclasses.MISSING
-    required = [f.name for f in fields if f.default is missing_default and f.default_factory is missing_default]
-    if missing := [name for name in required if given.get(name) is None]:
-        raise ConfigError(f"workflow '{workflow}' needs workflow.args.{missing[0]}.")
-    return kind(**given)
-
-
-def check_call(function: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse arguments that a class or function cannot be called with.
-
-    Raises:
-        ConfigError: names what is wrong with them.
-    """
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"{what}: {error}.") from error
-
-
-# -- workflows --------------------------------------------------------------------------------------------------------
 
 
 class Workflow(ABC):
@@ -129,6 +86,65 @@ class PartialFailure(RolloutError):  # noqa: N818 - an outcome to be kept, not o
         super().__init__(f"{len(errors)} runs failed: {sorted(errors)}")
         self.experiences = experiences
         self.errors = dict(errors)
+
+
+class RewardedWorkflow(Workflow):
+    """Base of the built-in workflows: reward functions judge what is tried, and a dataclass holds the settings.
+
+    Attributes:
+        rewards: the task's reward functions, or else the workflow's own.
+        arguments: the settings, an `arguments_class`; None without one.
+    """
+
+    name: str  # for messages about arguments
+    # What `workflow_args` are read into; its `__post_init__` refuses wrong values. None: they are not looked at.
+    arguments_class: type[Any] | None = None
+    default_reward: str | None = None
+
+    def __init__(
+        self,
+        task: Task,
+        model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
+    ) -> None:
+        super().__init__(task, model, auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take another task, its settings and reward functions."""
+        super().reset(task)
+        self.arguments = self.check_args(task.workflow_args)
+        self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
+
+    @classmethod
+    def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
+        """The settings as an `arguments_class`.
+
+        Raises:
+            ConfigError: a name that the workflow does not know, one that is missing, or a wrong value.
+        """
+        if cls.arguments_class is None:
+            return None
+        fields = dataclasses.fields(cls.arguments_class)
+        names = [field.name for field in fields]
+        for name in workflow_args:
+            if name not in names:
+                raise ConfigError(unknown_name(f"argument of workflow '{cls.name}'", name, names))
+        missing = dataclasses.MISSING
+        for field in fields:
+            required = field.default is missing and field.default_factory is missing
+            if required and workflow_args.get(field.name) is None:
+                raise ConfigError(f"workflow '{cls.name}' needs workflow.args.{field.name}.")
+        return cls.arguments_class(**workflow_args)
+
+    def auxiliary_model(self, index: int) -> InferenceModel:
+        """One of the auxiliary models; ConfigError if there are not so many."""
+        if index >= len(self.auxiliary_models):
+            raise ConfigError(
+                f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}: "
+                "give the explorer auxiliary models."
+            )
+        return self.auxiliary_models[index]
 
 
 WORKFLOWS: Registry[type[Workflow]] = Registry("workflow")
