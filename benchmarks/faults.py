@@ -20,7 +20,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflows import Workflow
-from trinity_lightning.monitor.memory import resident_gb
+from trinity_lightning.monitor.machine import resident_gb
 
 RUNNERS = 64
 BATCHES = 10

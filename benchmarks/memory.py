@@ -26,7 +26,7 @@ from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.monitor.memory import GB, MemoryMeter, resident_gb
+from trinity_lightning.monitor.machine import GB, MemoryMeter, resident_gb
 from trinity_lightning.trainer.optim import MasterWeights
 
 

@@ -15,7 +15,7 @@ from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.training import WeightDtype
 from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.monitor.environment import describe_environment
+from trinity_lightning.monitor.machine import describe_environment
 from trinity_lightning.trainer.policy import PolicyModule
 
 AUTO, BF16, FP32 = WeightDtype.auto, WeightDtype.bf16, WeightDtype.fp32
@@ -40,7 +40,8 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes one dtype the faster."""
 
     def make(dtype: WeightDtype) -> None:
-        monkeypatch.setattr(product_speed, "product_seconds", lambda: {BF16: 1.0, FP32: 2.0 if dtype is BF16 else 0.5})
+        timed = product_speed.TimedProduct({BF16: 1.0, FP32: 2.0 if dtype is BF16 else 0.5}, threads=1)
+        monkeypatch.setattr(product_speed, "timed_product", lambda: timed)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     return make
@@ -121,14 +122,16 @@ def test_a_run_refuses_another_dtype_before_a_model_is_loaded(
         build(config)
 
 
-def test_the_product_is_timed_within_a_second_and_recorded() -> None:
-    product_speed.product_seconds.cache_clear()
-    seconds = product_speed.product_seconds()
+def test_the_product_is_timed_within_a_second_and_recorded_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    product_speed.timed_product.cache_clear()
+    seconds, threads = product_speed.timed_product()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)  # as later in a run
     assert seconds.keys() == {BF16, FP32}
     assert all(0 < value < 1 for value in seconds.values())
     assert product_speed.faster_dtype("cpu") is min(seconds, key=lambda dtype: seconds[dtype])
     told = describe_environment()["matrix product"]
     assert all(f"{dtype.value} {1000 * value:.2f} ms" in told for dtype, value in seconds.items())
+    assert told.endswith(f", {threads} threads)")
 
 
 def test_a_policy_of_a_script_is_given_its_dtype() -> None:

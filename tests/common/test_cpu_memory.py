@@ -9,12 +9,12 @@ import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
 from trinity_lightning.common.cpu_memory import forget
-from trinity_lightning.monitor.memory import resident_gb
+from trinity_lightning.monitor.machine import resident_gb
 
 GROWTH = """
 import torch
 from trinity_lightning.common.product_speed import faster_dtype
-from trinity_lightning.monitor.memory import resident_gb
+from trinity_lightning.monitor.machine import resident_gb
 
 faster_dtype("cpu")  # the first that a run computes, after which no setting is read
 weight = torch.randn(1536, 576).bfloat16()
@@ -74,7 +74,7 @@ def test_large_buffers_are_used_again() -> None:
 HOLES = """
 import torch
 from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
-from trinity_lightning.monitor.memory import resident_gb
+from trinity_lightning.monitor.machine import resident_gb
 
 reuse_large_buffers()
 buffers = [torch.ones(250_000) for _ in range(400)]  # a megabyte each

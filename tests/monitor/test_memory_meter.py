@@ -7,8 +7,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from trinity_lightning.monitor import memory
-from trinity_lightning.monitor.memory import MemoryMeter, resident_gb
+from trinity_lightning.monitor import machine
+from trinity_lightning.monitor.machine import MemoryMeter, resident_gb
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -40,7 +40,7 @@ def test_a_child_that_ends_meanwhile_counts_as_nothing(monkeypatch: pytest.Monke
 
 def test_the_thread_sees_a_peak_that_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1.0]
-    monkeypatch.setattr(memory, "resident_gb", lambda: now[0])
+    monkeypatch.setattr(machine, "resident_gb", lambda: now[0])
     with MemoryMeter(interval=0.005) as meter:
         wait_until(lambda: meter.peak_gb == 1.0)
         now[0] = 5.0
@@ -52,7 +52,7 @@ def test_the_thread_sees_a_peak_that_has_passed(monkeypatch: pytest.MonkeyPatch)
 
 def test_each_part_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([1.0, 1.0, 4.0, 2.0, 3.0, 3.0])
-    monkeypatch.setattr(memory, "resident_gb", lambda: next(samples))
+    monkeypatch.setattr(machine, "resident_gb", lambda: next(samples))
     meter = MemoryMeter()
     meter.mark("rollout")  # 1.0 belongs to no part, 1.0 to the rollout
     meter.mark("train")  # 4.0 is still the rollout's

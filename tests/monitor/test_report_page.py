@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_lightning.monitor.environment import describe_environment, write_environment
+from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.report import KeptStep, read_run, report_page
-from trinity_lightning.monitor.report.redaction import without_secrets
+from trinity_lightning.monitor.report.record import without_secrets
 from trinity_lightning.monitor.report.svg import line_chart, nice_ticks, short, stacked_bars, thinned
 
 EVIL = "</pre></svg><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b&gt;"

@@ -6,7 +6,7 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 from wandb_reader import WandbRun, read_wandb_run
 
-from trinity_lightning.monitor.wandb_setup import define_metrics, log_completions
+from trinity_lightning.monitor.completions import define_metrics, log_completions
 
 LONG_TEXT = "a completion " * 4000  # longer than a block of the file
 

@@ -12,13 +12,11 @@ from lightning.pytorch.loggers import WandbLogger
 from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.monitor.completions import CompletionsWriter
+from trinity_lightning.monitor.completions import CompletionsWriter, define_metrics, log_completions
 from trinity_lightning.monitor.cpu_load import CPULoad, advice
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
-from trinity_lightning.monitor.environment import write_environment
-from trinity_lightning.monitor.memory import MemoryMeter
+from trinity_lightning.monitor.machine import MemoryMeter, write_environment
 from trinity_lightning.monitor.step_line import format_step_line
-from trinity_lightning.monitor.wandb_setup import define_metrics, log_completions
 
 logger = logging.getLogger(__name__)
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.

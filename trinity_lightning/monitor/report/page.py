@@ -5,17 +5,168 @@ scripts and requests besides.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX, headline_metrics
-from trinity_lightning.monitor.report.completions import completions_section
-from trinity_lightning.monitor.report.curves import curves_section, step_times, time_section
-from trinity_lightning.monitor.report.record import RunRecord
-from trinity_lightning.monitor.report.redaction import without_secrets
-from trinity_lightning.monitor.report.svg import short
-from trinity_lightning.monitor.step_line import format_seconds
+from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX, find_metric, headline_metrics
+from trinity_lightning.monitor.report.record import Completion, RunRecord, without_secrets
+from trinity_lightning.monitor.report.svg import legend, line_chart, short, stacked_bars
+from trinity_lightning.monitor.step_line import STEP_TIMES, WAIT, format_seconds, times_in_turn
+
+# -- completions ------------------------------------------------------------------------------------------------------
+
+
+_EXAMPLES = 8
+_MOST_CHARACTERS = 1500
+
+
+def completions_section(run: RunRecord) -> str:
+    """Of each taskset evaluated more than once the same tasks before and after; without any the first and last step.
+
+    The first tasks are shown, as they come: nobody has chosen them.
+    """
+    evaluated = {name: steps for name, steps in run.completions.items() if name and len(steps) > 1}
+    if evaluated:
+        return "\n".join(_paired(name, steps) for name, steps in evaluated.items())
+    steps = run.completions.get("") or next(iter(run.completions.values()), {})
+    return _apart(steps) if any(steps.values()) else ""
+
+
+def _paired(name: str, steps: Mapping[int, list[Completion]]) -> str:
+    first, last = min(steps), max(steps)
+    after = {_key(completion): completion for completion in reversed(steps[last])}
+    before = {_key(completion): completion for completion in reversed(steps[first])}
+    both = [key for key in reversed(before) if key in after][:_EXAMPLES]
+    pairs = "".join(
+        f'{_prompt(before[key])}<div class="pair">'
+        f"<div>{_shown(before[key], first)}</div><div>{_shown(after[key], last)}</div></div>"
+        for key in both
+    )
+    told = f"The first {len(both)} tasks of {escape(name)}, at explore steps {first} and {last}."
+    return f'<h2>Before and after</h2>\n<p class="quiet">{told}</p>\n{pairs}' if both else ""
+
+
+def _apart(steps: Mapping[int, list[Completion]]) -> str:
+    """The first and the last step, whose tasks are not the same: the first response to each of some tasks."""
+    columns = []
+    for step, completions in sorted(steps.items()):
+        firsts = list({_key(completion): completion for completion in reversed(completions)}.values())[::-1]
+        shown = "<hr>".join(f"{_prompt(each)}{_shown(each, step)}" for each in firsts[:_EXAMPLES])
+        columns.append(f"<div>{shown}</div>")
+    told = "The first response to each of the first tasks; the tasks of the two steps differ."
+    return f'<h2>Completions</h2>\n<p class="quiet">{told}</p>\n<div class="pair">{"".join(columns)}</div>'
+
+
+def _key(completion: Completion) -> str:
+    """What makes two completions answers to the same task."""
+    return repr((completion.get("task"), completion.get("prompt")))
+
+
+def _prompt(completion: Completion) -> str:
+    return f"<pre>{_text(completion.get('prompt'))}</pre>"
+
+
+def _shown(completion: Completion, step: int) -> str:
+    reward = completion.get("reward")
+    told = f", reward {short(reward)}" if isinstance(reward, int | float) else ""
+    cut = ", cut off" if completion.get("truncated") is True else ""
+    cut += f", not trained: {escape(str(completion.get('reason')))}" if completion.get("trained") is False else ""
+    text = _text(completion.get("completion"))
+    return f'<span class="quiet">step {step}{told}{cut}</span><pre>{text}</pre>'
+
+
+def _text(value: Any) -> str:
+    """Anybody's text, as text: markup in it is shown, not obeyed."""
+    text = value if isinstance(value, str) else "" if value is None else repr(value)
+    left = len(text) - _MOST_CHARACTERS
+    return escape(text[:_MOST_CHARACTERS]) + (f" … ({left} more characters)" if left > 0 else "")
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+# Title, and the metrics in one picture; `*` stands for the rest of a name.
+_PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward/mean", "reward/std")),
+    ("Held-out", ("eval/*/mean@*",)),
+    ("Held-out, solved", ("eval/*/pass@*",)),
+    ("Reward functions", ("reward/*/mean",)),
+    ("Groups with equal rewards", ("frac_reward_zero_std",)),
+    ("Not trained on", ("experience_pipeline/untrained/*",)),
+    ("Response length", ("response_length/mean", "response_length/max")),
+    ("Responses cut off", ("response_length/clip_ratio",)),
+    ("Entropy", ("actor/entropy",)),
+    ("Clipped tokens", ("actor/pg_clipfrac",)),
+    ("KL", ("actor/kl_loss", "actor/ppo_kl")),
+    ("Expert data", ("actor/sft_loss",)),
+    ("Gradient norm", ("actor/grad_norm",)),
+    ("Engine against trainer", ("actor/logprob_diff/mean", "actor/logprob_diff/max")),
+    ("Learning rate", ("actor/lr",)),
+    ("Tokens a second", ("rollout/tokens_per_second", "perf/trained_tokens_per_second")),
+    ("Failed tasks", ("rollout/failed_tasks",)),
+    ("Memory", ("perf/peak_memory_gb",)),
+)
+
+
+def curves_section(run: RunRecord) -> str:
+    """Every panel with something to see: what never changes (no failed task, a constant rate) is left out."""
+    figures = [figure for title, names in _PANELS if (figure := _figure(run, title, names))]
+    return f'<h2>Curves</h2>\n<div class="grid-of">{"".join(figures)}</div>' if figures else ""
+
+
+def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> str:
+    headlines = headline_metrics(run.names())
+    names = [name for pattern in patterns for name in headlines if fnmatchcase(name, pattern)]
+    series = {name: run.series(name) for name in dict.fromkeys(names)}
+    series = {name: points for name, points in series.items() if any(math.isfinite(y) for _, y in points)}
+    values = [y for points in series.values() for _, y in points if math.isfinite(y)]
+    if not values or (len(values) > 1 and len(set(values)) == 1):
+        return ""
+    metric = find_metric(next(iter(series)))
+    unit = f' <span class="unit">{escape(metric.unit)}</span>' if metric and metric.unit else ""
+    label = f"{title} over explore steps: {', '.join(series)}"
+    return f"<figure><h3>{escape(title)}{unit}</h3>{line_chart(series, label)}{legend(list(series))}</figure>"
+
+
+def step_times(run: RunRecord) -> dict[str, dict[float, float]]:
+    """Seconds by part and explore step, of the parts that follow one another and so add up."""
+    ahead = run.totals([WAIT]).keys()  # rolled out while the step before was trained on
+    return {
+        name: {step: seconds for step, seconds in run.totals([name]).items() if name in times_in_turn(step in ahead)}
+        for name in STEP_TIMES
+    }
+
+
+def time_section(run: RunRecord) -> str:
+    """The parts of an explore step that follow one another, and its evaluation: in all, and step by step."""
+    seconds = {name.removeprefix("time/"): by_step for name, by_step in step_times(run).items()}
+    seconds["prepare"] = run.totals(["time/prepare"])
+    seconds["evaluation"] = run.totals([name for name in run.names() if fnmatchcase(name, "eval/*/seconds")])
+    seconds = {part: by_step for part, by_step in seconds.items() if any(by_step.values())}
+    steps = sorted({step for by_step in seconds.values() for step in by_step})
+    if not steps:
+        return ""
+    columns = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
+    whole = sum(map(sum, columns.values()))
+    rows = "".join(
+        f'<tr><td>{escape(part)}</td><td class="n">{format_seconds(sum(values))}</td>'
+        f'<td class="n">{sum(values) / whole:.0%}</td></tr>'
+        for part, values in columns.items()
+    )
+    chart = stacked_bars(steps, columns, "Seconds of each explore step by part")
+    return (
+        '<h2>Where the time went</h2>\n<div class="grid-of">'
+        f'<figure><h3>Explore steps <span class="unit">s</span></h3>{chart}{legend(list(columns))}</figure>'
+        '<div class="wide"><table><thead><tr><th>part</th><th class="n">time</th><th class="n">share</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></div>"
+    )
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
