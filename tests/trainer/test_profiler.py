@@ -3,6 +3,8 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hydra.utils
 import pytest
@@ -36,9 +38,24 @@ def test_one_step_is_profiled_as_configured(tmp_path: Path) -> None:
     assert "aten::mm" in (tmp_path / "profile" / "step_2.txt").read_text()
 
 
-def test_a_step_that_never_comes_leaves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_never_comes_leaves_nothing_and_is_known_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fit(make_policy(), [batch_of(make_experiences())], StepProfiler(tmp_path / "profile", step=7))
     assert not (tmp_path / "profile").exists()
+    warning = "callbacks.profiler.step is 7, and this run trains steps 1 to 1: nothing will be profiled."
+    assert [record.message for record in caplog.records if "profiler" in record.name] == [warning]
+
+
+@pytest.mark.parametrize(
+    ("step", "done", "last", "warned"), [(2, 0, 2, False), (2, 1, 3, False), (2, 2, 3, True), (2, 0, -1, False)]
+)
+def test_a_step_of_the_run_is_not_warned_of(
+    step: int, done: int, last: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer: Any = SimpleNamespace(current_epoch=done, max_epochs=last)
+    StepProfiler(tmp_path, step=step).on_train_start(trainer, make_policy())
+    assert bool(caplog.records) == warned
 
 
 def test_a_step_that_raises_ends_the_profile_and_leaves_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Where the time of a training step goes: torch's profiler over one explore step."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,9 @@ import lightning as L
 from torch.profiler import profile
 
 from trinity_lightning.config.values import whole_number
+from trinity_lightning.monitor.rows import step_of
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 40  # of the table
 
@@ -30,6 +34,15 @@ class StepProfiler(L.Callback):
         self._step = whole_number("callbacks.profiler.step", step, least=1)
         self._profile: profile | None = None
         self._done = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Warn if this run does not train the step: an epoch is an explore step."""
+        first, last = step_of(trainer), trainer.max_epochs
+        ends = last is not None and last >= 0
+        if self._step < first or (ends and self._step > last):
+            steps = f"{first} to {last}" if ends else f"{first} and on"
+            text = "callbacks.profiler.step is %d, and this run trains steps %s: nothing will be profiled."
+            logger.warning(text, self._step, steps)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

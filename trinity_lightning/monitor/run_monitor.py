@@ -16,6 +16,7 @@ from trinity_lightning.monitor.completions import CompletionsWriter, define_metr
 from trinity_lightning.monitor.cpu_load import CPULoad, advice
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.monitor.machine import MemoryMeter, write_environment
+from trinity_lightning.monitor.rows import last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.step_line import format_step_line
 
 logger = logging.getLogger(__name__)
@@ -90,12 +91,10 @@ class RunMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what the run runs on; drop what an earlier part of it logged beyond the checkpoint that is resumed."""
         write_environment(self._folder)
-        # Not global_step: items without an optimizer step are logged too. Nor the loop's counter of logged items: it is
-        # corrected only after this hook where the checkpoint was written at an item's end.
-        next_item = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        row = next_row(trainer)
         for each in trainer.loggers:
-            if isinstance(each, MetricsCSVLogger) and next_item > 0:
-                each.resume_at(trainer.current_epoch + 1, next_item)
+            if isinstance(each, MetricsCSVLogger) and row > 0:
+                each.resume_at(step_of(trainer), row)
         self._trained_at = trainer.global_step
         self.memory.mark("rollout")
 
@@ -116,11 +115,9 @@ class RunMonitor(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log peak memory and what others computed, and print the step's line."""
-        step = trainer.current_epoch + 1
+        step = step_of(trainer)
         resources = {"perf/peak_memory_gb": self.memory.peak_gb} | self._load_of_others()
-        for each in trainer.loggers:
-            last_item = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
-            each.log_metrics(resources | {"explore_step": float(step)}, step=last_item)
+        log_row(trainer.loggers, resources, step, last_row(trainer))
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
