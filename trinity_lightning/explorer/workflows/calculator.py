@@ -1,6 +1,6 @@
 """A tool to try tool use with."""
 
-from trinity_lightning.common.arithmetic import evaluate
+from trinity_lightning.explorer.rewards.text import evaluate
 
 
 def calculate(expression: str) -> str:
