@@ -37,7 +37,7 @@ class CompletionsWriter:
 
         One JSON object a completion: step, task, run, prompt, completion, reward, `reward/<function>` for each reward
         among the experience's metrics, advantage (of the first response token), length (response tokens), truncated;
-        of training also trained, and the reason why not (null where it is). Numbers that are not finite, which JSON
+        of training also trained, and the reason why not (null if it is). Numbers that are not finite, which JSON
         cannot hold, are null.
 
         Args:
@@ -111,7 +111,7 @@ def define_metrics(run: wandb.Run) -> None:
         run: `WandbLogger.experiment`.
     """
     run.define_metric(STEP_METRIC)
-    # WandbLogger has put "*" on trainer/global_step, and where several globs match, W&B takes any one of them.
+    # WandbLogger has put "*" on trainer/global_step, and if several globs match, W&B takes any one of them.
     for glob in ("*", *metric_globs()):
         run.define_metric(glob, step_metric=STEP_METRIC, step_sync=True)
 

@@ -22,7 +22,7 @@ KEYS = ("step", "explore_step", "epoch")
 class MetricsCSVLogger(Logger):
     """Writes `<dir>/metrics.csv`, one row for what belongs together, on disk as soon as it is logged.
 
-    What makes a row: metrics of the same `explore_step` are merged, and where either side carries none, metrics of the
+    What makes a row: metrics of the same `explore_step` are merged, and if either side carries none, metrics of the
     same trainer step. An explore step with several optimizer steps has a row for each: a later trainer step begins the
     next row rather than overwrite a measurement. A row's `step` is the trainer step of what was logged first.
 

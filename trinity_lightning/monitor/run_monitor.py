@@ -143,5 +143,5 @@ class RunMonitor(L.Callback):
         self.memory.stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The same where training ends with an error."""
+        """The same if training ends with an error."""
         self.teardown(trainer, pl_module, "fit")

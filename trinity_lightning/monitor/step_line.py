@@ -11,7 +11,7 @@ from rich.text import Text
 WAIT = "time/wait_for_rollout"
 ROLLOUT_TIMES = ("time/rollout", "time/operators", "time/add_strategy")
 STEP_TIMES = (*ROLLOUT_TIMES, WAIT, "time/train", "time/sync_weight")
-# Width of tables where no terminal tells one (files, pipes): rich would assume 80 and break long paths.
+# Width of tables without a terminal (files, pipes): rich would assume 80 and break long paths.
 _PLAIN_WIDTH = 160
 
 
@@ -82,7 +82,7 @@ def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def summary_table(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values in two columns, with colour where standard output is a terminal, plain text elsewhere."""
+    """Names and values in two columns, with colour if standard output is a terminal, plain text elsewhere."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)

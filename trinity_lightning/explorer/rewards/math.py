@@ -69,9 +69,9 @@ class _Box(NamedTuple):
 
 
 def find_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` of a text, braces in it balanced; None where there is none.
+    r"""What stands in the last complete `\boxed{...}` of a text, braces in it balanced; None if there is none.
 
-    Boxes before it belong to the answer where only a comma, "and (also)", "as well as" or "or" joins them (and a name,
+    Boxes before it belong to the answer if only a comma, "and (also)", "as well as" or "or" joins them (and a name,
     as in y = \boxed{3}): their answers follow each other then, with commas between, equal ones once. Other boxes are
     steps on the way, or answers that were given up.
     """
@@ -91,7 +91,7 @@ def find_boxed(text: str) -> str | None:
 def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are equal.
 
-    As exact numbers where both are decimals, ratios, mixed numbers or such with a power of ten: degree signs aside, and
+    As exact numbers if both are decimals, ratios, mixed numbers or such with a power of ten: degree signs aside, and
     50% is 50 as well as 0.5. Signs and names of one currency are left out; amounts in two different ones are never
     equal. Words as words, in small or capital letters; else as text that looks the same, or as mathematics by
     math-verify, which compares inexact numbers to six digits, leaves out the units that it knows and, in an equation,
@@ -118,7 +118,7 @@ def same_answer(given: str, expected: str) -> bool:
 
 @reads_answer
 def math_boxed_or_last(response: str, task: Task) -> float:
-    r"""1 when the response's last `\boxed{...}`, or where it has none its last number, is the task's answer, else 0.
+    r"""1 when the response's last `\boxed{...}`, or if it has none its last number, is the task's answer, else 0.
 
     Boxes that a comma, "and (also)", "as well as" or "or" joins to the last one are one answer together:
     `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a correction of those before. Thoughts, up

@@ -53,7 +53,7 @@ class MathVerifier:
         os.register_at_fork(after_in_child=self._forget)  # two processes at one pipe would take each other's replies
 
     def find(self, text: str) -> str | None:
-        """The answer in a text: its last box, or else LaTeX or a number; None where it has none.
+        """The answer in a text: its last box, or else LaTeX or a number; None if it has none.
 
         Raises:
             RuntimeError: the process ended, and not by its limits.
@@ -78,7 +78,7 @@ class MathVerifier:
     def _ask(self, request: dict[str, str]) -> Any:
         with self._places:
             try:
-                process = self._idle.pop()  # the one used last: few run where few are needed
+                process = self._idle.pop()  # the one used last: few run if few are needed
             except IndexError:
                 process = self._start()
             try:
@@ -120,7 +120,7 @@ class MathVerifier:
 
 
 def _reply(process: "subprocess.Popen[str]", request: str) -> Any:
-    """The answer; None where the process ends instead."""
+    """The answer; None if the process ends instead."""
     stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
     try:
         stdin.write(request + "\n")
@@ -140,13 +140,13 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def find(text: str) -> str | None:
-    """The answer in a text: its last box, or else LaTeX or a number; None where it has none."""
+    """The answer in a text: its last box, or else LaTeX or a number; None if it has none."""
     found = _parse(text, *_extraction())
     return str(found[-1]) if found else None
 
 
 def same(expected: str, given: str) -> bool:
-    """Whether two answers are the same mathematics; False where one of them is none."""
+    """Whether two answers are the same mathematics; False if one of them is none."""
     from math_verify import verify
 
     found = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]

@@ -116,7 +116,7 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
 
 
 def raised(name: str, error: BaseException) -> RolloutError:
-    """What a rollout fails with where a reward function raised."""
+    """What a rollout fails with if a reward function raised."""
     return RolloutError(f"reward function '{name}' raised {type(error).__name__}: {error}")
 
 

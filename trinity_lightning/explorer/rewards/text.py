@@ -33,7 +33,7 @@ def reads_answer(function: F) -> F:
 
 
 def answer_of(task: Task) -> Any:
-    """The entry's answer; ValueError where it has none."""
+    """The entry's answer; ValueError if it has none."""
     answer = task.raw_task.get("answer")
     if answer is None:
         raise ValueError("the task has no 'answer': set the taskset's answer_field")
@@ -52,12 +52,12 @@ def find_numbers(text: str) -> list[Decimal]:
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last number in a text; None where there is none."""
+    """The last number in a text; None if there is none."""
     return next(reversed(find_numbers(text)), None)
 
 
 def find_last_answer(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>` of a text, without the space around; None where there is none."""
+    """What stands in the last `<answer>...</answer>` of a text, without the space around; None if there is none."""
     answers: list[str] = _ANSWER.findall(text)
     return answers[-1].strip() if answers else None
 
@@ -84,7 +84,7 @@ def exact_match(response: str, task: Task) -> float:
 def think_answer_format(response: str, task: Task) -> float:
     """1 when the response is `<think>thoughts</think> <answer>answer</answer>` and nothing else, else 0.
 
-    Each tag once and neither part empty; the opening `<think>` may be missing, where the chat template writes it.
+    Each tag once and neither part empty; the opening `<think>` may be missing, if the chat template writes it.
     """
     parts = _THINK_ANSWER.fullmatch(response)
     return float(parts is not None and all(part.strip() for part in parts.groups()))
@@ -167,10 +167,10 @@ def countdown(response: str, task: Task) -> float:
     expression, equals, result = _plain(answer).partition("=")
     try:
         value, used = evaluate(expression)
-        told = evaluate(result)[0] if equals else value
+        stated = evaluate(result)[0] if equals else value
     except (ValueError, SyntaxError, ZeroDivisionError):
         return _ATTEMPT
-    right = value == told == target and Counter(used) == Counter(numbers) and not _OTHER_OPERATORS.search(expression)
+    right = value == stated == target and Counter(used) == Counter(numbers) and not _OTHER_OPERATORS.search(expression)
     return 1.0 if right else _ATTEMPT
 
 
@@ -216,7 +216,7 @@ def reasoning_gym(response: str, task: Task) -> float:
 @functools.cache
 def _verifier(name: str, config: str) -> Callable[[str, dict[str, Any]], float]:
     """The verifier of a dataset as it was configured: some judge by the configuration (a number of decimal places)."""
-    import reasoning_gym  # for a second: only where it is needed
+    import reasoning_gym  # takes a second: only when it is needed
 
     verifier: Callable[..., float] = reasoning_gym.create_dataset(name, **json.loads(config)).score_answer
     return verifier

@@ -103,7 +103,7 @@ class RewardWorkers:
             raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
 
     async def _running(self) -> ProcessPool:
-        """The pool; another one where it broke, as pebble's does when a process ends that has nothing to do."""
+        """The pool; another one if it broke, as pebble's does when a process ends that has nothing to do."""
         if not self._started:
             raise RolloutError("the processes of explorer.reward_workers do not run")
         async with self._repairing:
@@ -135,7 +135,7 @@ def _sendable(reward: Reward, task: Task) -> bytes:
 
 
 def check_importable(reward: Reward) -> str:
-    """The path by which another process finds the function; a ConfigError where it does not."""
+    """The path by which another process finds the function; a ConfigError if it does not."""
     path = reward.path or ""
     try:
         found = import_object(path) is reward.function
@@ -161,7 +161,7 @@ def check_all_importable(rewards: Iterable[Reward]) -> None:
 
 
 def _prepare() -> None:
-    """Let the kernel end this process with the one that started it, also where that was killed."""
+    """Let the kernel end this process with the one that started it, also if that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -142,8 +142,8 @@ def _check_file(file: Path) -> None:
 
 
 def _missing(place: Path) -> str:
-    beside = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
-    match = nearest(place.name, beside)
+    neighbours = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
+    match = nearest(place.name, neighbours)
     hint = f"did you mean '{place.parent / match}'?" if match else "give a file, a folder, or a hub name 'org/name'."
     return f"there is no dataset '{place}': {hint}"
 
@@ -158,9 +158,9 @@ PROMPT, ANSWER, MESSAGES = "prompt", "answer", "messages"
 class Formatter:
     """Turns an entry into a raw task: its other fields as they are, and these three.
 
-    - `prompt`: the text, where the entry has one.
-    - `messages`: the conversation, a list of {"role", "content"}, where the entry has one or a system prompt is set.
-    - `answer`: the reference answer, where there is one.
+    - `prompt`: the text, if the entry has one.
+    - `messages`: the conversation, a list of {"role", "content"}, if the entry has one or a system prompt is set.
+    - `answer`: the reference answer, if there is one.
 
     A field named here (other than by the default) has to be there. Where neither the prompt's nor the messages' field
     is named, `prompt` is taken before `messages`. A prompt that is a list is a conversation.
@@ -195,7 +195,7 @@ class Formatter:
                 raise ConfigError(unknown_name("field", field, entry) + f" Mend {default}_field.")
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """`prompt` where it is text, `messages` where it is none or a system prompt comes before it."""
+        """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""
         field = self._conversation_field(entry)
         if isinstance(entry[field], str):
             task: dict[str, Any] = {PROMPT: entry[field]}

@@ -22,7 +22,7 @@ class Task:
 
     Attributes:
         workflow: registered name, dotted path, or Workflow class.
-        raw_task: the taskset's entry: "prompt" or "messages", "answer" where there is one, and whatever else.
+        raw_task: the taskset's entry: "prompt" or "messages", "answer" if there is one, and whatever else.
         repeat_times: runs, the size of the group.
         is_eval: whether it is evaluated on: its experiences are measured, never trained on.
         rollout_args: sampling settings of the rollout model, by vLLM's names (temperature, max_tokens, ...); None

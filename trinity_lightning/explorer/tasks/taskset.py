@@ -83,7 +83,7 @@ class DifficultySelector:
         self._fails = np.zeros(size)
 
     def pick(self, n: int, position: int) -> list[int]:
-        """n tasks, each once where there are as many.
+        """n tasks, each once if there are as many.
 
         Args:
             n: how many.
@@ -126,7 +126,7 @@ SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 class Taskset(TaskSelection):
     """A source of raw tasks.
 
-    A raw task is the entry's fields with `prompt` or `messages`, `answer` where there is one (see `Formatter`), and
+    A raw task is the entry's fields with `prompt` or `messages`, `answer` if there is one (see `Formatter`), and
     `task_index` {"taskset_id": name of the taskset, "index": position in the source}.
 
     `taskset[i]` is the raw task of entry i, whatever the order; `next_batch` follows the order and moves the cursor.

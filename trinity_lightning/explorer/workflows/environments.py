@@ -24,9 +24,9 @@ class Environment(Protocol):
     """What a policy plays against, one instance an episode. Methods may be `async def` or plain; plain ones run in a
     thread, never two of an instance at once.
 
-    Known entries of a step's info: "state", what tells the new state from others (text, numbers, lists or dicts;
-    without it the observation does) for add strategies that compare states, and "metrics", numbers of the episode so
-    far.
+    Known entries of a step's info: "state", what distinguishes the new state from others (text, numbers, lists or
+    dicts; without it the observation does) for add strategies that compare states, and "metrics", numbers of the
+    episode so far.
 
     An environment may also have `close()`, called at the end of the episode, whatever ended it, and `final_text(text)`:
     what of the last response reward functions are to judge.
@@ -141,7 +141,7 @@ class Retry:
     step adds to that is its reward.
 
     Args:
-        verifier: reward functions that score an answer, as `Task.reward_fn`; None: reasoning-gym's own verifier where
+        verifier: reward functions that score an answer, as `Task.reward_fn`; None: reasoning-gym's own verifier if
             the task is one of reasoning-gym, else `math`.
         decay: worth of a later answer, relative to the answer before it.
         pass_at: score from which an answer is right.

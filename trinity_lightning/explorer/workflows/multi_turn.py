@@ -219,10 +219,10 @@ class EpisodeArguments:
     Attributes:
         mode: `single`, one multi-turn Experience an episode, in which the policy's own tokens are trained on; or
             `step_wise`, an Experience a turn, for add strategies such as step_wise_grpo and gigpo.
-        step_reward: reward of each Experience where step-wise: `return`, that of the whole episode, or `own`, that of
+        step_reward: reward of each Experience if step-wise: `return`, that of the whole episode, or `own`, that of
             its step (then the reward functions' is the last step's).
         max_turns: responses at most.
-        system_prompt: first message where the entry has a prompt only.
+        system_prompt: first message if the entry has a prompt only.
     """
 
     mode: str = "single"

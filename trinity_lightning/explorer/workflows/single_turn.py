@@ -22,7 +22,7 @@ class SimpleWorkflow(RewardedWorkflow):
     """Single turn: all n responses to the task's prompt in one request, each judged by the task's reward functions.
 
     The entry holds "messages" (a conversation) or "prompt" (one user message, after `workflow_args["system_prompt"]`
-    where that is set).
+    if that is set).
     """
 
     repeatable = True
@@ -75,7 +75,7 @@ class SimpleWorkflow(RewardedWorkflow):
 
 
 class MathWorkflow(SimpleWorkflow):
-    """Single turn, judged by the boxed answer or the last number where the task names no reward function."""
+    """Single turn, judged by the boxed answer or the last number if the task names no reward function."""
 
     default_reward = "math"
 
@@ -84,8 +84,8 @@ class MathWorkflow(SimpleWorkflow):
 
 
 class EvaluationWorkflow(SimpleWorkflow):
-    """Single turn, for evaluation tasks: beside the reward it measures `accuracy` (1 where the reward is at least 1),
-    `truncated` (1 where the token limit ended the response) and `response_tokens`.
+    """Single turn, for evaluation tasks: beside the reward it measures `accuracy` (1 if the reward is at least 1),
+    `truncated` (1 if the token limit ended the response) and `response_tokens`.
 
     With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.
     """
@@ -129,11 +129,11 @@ class JudgeArguments:
 
     Attributes:
         judge_prompt: what the judge is asked; `{question}`, `{answer}` and `{response}` stand for the task's
-            conversation, its reference answer ("none" where it has none) and the response.
+            conversation, its reference answer ("none" without one) and the response.
         judge_sampling: how the judge's verdict is sampled, by vLLM's names.
         judge_weight: the score is multiplied by it.
         judge: which of the auxiliary models judges.
-        system_prompt: first message where the entry has a prompt only.
+        system_prompt: first message if the entry has a prompt only.
     """
 
     judge_prompt: str = PROMPT
@@ -186,7 +186,7 @@ class DistillArguments:
 
     Attributes:
         teacher: which of the auxiliary models teaches.
-        system_prompt: first message where the entry has a prompt only.
+        system_prompt: first message if the entry has a prompt only.
     """
 
     teacher: int = 0

@@ -84,7 +84,7 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
         raise ConfigError(f"tool '{entry}': {error}") from error
     if not callable(function):
         raise ConfigError(f"tool {entry!r} cannot be called: give a function, or the dotted path of one.")
-    from transformers.utils.chat_template_utils import get_json_schema  # imports for seconds: only where it is needed
+    from transformers.utils.chat_template_utils import get_json_schema  # takes seconds: only if needed
 
     try:
         schema = get_json_schema(function)
@@ -107,12 +107,12 @@ def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
     tools = [make_tool(entry) for entry in entries]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two tools are called {', '.join(twice)}: the model could not tell them apart.")
+        raise ConfigError(f"two tools are called {', '.join(twice)}: the model could not say which it means.")
     return dict(zip(names, tools, strict=True))
 
 
 class ToolEnvironment:
-    """Runs the calls of a response and tells their results; a response without a call ends the episode.
+    """Runs the calls of a response and reports their results; a response without a call ends the episode.
 
     The model is given what goes wrong with a call as text. Metrics: `tool_calls` and, of these, `tool_errors`.
 
@@ -226,7 +226,7 @@ class ToolUseArguments(EpisodeArguments):
 class ToolUseWorkflow(EpisodeWorkflow):
     """An agent loop: the model's calls are made and their results given to it, until it answers without a call.
 
-    The task's reward functions (`math` where it names none) judge the last response, its calls left out. Errors of
+    The task's reward functions (`math` if it names none) judge the last response, its calls left out. Errors of
     tools are reported to the model, and counted. Settings: `ToolUseArguments`; metrics besides those of every episode:
     `tool_calls`, `tool_errors`.
     """

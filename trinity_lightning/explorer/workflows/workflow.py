@@ -17,7 +17,7 @@ from trinity_lightning.explorer.tasks.task import Task
 class Workflow(ABC):
     """Tries one task with a model and says what came of it.
 
-    An instance lives for one run of a task, or for all of them where it is `repeatable`. Its constructor runs on the
+    An instance lives for one run of a task, or for all of them if it is `repeatable`. Its constructor runs on the
     event loop: it must be quick, and the model is called in `run` only.
 
     Args:
@@ -51,13 +51,13 @@ class Workflow(ABC):
 
     @abstractmethod
     async def run(self) -> list[Experience]:
-        """The experiences of the run (of all runs, where repeatable), in the order of its steps.
+        """The experiences of the run (of all runs, if repeatable), in the order of its steps.
 
-        Several of a run have each its own `eid.step`; where they have not, they are numbered in their order.
+        Several of a run have each its own `eid.step`; if they have not, they are numbered in their order.
 
         A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
-        Where repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...
-        Where nothing is returned, the calls made through the model's OpenAI client are the experiences.
+        If repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...
+        If nothing is returned, the calls made through the model's OpenAI client are the experiences.
 
         Raises:
             PartialFailure: some runs of a repeatable workflow failed, the others' experiences are inside.
@@ -69,7 +69,7 @@ class Workflow(ABC):
         self.task = task
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Make this many runs at once, numbered from `run_id_base`; called before `run` where repeatable."""
+        """Make this many runs at once, numbered from `run_id_base`; called before `run` if repeatable."""
         self.repeat_times = repeat_times
         self.run_id_base = run_id_base
 

@@ -45,8 +45,8 @@ def _paired(name: str, steps: Mapping[int, list[Completion]]) -> str:
         f"<div>{_shown(before[key], first)}</div><div>{_shown(after[key], last)}</div></div>"
         for key in both
     )
-    told = f"The first {len(both)} tasks of {escape(name)}, at explore steps {first} and {last}."
-    return f'<h2>Before and after</h2>\n<p class="quiet">{told}</p>\n{pairs}' if both else ""
+    said = f"The first {len(both)} tasks of {escape(name)}, at explore steps {first} and {last}."
+    return f'<h2>Before and after</h2>\n<p class="quiet">{said}</p>\n{pairs}' if both else ""
 
 
 def _apart(steps: Mapping[int, list[Completion]]) -> str:
@@ -56,8 +56,8 @@ def _apart(steps: Mapping[int, list[Completion]]) -> str:
         firsts = list({_key(completion): completion for completion in reversed(completions)}.values())[::-1]
         shown = "<hr>".join(f"{_prompt(each)}{_shown(each, step)}" for each in firsts[:_EXAMPLES])
         columns.append(f"<div>{shown}</div>")
-    told = "The first response to each of the first tasks; the tasks of the two steps differ."
-    return f'<h2>Completions</h2>\n<p class="quiet">{told}</p>\n<div class="pair">{"".join(columns)}</div>'
+    said = "The first response to each of the first tasks; the tasks of the two steps differ."
+    return f'<h2>Completions</h2>\n<p class="quiet">{said}</p>\n<div class="pair">{"".join(columns)}</div>'
 
 
 def _key(completion: Completion) -> str:
@@ -71,11 +71,11 @@ def _prompt(completion: Completion) -> str:
 
 def _shown(completion: Completion, step: int) -> str:
     reward = completion.get("reward")
-    told = f", reward {short(reward)}" if isinstance(reward, int | float) else ""
+    said = f", reward {short(reward)}" if isinstance(reward, int | float) else ""
     cut = ", cut off" if completion.get("truncated") is True else ""
     cut += f", not trained: {escape(str(completion.get('reason')))}" if completion.get("trained") is False else ""
     text = _text(completion.get("completion"))
-    return f'<span class="quiet">step {step}{told}{cut}</span><pre>{text}</pre>'
+    return f'<span class="quiet">step {step}{said}{cut}</span><pre>{text}</pre>'
 
 
 def _text(value: Any) -> str:

@@ -96,7 +96,7 @@ class RunRecord:
         environment: versions and machine by name.
         rows: of metrics.csv, numbers by name.
         completions: by taskset ("" for training), the completions of the first and of the last file, by step.
-        kept: experiences kept; some of the steps where there are many.
+        kept: experiences kept; some of the steps if there are many.
         kept_steps: how many steps were kept.
     """
 
@@ -109,7 +109,7 @@ class RunRecord:
     kept_steps: int = 0
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(explore step, value) of a metric, the mean where an explore step has several; empty without it."""
+        """(explore step, value) of a metric, the mean if an explore step has several; empty without it."""
         by_step: dict[float, list[float]] = {}
         for row in self.rows:
             if name in row and math.isfinite(row.get(STEP_METRIC, math.nan)):
@@ -145,8 +145,8 @@ def read_run(folder: str | Path) -> RunRecord:
     if (folder / "config.yaml").is_file():
         record.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     if (folder / ENVIRONMENT_FILE).is_file():
-        told = _json((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8", errors="replace"))
-        record.environment = {str(name): str(value) for name, value in (told or {}).items()}
+        found = _json((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8", errors="replace"))
+        record.environment = {str(name): str(value) for name, value in (found or {}).items()}
     if (folder / "metrics.csv").is_file():
         record.rows = [_numbers(row) for row in read_rows(folder / "metrics.csv")[1]]
     record.completions = _completions(folder / "completions")
@@ -189,7 +189,7 @@ def _read(path: Path) -> list[Completion]:
 def _json(text: str) -> dict[str, Any] | None:
     """The object in a text; None for a torn one or anything else."""
     try:
-        told = json.loads(text)
+        found = json.loads(text)
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return found if isinstance(found, dict) else None

@@ -8,10 +8,10 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
-# More points than pixels tell nothing; neighbours are averaged.
+# More points than pixels show nothing; neighbours are averaged.
 _MOST_POINTS = 400
 _MOST_DOTS = 60
-# Beyond these, differences and powers of ten are no longer told apart in double precision.
+# Beyond these, differences and powers of ten can no longer be distinguished in double precision.
 _FINEST, _SMALLEST, _LARGEST = 1e-9, 1e-100, 1e100
 COLOURS = 6
 
