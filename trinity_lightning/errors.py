@@ -19,6 +19,10 @@ class RolloutError(TrinityError):
     """No experience could be made of a whole explore step, or an engine failed for good."""
 
 
+class RewardError(RolloutError):
+    """A reward function raised, took too long, or returned something that is no finite number; the message names it."""
+
+
 class WorkflowBlockedError(RolloutError):
     """A workflow blocked the event loop, and with it every other rollout."""
 

@@ -12,7 +12,7 @@ from fake_model import FakeModel
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.explorer import Explorer, StepRollouts, TaskSource
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.runner import Status
@@ -246,6 +246,31 @@ def test_failed_evaluation_tasks_are_counted_and_none_succeeded_is_an_error(capl
     hopeless = explorer(evals=[source(2, name="held", reward=failing_at(0, 1))])
     with pytest.raises(RolloutError, match=r"evaluation 'held': none of its 2 tasks"):
         running(hopeless, hopeless.eval)
+
+
+def test_a_reward_that_always_fails_ends_an_evaluation_after_its_first_tasks() -> None:
+    answered: list[int] = []
+    model = FakeModel(lambda seed: str(answered.append(seed)))
+    hopeless = explorer(models=[model], evals=[source(100, name="held", reward=failing_at(*range(100)))])
+    why = (
+        r"^evaluation 'held': none of its 100 tasks gave an experience: reward function 'reward' raised "
+        r"ArithmeticError: cannot judge 0; .*cannot judge 1; .*cannot judge 2; and 1[34] other errors$"
+    )
+    with pytest.raises(RewardError, match=why):
+        running(hopeless, hopeless.eval)
+    assert 16 <= len(answered) < 20
+
+
+@pytest.mark.parametrize(
+    "reward", [failing_at(*range(1, 100)), failing_at(*range(99))], ids=["after a success", "before the last"]
+)
+def test_tasks_that_fail_while_others_succeed_are_all_tried(reward: Reward) -> None:
+    async def body() -> dict[str, float]:
+        await explored.explore_step()
+        return await explored.eval()
+
+    explored = explorer(evals=[source(100, name="held", reward=reward)])
+    assert running(explored, body)["eval/held/failed_tasks"] == 99
 
 
 @pytest.mark.parametrize(("interval", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3])])

@@ -112,7 +112,7 @@ def test_a_reward_that_raises_fails_its_run_only() -> None:
     status, experiences = tried(Task("simple", {"prompt": "hi"}, reward_fn=picky), model, 3)
     assert [e.response_text for e in experiences] == ["a", "c"]
     assert [e.eid.run for e in experiences] == [0, 2]
-    cause = "RolloutError: reward function 'picky' raised ZeroDivisionError: no b"
+    cause = "RewardError: reward function 'picky' raised ZeroDivisionError: no b"
     assert status.message == f"1 of 3 runs failed: {cause}"
     assert [call["n"] for call in model.calls] == [3, 1, 1]
     assert model.calls[1]["seed"] == model.calls[0]["seed"] + 1  # the same sample again

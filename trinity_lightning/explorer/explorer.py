@@ -17,7 +17,7 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.in_process import InProcessEngine
@@ -26,7 +26,7 @@ from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.policy_engines import PolicyEngines
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
-from trinity_lightning.explorer.runner import Status
+from trinity_lightning.explorer.runner import Status, fails_by_reward
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.sources import ANSWER
 from trinity_lightning.explorer.tasks.task import Task
@@ -34,6 +34,8 @@ from trinity_lightning.explorer.tasks.taskset import TaskSelection, TasksetMixtu
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 
 logger = logging.getLogger(__name__)
+
+_FEW = 3  # of the errors of reward functions, when there are nothing but errors
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
@@ -203,9 +205,15 @@ def log_failures(what: str, statuses: Sequence[Status], tasks: int) -> Counter[s
 def report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
     """Log why tasks failed; RolloutError when nothing at all came of them."""
     reasons = log_failures(what, statuses, tasks)
-    if experiences == 0:
-        why = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
-        raise RolloutError(f"{what}: none of its {tasks} tasks gave an experience. {why}")
+    if experiences > 0:
+        return
+    nothing = f"{what}: none of its {tasks} tasks gave an experience"
+    if statuses and all(map(fails_by_reward, statuses)):
+        errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
+        more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
+        raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}")
+    why = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
+    raise RolloutError(f"{nothing}. {why}")
 
 
 class Explorer:

@@ -16,7 +16,7 @@ from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.errors import PromptTooLongError, RolloutError
+from trinity_lightning.errors import PromptTooLongError, RewardError, RolloutError
 from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
@@ -272,6 +272,12 @@ def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
         return None
     causes = [text if count == 1 else f"{count} x {text}" for text, count in Counter(errors).items()]
     return f"{len(errors)} of {num_runs} runs failed: {'; '.join(causes)}"
+
+
+def fails_by_reward(status: Status) -> bool:
+    """Whether every run of a task failed, and each in a reward function."""
+    text = f"{RewardError.__name__}: "
+    return 0 < len(status.errors) == status.num_runs and all(error.startswith(text) for error in status.errors)
 
 
 def _text(error: BaseException) -> str:

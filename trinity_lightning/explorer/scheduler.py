@@ -19,7 +19,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards.scoring import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
-from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, summarize
+from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, fails_by_reward, summarize
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _Work = asyncio.Task[tuple[Status, list[Experience], int]]
 
 # The same task would fail the same way again.
 _FINAL_ERRORS = (ConfigError, PromptTooLongError)
+# So many tasks, all failed by their reward functions before any answer had a reward, are enough to know of the others.
+_ENOUGH_FAILURES = 16
 _TIMES = ("time_per_task", "task_run_time")
 _STEP = re.compile(r"[0-9]+")
 
@@ -319,6 +321,7 @@ class Scheduler:
         )
         self._started = False
         self._finished_at = 0.0
+        self._succeeded = False  # whether any task has given an experience
         self._changed = asyncio.Event()
 
     async def prepare(self) -> None:
@@ -394,7 +397,8 @@ class Scheduler:
         """Wait for a batch and take its results: a Status a task, in the order of the tasks, and all experiences.
 
         With over-rollout, a train batch is finished when 1 - ratio of its tasks are and `wait_after_min` seconds more
-        have passed; what is unfinished then is treated as after a time-out.
+        have passed; what is unfinished then is treated as after a time-out. So are the others if the reward functions
+        failed on every answer to the first 16 tasks, and no task has given an experience before.
 
         Args:
             batch_id: which batch; an unknown one gives ([], []) at once.
@@ -496,6 +500,7 @@ class Scheduler:
             status, experiences = _result_of(chunk, work)
             self._times.add(scheduled, status)
             scheduled.finish(chunk, status, experiences)
+            self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
             self._finished_at = asyncio.get_running_loop().time()
         self._notify()
         self._dispatch()
@@ -511,7 +516,15 @@ class Scheduler:
             async with asyncio.timeout(over.wait_after_min):
                 await batch.until(lambda: len(batch))
         else:
-            await batch.until(lambda: len(batch))
+            await batch.until(lambda: len(batch.finished) if self._rewards_fail(batch) else len(batch))
+
+    def _rewards_fail(self, batch: Batch) -> bool:
+        """Whether nothing but errors of reward functions has come, of enough tasks to give the others up."""
+        return (
+            not self._succeeded
+            and len(batch.finished) >= _ENOUGH_FAILURES
+            and all(fails_by_reward(scheduled.merged()[0]) for scheduled in batch.finished)
+        )
 
     async def _drop(self, batches: Sequence[Batch]) -> None:
         """Give up what is unfinished of these batches, and wait until its runners are free."""

@@ -12,7 +12,7 @@ from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import number
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RewardError
 from trinity_lightning.explorer.tasks.task import Task
 
 RewardValue = float | dict[str, float]
@@ -84,7 +84,7 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
     "reward/<name>/<part>": before weighting.
 
     Raises:
-        RolloutError: a function raised, or returned something that is not a finite number; the message names it.
+        RewardError: a function raised, or returned something that is not a finite number; the message names it.
     """
     if not rewards:
         return None, {}
@@ -104,7 +104,7 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     """What a response is worth by what the function returned, before weighting, and its metrics.
 
     Raises:
-        RolloutError: it is no finite number, nor a dict of such.
+        RewardError: it is no finite number, nor a dict of such.
     """
     metrics = {}
     if isinstance(returned, Mapping):
@@ -115,9 +115,9 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     return value, metrics
 
 
-def raised(name: str, error: BaseException) -> RolloutError:
+def raised(name: str, error: BaseException) -> RewardError:
     """What a rollout fails with if a reward function raised."""
-    return RolloutError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
 
 
 async def _call(reward: Reward, response: str, task: Task) -> Any:
@@ -135,7 +135,7 @@ def _number(reward: Reward, part: str, value: Any) -> float:
     # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
     number = value.item() if hasattr(value, "shape") and math.prod(value.shape) == 1 else value
     if not isinstance(number, Real) or not is_valid_reward(float(number)):
-        raise RolloutError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
+        raise RewardError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
     return float(number)
 
 

@@ -20,7 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.rewards.scoring import Reward, raised, worth
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -80,7 +80,8 @@ class RewardWorkers:
 
         Raises:
             ConfigError: the function cannot be imported, or the task cannot be sent.
-            RolloutError: the function raised or returned no finite number, took too long, or ended its process.
+            RewardError: the function raised or returned no finite number, took too long, or ended its process.
+            RolloutError: the processes ended before they called it.
         """
         arguments = (reward.name, check_importable(reward), response, _sendable(reward, task))
         pool = await self._running()
@@ -91,12 +92,12 @@ class RewardWorkers:
         try:
             return await asyncio.wrap_future(future)
         except FutureTimeoutError:
-            raise RolloutError(
+            raise RewardError(
                 f"reward function '{reward.name}' took longer than {self._timeout:g} s (explorer.reward_timeout); its "
                 "process was ended"
             ) from None
         except ProcessExpired as error:
-            raise RolloutError(
+            raise RewardError(
                 f"reward function '{reward.name}' ended its process with exit code {error.exitcode}"
             ) from error
         except BrokenProcessPool as error:
