@@ -1,4 +1,9 @@
-"""What an experience is worth: strategies that weigh the experiences of an explore step and write them to a buffer."""
+"""What an experience is worth: strategies that weigh the experiences of an explore step and write them to a buffer.
+
+Every strategy of the table of parts is a name of this package too, imported when it is asked for.
+"""
+
+from typing import Any
 
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY as ADD_STRATEGY
 from trinity_lightning.algorithm.add_strategy.add_strategy import AddStrategy as AddStrategy
@@ -9,26 +14,15 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import OPMDAddStrateg
 from trinity_lightning.algorithm.add_strategy.add_strategy import RewardVarianceAddStrategy as RewardVarianceAddStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy as TaskAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import group_by as group_by
-from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import ASYMREAddStrategy as ASYMREAddStrategy
-from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import DrGRPOAddStrategy as DrGRPOAddStrategy
-from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import (
-    REINFORCEAddStrategy as REINFORCEAddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import (
-    REINFORCEPlusPlusAddStrategy as REINFORCEPlusPlusAddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import RLOOAddStrategy as RLOOAddStrategy
 from trinity_lightning.algorithm.add_strategy.compose import ComposedAddStrategy as ComposedAddStrategy
 from trinity_lightning.algorithm.add_strategy.compose import create_add_strategy as create_add_strategy
-from trinity_lightning.algorithm.add_strategy.correct_bias_add_strategy import (
-    CorrectBiasAddStrategy as CorrectBiasAddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.duplicate_add_strategy import (
-    DuplicateInformativeAddStrategy as DuplicateInformativeAddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.gigpo_add_strategy import GiGPOAddStrategy as GiGPOAddStrategy
-from trinity_lightning.algorithm.add_strategy.on_policy_distill_add_strategy import (
-    OnPolicyDistillAddStrategy as OnPolicyDistillAddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy as RunAdvantageStrategy
-from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import StepWiseGRPOStrategy as StepWiseGRPOStrategy
+from trinity_lightning.config.registry import PARTS, import_object
+
+_LATER = {path.rpartition(".")[2]: path for path in PARTS["add strategy"].values()}
+_LATER["RunAdvantageStrategy"] = f"{__name__}.step_wise_add_strategy.RunAdvantageStrategy"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_object(_LATER[name])
