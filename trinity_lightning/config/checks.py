@@ -235,6 +235,8 @@ def _check_rollouts(run: TrainConfig, accelerator: str) -> None:
     here = engine.kind is not EngineKind.transformers and not engine.urls
     if here or any(model.url is None for model in models.values()):
         require_vllm()
+    if run.explorer.runner == "ray":
+        require_ray()
     _check_auxiliary_models(run, models)
     _check_engine(run)
     if engine.kind is EngineKind.vllm_server:
@@ -444,7 +446,6 @@ def _check_asked(run: TrainConfig, models: list[str]) -> None:
 
 def _check_ray(run: TrainConfig, models: Mapping[str, AuxiliaryConfig]) -> None:
     """Refuse more workers than this machine can start, and a cluster whose machines cannot reach a server of it."""
-    require_ray()
     explorer, engine = run.explorer, run.engine
     cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
     if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
