@@ -14,8 +14,7 @@ from typing import Any
 
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models.vllm_args import engine_args
-from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine, engine_args
 
 REQUESTS = 64
 ROUNDS = 3

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.models.openai_api import OpenAIModel
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 

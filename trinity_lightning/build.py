@@ -15,10 +15,9 @@ from trinity_lightning.config.hydra import last_checkpoint, resume_command
 from trinity_lightning.config.parts import strategies
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
-from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts
+from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts, with_memory_plan
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.memory import with_memory_plan
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.parts import (

@@ -14,8 +14,7 @@ from trinity_lightning.dtypes import settle_dtypes
 from trinity_lightning.engines import auxiliary_models_of, check_experts, engines_of
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import evaluation_rows, summary_table

@@ -11,7 +11,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat_template import render_chat
+from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 

@@ -19,7 +19,7 @@ from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.errors import ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.tasks.taskset import Taskset

@@ -20,7 +20,7 @@ from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyn
 from trinity_lightning.explorer import WorkflowRunner
 from trinity_lightning.explorer import host as host_module
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
 

@@ -35,7 +35,7 @@ from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
 from trinity_lightning.explorer.explorer import TaskSource
-from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score
 from trinity_lightning.explorer.rewards.scoring import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers, check_importable

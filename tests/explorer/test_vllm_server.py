@@ -32,7 +32,7 @@ from trinity_lightning.errors import (
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import vllm_server
-from trinity_lightning.explorer.models.server_client import ServerClient
+from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.weight_sync import weight_stream

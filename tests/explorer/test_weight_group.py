@@ -24,7 +24,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models.server_client import ServerClient
+from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.weight_group import WeightGroup
 from trinity_lightning.trainer.weight_sync import weight_stream

@@ -19,9 +19,8 @@ from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
-from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.models.in_process import InProcessEngine
-from trinity_lightning.explorer.models.openai_model import OpenAIModel
+from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
+from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.policy_engines import PolicyEngines
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards

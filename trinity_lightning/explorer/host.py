@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from trinity_lightning.explorer.loop_watch import LoopWatch
-from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.engine import InProcessEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
 from trinity_lightning.explorer.host import Host, Job
-from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, SyncPolicy, WeightVersions
 from trinity_lightning.trainer.optim import HostMemory
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.metrics import combine_metrics
-from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.process_memory import reuse_large_buffers, trim_heap
 from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.models import load_tokenizer

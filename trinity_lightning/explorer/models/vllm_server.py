@@ -21,9 +21,8 @@ from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.models.server_client import ServerClient
-from trinity_lightning.explorer.models.server_process import ServerProcess
-from trinity_lightning.explorer.models.vllm_args import (
+from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
+from trinity_lightning.explorer.models.vllm_engine import (
     command_line,
     engine_args,
     is_quantized,

@@ -17,8 +17,7 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.engines import require_ray
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
-from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.models.in_process import InProcessEngine
+from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
 from trinity_lightning.explorer.ray.worker import PACKAGE, Answer, RayWorker
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt

@@ -1,15 +1,44 @@
-"""Memory does not grow with the number of different shapes."""
+"""Free memory, in a container too; and memory that does not grow with the number of different shapes."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
-from trinity_lightning.common.cpu_memory import forget
+from trinity_lightning.common import process_memory as module
+from trinity_lightning.common.process_memory import forget, free_memory
 from trinity_lightning.monitor.machine import resident_gb
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=range(2), ids=["version 2", "version 1"])
+def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the limit of a container that uses 100 MiB, 60 of them for files that it read."""
+    _, _, cache = module._CONTAINER[request.param]
+    limit, used = tmp_path / "limit", tmp_path / "used"
+    used.write_text(f"{100 * MIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {40 * MIB}\n{cache} {60 * MIB}\nactive_file 0\n")
+    monkeypatch.setattr(module, "_CONTAINER", [(str(limit), str(used), cache)])
+    return limit
+
+
+def test_a_container_has_less_memory_than_its_machine_and_files_that_it_read_take_none(limit: Path) -> None:
+    whole = free_memory()
+    limit.write_text(f"{300 * MIB}\n")
+    assert free_memory() == 260 * MIB
+    limit.write_text("max\n")
+    assert free_memory() > min(whole, 260 * MIB)
+    limit.write_text("1\n")
+    assert free_memory() == 0
+
+
+# -- memory of a process that computes on a CPU ------------------------------------------------------------------------
+
 
 GROWTH = """
 import torch
@@ -45,7 +74,7 @@ def test_products_of_many_shapes_do_not_pile_up() -> None:
 REUSE = """
 import resource
 import torch
-from trinity_lightning.common.cpu_memory import reuse_large_buffers
+from trinity_lightning.common.process_memory import reuse_large_buffers
 
 if {reuse}:
     reuse_large_buffers()
@@ -73,7 +102,7 @@ def test_large_buffers_are_used_again() -> None:
 
 HOLES = """
 import torch
-from trinity_lightning.common.cpu_memory import reuse_large_buffers, trim_heap
+from trinity_lightning.common.process_memory import reuse_large_buffers, trim_heap
 from trinity_lightning.monitor.machine import resident_gb
 
 reuse_large_buffers()
