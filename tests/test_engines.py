@@ -15,7 +15,7 @@ from trinity_lightning import engines
 from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Training, plan
 from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.common.weights import WeightStream
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep, auxiliary_configs
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.engines import planned_engine, rollouts_of, server_cores, training_of, with_memory_plan
@@ -93,6 +93,69 @@ def test_a_resumed_run_is_planned_with_the_budget_of_its_checkpoint(tmp_path: Pa
     torch.save({"policy": {}}, tmp_path / "old.ckpt")
     with pytest.raises(ConfigError, match="earlier version"):
         with_memory_plan(run, str(tmp_path / "old.ckpt"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_resumed_run_keeps_the_plan_that_was_recorded_if_it_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=1536))
+    torch.save({"policy": {"max_tokens": 1536}}, tmp_path / "it.ckpt")
+
+    def resumed(recorded: str, **engine: Any) -> EngineConfig:
+        (tmp_path / "config.yaml").write_text(f"engine: {recorded}")
+        again = replace(run, engine=replace(run.engine, **engine))
+        return with_memory_plan(again, str(tmp_path / "it.ckpt"), tmp_path / "config.yaml")[0].engine
+
+    assert resumed("{kv_cache_gb: 1.25, sleep: always}").kv_cache_gb == 1.25
+    assert resumed("{kv_cache_gb: 1.25, sleep: always}").sleep is EngineSleep.always
+    assert resumed("{kv_cache_gb: 1.25, sleep: never}", kv_cache_gb=2.0).kv_cache_gb == 2.0
+    assert not caplog.records
+    assert resumed("{kv_cache_gb: 100, sleep: never}") == with_memory_plan(run)[0].engine
+    assert "does not fit any more, and is planned again" in caplog.text
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("engine", "counted"),
+    [
+        ({}, True),
+        ({"kv_cache_gb": 1.0}, True),
+        ({"args": {"gpu_memory_utilization": 0.25}}, True),
+        ({"gpus": [1]}, False),
+    ],
+)
+def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dict[str, Any], counted: bool) -> None:
+    judge = {"model": "smollm2", "engine": {"max_model_len": 512, **engine}}
+    run = replace(config(), algorithm=AlgorithmConfig(), auxiliary_models={"judge": judge})
+    planned, found = with_memory_plan(run)
+    assert found is not None
+    assert ("auxiliary models" in found.training) is counted
+    [given] = auxiliary_configs(planned.auxiliary_models).values()
+    if not counted:
+        assert given.engine == EngineConfig(max_model_len=512, gpus=[1])
+        return
+    share = given.engine.args["gpu_memory_utilization"]
+    assert found.training["auxiliary models"] == pytest.approx(share * 24 * GIB, rel=1e-3)
+    arguments = engine_args("model", given.engine, on_cpu=False)
+    assert arguments["kv_cache_memory_bytes"] == (GIB if "kv_cache_gb" in engine else 1_509_949_440)
+    assert (share == 0.25) == ("args" in engine)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("engine", [{"kind": EngineKind.transformers}, {"kind": EngineKind.vllm_server, "gpus": [1]}])
+def test_a_judge_has_its_share_beside_a_trainer_alone_too(engine: dict[str, Any]) -> None:
+    planned, found = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
+    assert found is None
+    [judge] = auxiliary_configs(planned.auxiliary_models).values()
+    assert judge.engine.args["gpu_memory_utilization"] < 0.3
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_judge_on_the_trainers_gpu_and_another_is_refused() -> None:
+    judge = {"model": "smollm2", "engine": {"gpus": [0, 1]}}
+    with pytest.raises(ConfigError, match=r"auxiliary_models\.judge\.engine\.gpus is \[0, 1.*the trainer uses 0"):
+        with_memory_plan(replace(config(), auxiliary_models={"judge": judge}))
 
 
 @pytest.mark.usefixtures("gpu")

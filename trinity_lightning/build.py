@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.common.memory_plan import MemoryPlan
-from trinity_lightning.config.engines import EngineKind
+from trinity_lightning.config.engines import EngineConfig, EngineKind
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
 from trinity_lightning.config.parts import strategies
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -93,12 +93,12 @@ def build(config: DictConfig) -> Run:
     if checkpoint is not None:
         check_resumed_dtype(config, checkpoint)
     typed = typed_config(config)
-    typed, plan = with_memory_plan(replace(typed, trainer=config.trainer), checkpoint)
+    typed, plan = with_memory_plan(replace(typed, trainer=config.trainer), checkpoint, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps)
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
-    recorder = LambdaCallback(on_train_start=lambda *_: _record(config, policy, folder))
+    recorder = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
     callbacks: list[L.Callback] = [recorder, monitor]
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
     data: L.LightningDataModule
@@ -143,8 +143,10 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
     )
 
 
-def _record(config: DictConfig, policy: PolicyModule, folder: Path) -> None:
-    """Write the configuration, with what `auto` stands for of the policy."""
+def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
+    """Write the configuration, with what `auto` and null stand for of the policy and of the memory plan."""
+    for key in ("max_num_seqs", "kv_cache_gb", "sleep"):
+        config.engine[key] = getattr(engine, key)
     config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
     record_config(config, folder / "config.yaml")
 

@@ -1,13 +1,15 @@
 """The engines of a run, made from its configuration, and what each may use of the machine."""
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import lightning as L
 import torch
+from omegaconf import OmegaConf
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.memory_plan import (
@@ -17,6 +19,7 @@ from trinity_lightning.common.memory_plan import (
     ModelShape,
     Rollouts,
     Training,
+    auxiliary_server,
     plan,
     requests_at_once,
 )
@@ -46,17 +49,22 @@ from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
 
+logger = logging.getLogger(__name__)
+
 # -- who gets how much of a GPU that trainer and vLLM share ------------------------------------------------------------
 
 
-def with_memory_plan(config: TrainConfig, checkpoint: str | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
+def with_memory_plan(
+    config: TrainConfig, checkpoint: str | None = None, record: Path | None = None
+) -> tuple[TrainConfig, MemoryPlan | None]:
     """The configuration with what its nulls and autos of a GPU stand for, and the plan that they come from.
 
-    Without a GPU for the trainer, or where no engine of vLLM shares it, there is no plan.
+    Without a GPU for the trainer, or if no engine of vLLM shares it, there is no plan.
 
     Args:
         config: of a run whose dtypes are settled.
         checkpoint: what the run resumes from, which says how many tokens its micro-batches have under `auto`.
+        record: the configuration that the run to resume wrote: what was planned then is kept if it fits.
 
     Raises:
         ConfigError: trainer and engines do not fit on the GPU together; servers use it and others too; the
@@ -65,33 +73,80 @@ def with_memory_plan(config: TrainConfig, checkpoint: str | None = None) -> tupl
     accelerator = (config.trainer or {}).get("accelerator", "auto")
     if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
         return config, None
+    free, total = torch.cuda.mem_get_info(TRAINER_GPU)
+    config, beside = _with_auxiliary_shares(config, total)
     if config.engine.kind is EngineKind.transformers:
         return config, None
     requests = config.explorer.batch_size * config.explorer.repeat_times
     engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
     config = replace(config, engine=engine)
-    if not _shares_the_gpu(engine):
+    if engine.urls or (engine.kind is EngineKind.vllm_server and not _on_the_trainers_gpu("engine", engine)):
         return config, None
-    free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config)
     if checkpoint is not None and training.tokens is None:
         training = replace(training, tokens=resumed_budget(checkpoint))
-    found = plan(shape, training, rollouts_of(config), free, free_memory())
+
+    def planned(engine: EngineConfig) -> MemoryPlan:
+        rollouts = rollouts_of(replace(config, engine=engine))
+        return plan(shape, training, replace(rollouts, beside=beside), free, free_memory())
+
+    kept = _as_recorded(engine, record)
+    try:
+        found = planned(kept)
+    except ConfigError as error:
+        if kept == engine:
+            raise
+        logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
+        found = planned(engine)
     return replace(config, engine=planned_engine(engine, found, total)), found
 
 
-def _shares_the_gpu(engine: EngineConfig) -> bool:
-    """Whether the trainer's GPU is an engine's of vLLM, too."""
-    if engine.kind is EngineKind.vllm_server:
-        gpus = list(engine.gpus or [TRAINER_GPU])
-        if not engine.urls and TRAINER_GPU in gpus and len(gpus) > 1:
-            raise ConfigError(
-                f"engine.gpus is {gpus}, and the trainer uses {TRAINER_GPU}: all servers have the same share of their "
-                "GPUs, and on that one it would be less. Give them other GPUs, or that one alone."
-            )
-        return not engine.urls and TRAINER_GPU in gpus
-    return True
+def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
+    """The engine with the plan that a run's configuration recorded, as far as nothing is configured now."""
+    if record is None or not record.is_file():
+        return engine
+    before = OmegaConf.select(OmegaConf.load(record), "engine", default={})
+    sleep = EngineSleep(before.get("sleep", "auto")) if engine.sleep is EngineSleep.auto else engine.sleep
+    return replace(engine, kv_cache_gb=engine.kv_cache_gb or before.get("kv_cache_gb"), sleep=sleep)
+
+
+def _with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
+    """The servers of auxiliary models on the trainer's GPU with a share of it, and the bytes that they take of it.
+
+    What `engine.args` says itself holds: of a share that is given there, that many bytes are taken.
+    """
+    taken, planned = 0, dict(config.auxiliary_models)
+    for name, model in auxiliary_configs(config.auxiliary_models).items():
+        engine = model.engine
+        if model.url is not None or not _on_the_trainers_gpu(f"auxiliary_models.{name}.engine", engine):
+            continue
+        shape = ModelShape.of(skeleton(str(resolve_model(model.model))))
+        rollouts = Rollouts(
+            width=4 if engine.dtype is EngineDtype.fp32 else 2,
+            context=engine.max_model_len,
+            requests=0,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+        )
+        cache, size = auxiliary_server(shape, rollouts)
+        args = {"gpu_memory_utilization": round(size / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
+        given = engine.args.get("gpu_memory_utilization")
+        taken += size if given is None else int(given * total)
+        engine = replace(engine, kv_cache_gb=cache / GIB, max_num_seqs=rollouts.at_once, args=args | engine.args)
+        planned[name] = asdict(replace(model, engine=engine))
+    return replace(config, auxiliary_models=planned), taken
+
+
+def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
+    """Whether the trainer's GPU is one of a server's, which would then be the only one."""
+    gpus = list(engine.gpus or [TRAINER_GPU])
+    if TRAINER_GPU in gpus and len(gpus) > 1:
+        raise ConfigError(
+            f"{key}.gpus is {gpus}, and the trainer uses {TRAINER_GPU}: all servers have the same share of their "
+            "GPUs, and on that one it would be less. Give them other GPUs, or that one alone."
+        )
+    return TRAINER_GPU in gpus
 
 
 def training_of(config: TrainConfig) -> Training:

@@ -11,13 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from trinity_lightning.common.memory_plan import (
     CACHE,
+    CUDA_CONTEXT,
     GIB,
     MASTERS,
     MOMENTS,
+    WORKSPACES,
     ModelShape,
     Rollouts,
     Training,
     activations,
+    auxiliary_server,
     layer_bytes,
     micro_batch_tokens,
     plan,
@@ -104,11 +107,12 @@ def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
         (QWEN_1_5B, 78, {"tokens": 2000}, {}, (2000, 14.0, 0.25, False, False)),
         (QWEN_1_5B, 78, {}, {"kv_cache": 3 * GIB}, (8192, 3.0, 0.11, False, False)),
         (QWEN_1_5B, 78, {}, {"sleep": True}, (8192, 14.0, 0.25, True, False)),
-        (QWEN_1_5B, 78, {}, {"sleep": False, "max_num_seqs": 1024}, (8192, 17.4, 0.31, False, False)),
-        (QWEN_1_5B, 60, {}, {}, (4096, 12.3, 0.3, False, False)),
-        (QWEN_1_5B, 44, {"checkpointing": True}, {}, (4096, 7.3, 0.3, False, False)),
-        (QWEN_1_5B, 36, {"checkpointing": True}, {}, (8192, 7.6, 0.37, True, False)),
-        (QWEN_1_5B, 32, {"checkpointing": True}, {}, (1024, 14.0, 0.62, True, True)),
+        (QWEN_1_5B, 78, {}, {"sleep": False, "max_num_seqs": 1024}, (8192, 17.9, 0.32, False, False)),
+        (QWEN_1_5B, 78, {}, {"beside": 10 * GIB}, (8192, 7.9, 0.18, False, False)),
+        (QWEN_1_5B, 60, {}, {}, (4096, 12.8, 0.31, False, False)),
+        (QWEN_1_5B, 44, {"checkpointing": True}, {}, (4096, 7.8, 0.31, False, False)),
+        (QWEN_1_5B, 36, {"checkpointing": True}, {}, (8192, 8.1, 0.39, True, False)),
+        (QWEN_1_5B, 32, {"checkpointing": True}, {}, (2048, 14.0, 0.62, True, True)),
     ],
 )
 def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
@@ -142,12 +146,42 @@ def test_servers_on_the_trainers_device_have_caches_of_their_own() -> None:
         ),
         ({"checkpointing": True}, {}, r"activations of 1024 tokens .* a device of 31\.\d GiB has room"),
         ({}, {"sleep": False}, "engine.sleep=auto frees"),
+        ({}, {"beside": 8 * GIB}, r"auxiliary models 8\.0.*GPUs of their own .* free 8\.0 GiB"),
         ({"tokens": 9000}, {}, "max_tokens_per_micro_batch=auto"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers_and_knobs(training: dict, rollouts: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(QWEN_1_5B, Training(2, 1024, **training), Rollouts(2, 1024, 512, **rollouts), 24 * GIB, HOST)
+
+
+@pytest.mark.parametrize("training", [Training(2, 1024), Training(2, 1024, checkpointing=True)])
+def test_a_device_of_the_size_that_a_refusal_names_has_room(training: Training) -> None:
+    """The CUDA context that the trainer has already is of the device, and not of what is free there."""
+    rollouts = Rollouts(2, 1024, 512)
+    with pytest.raises(ConfigError) as refused:
+        plan(QWEN_1_5B, training, rollouts, 24 * GIB, host=4 * GIB)
+    named = float(str(refused.value).split("a device of ")[1].split()[0]) * GIB
+    context = CUDA_CONTEXT - WORKSPACES
+    assert plan(QWEN_1_5B, training, rollouts, int(named + 0.05 * GIB - context), host=4 * GIB).left >= 0
+    with pytest.raises(ConfigError):
+        plan(QWEN_1_5B, training, rollouts, int(named - 0.05 * GIB - context), host=4 * GIB)
+
+
+def test_a_server_that_is_to_sleep_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.sleep=always is of engine=vllm: a server never sleeps"):
+        Rollouts(2, 1024, 512, sleep=True, servers=1)
+
+
+@pytest.mark.parametrize(("kv_cache", "gigabytes"), [(None, 3.5), (2 * GIB, 2.0)])
+def test_the_server_of_an_auxiliary_model_has_room_for_half_of_its_requests(
+    kv_cache: int | None, gigabytes: float
+) -> None:
+    rollouts = Rollouts(2, 1024, 0, kv_cache=kv_cache)
+    cache, size = auxiliary_server(QWEN_1_5B, rollouts)
+    assert cache == gigabytes * GIB
+    assert size - cache == pytest.approx(6.2 * GIB, rel=0.01)  # weights 2.9, graphs and context 1 each, and to compute
+    assert auxiliary_server(QWEN_1_5B, replace(rollouts, context=1 << 20, max_num_seqs=1, kv_cache=None))[0] == 28 * GIB
 
 
 @settings(max_examples=50)
@@ -187,17 +221,26 @@ def test_a_cache_that_is_too_large_is_refused() -> None:
     checkpointing=st.booleans(),
     sleep=st.sampled_from([None, True, False]),
     servers=st.integers(0, 2),
+    beside=st.sampled_from([0, 3 * GIB]),
 )
 def test_no_plan_promises_more_than_there_is(
-    device: int, longest: int, requests: int, width: int, checkpointing: bool, sleep: bool | None, servers: int
+    device: int,
+    longest: int,
+    requests: int,
+    width: int,
+    checkpointing: bool,
+    sleep: bool | None,
+    servers: int,
+    beside: int,
 ) -> None:
     training = Training(width, longest, checkpointing=checkpointing)
-    rollouts = Rollouts(width, longest, requests, sleep=None if servers else sleep, servers=servers)
+    rollouts = Rollouts(width, longest, requests, sleep=None if servers else sleep, servers=servers, beside=beside)
     try:
         found = plan(SMOLLM2, training, rollouts, device * GIB, HOST)
     except ConfigError:
         return
     assert found.left >= 0
+    assert found.training.get("auxiliary models", 0) == found.generating.get("auxiliary models", 0) == beside
     assert found.micro_batch_tokens >= longest
     assert found.kv_cache < found.engine < found.device
     larger = plan(SMOLLM2, training, rollouts, (device + 40) * GIB, HOST)

@@ -31,10 +31,11 @@ BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
 FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
 ENOUGH = 0.5  # of the cache that all requests would need were each as long as it may be
 CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes with torch and vLLM
+WORKSPACES = CUDA_CONTEXT // 2  # of these, what a process still takes whose context is there: the trainer's
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
 
-MASTERS, MOMENTS, CACHE, RESERVE = "masters", "Adam's moments", "key-value cache", "driver and fragments"
+MASTERS, MOMENTS, CACHE, RESERVE = "masters", "Adam's moments", "key-value cache", "workspaces and fragments"
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,10 @@ class Rollouts:
         sleep: whether vLLM sleeps while the trainer trains; None: if there is no room otherwise.
         servers: how many processes of vLLM share the device with the trainer; 0: it runs in the trainer's own, and the
             two use the same memory to compute with. Servers never sleep.
+        beside: bytes that servers of auxiliary models take of the device.
+
+    Raises:
+        ConfigError: a server that is to sleep.
     """
 
     width: int
@@ -149,6 +154,13 @@ class Rollouts:
     kv_cache: int | None = None
     sleep: bool | None = None
     servers: int = 0
+    beside: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sleep and self.servers:
+            raise ConfigError(
+                "engine.sleep=always is of engine=vllm: a server never sleeps, leave the key out or choose that engine."
+            )
 
     @property
     def at_once(self) -> int:
@@ -166,7 +178,7 @@ class MemoryPlan:
     """Who gets how much of a device.
 
     Attributes:
-        device: all of its memory.
+        device: bytes of it that were free at the start.
         training, generating: bytes by name in each of the two phases; the same where vLLM does not sleep.
         micro_batch_tokens: computed tokens of a micro-batch.
         kv_cache: bytes of the key-value cache of each engine.
@@ -197,7 +209,7 @@ class MemoryPlan:
         way = ways.get((self.sleep, self.offload), "vLLM sleeps, and masters and moments move to the host in turns")
         phases = [("while training", self.training), ("while generating", self.generating)]
         return [
-            ("device memory", f"{gib(self.device)}: {way}, leaves {gib(self.left)}"),
+            ("device memory", f"{gib(self.device)} free: {way}, leaves {gib(self.left)}"),
             *((name, _listed(parts)) for name, parts in phases[: 2 if self.sleep else 1]),
         ]
 
@@ -265,7 +277,7 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int,
     Args:
         shape: the model, which trainer and engine both hold.
         training, rollouts: what the run is configured to do.
-        device: bytes of the device's memory.
+        device: bytes of the device that are free, once this process has its CUDA context.
         host: bytes of the host's memory that are free.
 
     Raises:
@@ -318,7 +330,7 @@ def _side_by_side(shape: ModelShape, training: Training, rollouts: Rollouts, dev
         **{name: size for name, size in states.items() if name != "gradients"},
         "gradients and activations": shared,
         "vLLM": engines * (rollouts.width * shape.parameters + CUDA_GRAPHS),
-        RESERVE: _reserve(device),
+        **_others(rollouts, device),
     }
     cache = _room(shape, rollouts, (device - sum(fixed.values())) // engines)
     parts = {**fixed, CACHE: engines * cache}
@@ -327,7 +339,7 @@ def _side_by_side(shape: ModelShape, training: Training, rollouts: Rollouts, dev
 
 def _in_turns(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, offload: bool) -> MemoryPlan:
     states = weight_states(shape, training)
-    rest = {"vLLM's graphs": CUDA_GRAPHS, RESERVE: _reserve(device)}
+    rest = {"vLLM's graphs": CUDA_GRAPHS, **_others(rollouts, device)}
     free = device - sum(states.values()) - sum(rest.values())
     tokens = training.tokens or micro_batch_tokens(shape, training, free)
     tokens = max(tokens, training.longest_row)
@@ -370,8 +382,25 @@ def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
     return rollouts.width * shape.parameters + CUDA_GRAPHS + _working(shape, rollouts) + cache
 
 
+def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
+    """Bytes of the cache of an auxiliary model's server, and all that it takes of a device, its CUDA context included.
+
+    Its cache is as configured, or has room for as much as the policy's has to have room for (`ENOUGH`).
+    """
+    cache = rollouts.kv_cache
+    if cache is None:
+        cache = max(int(ENOUGH * _cache(shape, rollouts, rollouts.at_once)), _cache(shape, rollouts, 1))
+    return cache, _engine(shape, rollouts, cache) + CUDA_CONTEXT
+
+
+def _others(rollouts: Rollouts, device: int) -> dict[str, int]:
+    """Bytes of the device that neither trainer nor engine has."""
+    beside = {"auxiliary models": rollouts.beside} if rollouts.beside else {}
+    return {**beside, RESERVE: _reserve(device)}
+
+
 def _reserve(device: int) -> int:
-    return CUDA_CONTEXT + int(FRAGMENTS * device)
+    return WORKSPACES + int(FRAGMENTS * device)
 
 
 def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts, way: MemoryPlan) -> str:
@@ -391,9 +420,12 @@ def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts, way: Mem
         advice.append("engine.kv_cache_gb=null takes what there is")
     if rollouts.sleep is False and not rollouts.servers:
         advice.append("engine.sleep=auto frees vLLM's memory for training")
-    advice.append(f"a device of {gib((needed + CUDA_CONTEXT) / (1 - FRAGMENTS))} has room")
+    if rollouts.beside:
+        advice.append(f"GPUs of their own (auxiliary_models.NAME.engine.gpus) free {gib(rollouts.beside)}")
+    room = (needed + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES  # the context that is there takes some
+    advice.append(f"a device of {gib(room)} has room")
     return (
-        f"the model does not fit into the {gib(way.device)} of this device (one request of engine.max_model_len="
-        f"{rollouts.context} needs {gib(_cache(shape, rollouts, 1))} of cache). While {phase} {_listed(parts)}. "
-        f"{'; '.join(advice)}."
+        f"the model does not fit into the {gib(way.device)} that are free on this device (one request of "
+        f"engine.max_model_len={rollouts.context} needs {gib(_cache(shape, rollouts, 1))} of cache). While {phase} "
+        f"{_listed(parts)}. {'; '.join(advice)}."
     )
