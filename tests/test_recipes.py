@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compose_cases import composed
 from safetensors.torch import load_file
 
 from trinity_lightning.config.models import resolve_model
@@ -36,6 +37,15 @@ def assert_trains(run_train: Callable[..., Any], folder: Path, recipe: str, *arg
 @pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
 def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tmp_path: Path) -> None:
     assert_trains(run_train, tmp_path, recipe)
+
+
+def test_a_recipe_of_ones_own_builds_on_another(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    text = "# @package _global_\ndefaults: [dapo, _self_]\nname: mine\nexplorer: {repeat_times: 16}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    config = composed("+recipe=mine", f"hydra.searchpath=[file://{tmp_path}]")
+    assert (config.name, config.steps, config.explorer.repeat_times) == ("mine", 24, 16)
+    assert list(config.add_strategy) == ["dapo", "grpo"]
 
 
 def test_a_reasoning_gym_game_in_several_turns_trains(run_train: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""The command that resumes a run: it names this run's folder, and reads as what was given."""
+"""Resuming a run: the command for it, and which checkpoint is the last."""
 
+import logging
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -46,3 +48,20 @@ def test_a_run_is_resumed_by_what_started_it(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
     assert (compose.resume_command("run") or "").startswith(words)
+
+
+def test_the_last_run_is_the_newest_that_has_a_checkpoint_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier, later, failed = (tmp_path / "grpo" / f"2026-01-0{day}_10-00-00" for day in (1, 2, 3))
+    for age, run in enumerate((later, earlier)):
+        (run / "checkpoints").mkdir(parents=True)
+        checkpoint = run / "checkpoints" / "epoch=00009.ckpt"
+        checkpoint.touch()
+        os.utime(checkpoint, (1000 - age, 1000 - age))
+    failed.mkdir()
+    assert compose.run_dir(str(tmp_path), "grpo", "last") == str(later)
+    with caplog.at_level(logging.INFO):
+        assert compose.last_checkpoint(later) == later / "checkpoints" / "epoch=00009.ckpt"
+    assert f"ckpt_path=last is {later}/checkpoints/epoch=00009.ckpt; begun later, and without" in caplog.text
+    assert f"without a checkpoint: {failed.name}" in caplog.text
