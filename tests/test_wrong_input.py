@@ -109,16 +109,24 @@ REFUSED = {
         ["+recipe=grpo", "explorer.batch_size=many"],
         ["batch_size is 'many'; give a whole number."],
     ),
-    "a number for text": (["+recipe=grpo", "sampling.stop=3"], ["sampling.stop", "give a list, [A,B]"]),
+    "a number for text": (
+        ["+recipe=grpo", "sampling.stop=3"],
+        ["sampling.stop holds several values; give a list, [A,B]."],
+    ),
     "text for a number": (["+recipe=grpo", "optimizer.lr=fast"], ["optimizer.lr is 'fast'; give a number."]),
     "text for a switch": (["+recipe=grpo", "save_model=perhaps"], ["save_model is 'perhaps'; give true or false."]),
-    "null for a number": (["+recipe=grpo", "steps=null"], ["steps is "]),
-    "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args is 'int'; give {key: value}."]),
+    "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null; give a value."]),
+    "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys; give {KEY: VALUE}."]),
     "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
     "a setting of a choice that was not made": (
         ["+recipe=grpo", "callbacks.profiler.step=5"],
         ["'callbacks.profiler' is not there: choose it first, callbacks=profiler."],
     ),
+    "arguments of a bare name": (
+        ["+recipe=grpo", "algorithm.policy_loss=ppo", "algorithm.policy_loss.args.dual_clip=3"],
+        ["'algorithm.policy_loss' is a bare name", "give algorithm.policy_loss.name=NAME beside"],
+    ),
+    "a name that cannot be left out": (["+recipe=grpo", "~taskset.name"], ["taskset.name cannot be left out"]),
     "arguments of the loss by their old key": (
         ["+recipe=grpo", "algorithm.policy_loss_args.clip_range_low=0.1"],
         ["unknown key 'algorithm.policy_loss_args'. It is algorithm.policy_loss.args now."],
@@ -140,7 +148,7 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
         ["algorithm.layout=shared_prefix", "model.attn_implementation=sdpa, not eager"],
     ),
-    "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype", "bf16", "fp32"]),
+    "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype is 'fp31'; give one of auto, bf16, fp32."]),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],
         ["sampling.max_tokens", "engine.max_model_len"],

@@ -209,20 +209,21 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
 
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
-# What OmegaConf says of a value of the wrong type, and what to give.
-_WRONG_TYPES = (
-    (re.compile(r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer"), "give a whole number"),
-    (re.compile(r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float"), "give a number"),
-    (re.compile(r"Value '(?P<value>.*)' is not a valid bool"), "give true or false"),
-    (re.compile(r"Cannot convert '\w+' to string: '(?P<value>.*)'"), "give some text"),
-    (re.compile(r"Invalid value assigned: (?P<value>\w+) is not a ListConfig, list or tuple"), "give a list, [A,B]"),
-    (
-        re.compile(r"(Cannot assign|Invalid type assigned:) (?P<value>\w+) (to|is not a subclass of)"),
-        "give {key: value}",
-    ),
-    (re.compile(r"Incompatible value '(?P<value>None)' for field"), "leave it out, or give a value"),
-    (re.compile(r"field '\w+' is not Optional"), "null is no value for it"),
-)
+# What OmegaConf says of a wrong value, and what we say.
+_WRONG_VALUES = [
+    (re.compile(pattern), said)
+    for pattern, said in (
+        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}'; give a whole number"),
+        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}'; give a number"),
+        (r"Value '(.*)' is not a valid bool", "is '{}'; give true or false"),
+        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
+        (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
+        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
+        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
+        (r"Incompatible value 'None' for field|field '[\w.]+' is not Optional", "cannot be null; give a value"),
+        (r"does not support deletion", "cannot be left out; give another value"),
+    )
+]
 _RENAMED = {"algorithm.policy_loss_args": "algorithm.policy_loss.args"}
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
@@ -249,7 +250,7 @@ def explain(error: BaseException) -> str:
     first_line = str(root).strip().splitlines()[0]
     if _OF_A_RESOLVER in first_line:  # one of ours, which says it all
         return first_line.partition(_OF_A_RESOLVER)[2]
-    return _wrong_type(key, first_line)
+    return _wrong_value(key, first_line)
 
 
 def _unknown_key(root: OmegaConfBaseException, key: str) -> str:
@@ -264,6 +265,8 @@ def _unknown_key(root: OmegaConfBaseException, key: str) -> str:
     if match := nearest(name, allowed):
         meant = f"{prefix}.{match}" if prefix else match
         return f"unknown key '{key}'. Did you mean '{meant}'? Known here: {', '.join(sorted(allowed))}."
+    if name == "args":
+        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME beside {key}."
     if "args" in allowed:
         return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
     if OmegaConf.get_type(parent) is dict:
@@ -271,11 +274,10 @@ def _unknown_key(root: OmegaConfBaseException, key: str) -> str:
     return unknown_name("key", key, allowed)
 
 
-def _wrong_type(key: str, message: str) -> str:
-    for pattern, advice in _WRONG_TYPES:
+def _wrong_value(key: str, message: str) -> str:
+    for pattern, said in _WRONG_VALUES:
         if found := pattern.search(message):
-            value = found.groupdict().get("value", "null")
-            return f"{key} is {value!r}; {advice}."
+            return f"{key} {said.format(*found.groups())}."
     return f"{key}: {message}" if key else message
 
 
