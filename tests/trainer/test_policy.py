@@ -134,8 +134,7 @@ def test_entropy_bonus_and_its_gradient(tiny):
 
 def test_gradient_checkpointing_changes_no_gradient():
     experiences = make_experiences()
-    policy, seen = make_policy(), Gradients()
-    policy._gradient_checkpointing = True
+    policy, seen = make_policy(model={"gradient_checkpointing": True}), Gradients()
     fit(policy, [batch_of(experiences)], seen)
     assert policy.policy.is_gradient_checkpointing
     assert_same_gradients(seen.steps[0], one_step(experiences)[1])

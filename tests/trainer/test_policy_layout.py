@@ -173,8 +173,7 @@ def test_all_batches_of_a_step_have_the_layout_that_its_columns_were_computed_in
 
 def test_gradient_checkpointing_changes_no_gradient_of_shared_prefixes():
     experiences = groups()
-    policy, seen = make_policy(layout=Layout.shared_prefix), Gradients()
-    policy._gradient_checkpointing = True
+    policy, seen = make_policy(model={"gradient_checkpointing": True}, layout=Layout.shared_prefix), Gradients()
     fit(policy, [batch_of(experiences)], seen)
     tiny = load_tiny()  # with autograd's own gradients of embeddings and head
     assert_same_gradients(seen.steps[0], naive_gradients(tiny, naive_grpo(tiny, experiences)))

@@ -21,7 +21,7 @@ from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 
 
-def load_model(name: str, dtype: torch.dtype, dropout: Dropout, attn_implementation: str) -> Any:
+def load_model(name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str) -> Any:
     """A causal language model of transformers, on the CPU.
 
     Raises:

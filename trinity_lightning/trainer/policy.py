@@ -142,27 +142,23 @@ class PolicyModule(L.LightningModule):
         if WeightDtype(dtype) is WeightDtype.auto:
             raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
-        self._dropout = Dropout(dropout)
-        self._compile_layers = compile_layers
-        self._gradient_checkpointing = gradient_checkpointing
-        self._attn_implementation = attn_implementation
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._settled: _Settled | None = None
-        arguments = {
+        arguments: dict[str, Any] = {
             "model": model,
             "algorithm": _plain(self.algorithm),
             "optimizer": _plain(self.optimizer_config),
             "dtype": WeightDtype(dtype).value,
-            "dropout": self._dropout.value,
+            "dropout": Dropout(dropout).value,
             "compile_layers": compile_layers,
             "gradient_checkpointing": gradient_checkpointing,
             "attn_implementation": attn_implementation,
             "planned_tokens": planned_tokens,
         }
-        self.save_hyperparameters(arguments, logger=False)  # for load_from_checkpoint; a run records its own
+        self.save_hyperparameters(arguments, logger=False)  # in checkpoints; a run's record has them already
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +199,7 @@ class PolicyModule(L.LightningModule):
         if self.model is None:
             self.model = self._load_model().train()
             lean_embeddings(self.model)
-            if self._gradient_checkpointing:
+            if self.hparams["gradient_checkpointing"]:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
             if self.objective.needs_reference:
                 self._reference = [self._load_model().eval().requires_grad_(False)]
@@ -218,7 +214,8 @@ class PolicyModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _load_model(self) -> Any:
-        return load_model(self.model_name, self._dtype, self._dropout, self._attn_implementation)
+        dropout, attention = Dropout(self.hparams["dropout"]), self.hparams["attn_implementation"]
+        return load_model(self.model_name, self._dtype, dropout, attention)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +254,7 @@ class PolicyModule(L.LightningModule):
             ModelLoadError: its log-probabilities cannot be computed.
             ConfigError: `algorithm.layout` is not for this architecture, or it cannot be compiled and was to be.
         """
-        if self._compile_layers:
+        if self.hparams["compile_layers"]:
             check_compilable(self.policy)
         if self._settled is not None and self._settled.device != self.device:
             self._settled = None
@@ -490,7 +487,7 @@ class PolicyModule(L.LightningModule):
             reuse_large_buffers()
         self._peak = self._peak_flops()
         self.check_trainable()
-        if self._compile_layers:  # only now: what was tried above would be compiled too
+        if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             for model in (self.policy, *self._reference):
                 compile_layers_of(model)
         self._restore_random_state()

@@ -11,7 +11,6 @@ from trinity_lightning.common.experience.gather import gather_action_masks as ga
 from trinity_lightning.common.experience.gather import gather_attention_masks as gather_attention_masks
 from trinity_lightning.common.experience.gather import gather_multi_modal_inputs as gather_multi_modal_inputs
 from trinity_lightning.common.experience.gather import gather_response_attrs as gather_response_attrs
-from trinity_lightning.common.experience.gather import gather_rows as gather_rows
 from trinity_lightning.common.experience.gather import gather_token_ids as gather_token_ids
 from trinity_lightning.common.experience.grouping import group_by as group_by
 from trinity_lightning.common.experience.grouping import (

@@ -212,19 +212,9 @@ def _pad_response(
     device: Device,
     pin_memory: bool,
 ) -> Tensor:
-    _check_widths(experiences, _lengths(rows), width, f"a length of {name}")
-    return gather_rows(rows, width, pad_value, device=device, pin_memory=pin_memory)
-
-
-def gather_rows(
-    rows: Sequence[Tensor], width: int, pad_value: float = 0, *, device: Device = None, pin_memory: bool = False
-) -> Tensor:
-    """Any vectors of one dtype and at most `width` values, padded on the right: [B, width]; further arguments as above.
-
-    At least one; nothing is checked.
-    """
     lengths = _lengths(rows)
-    return _pad(list(rows), np.zeros_like(lengths), width - lengths, pad_value, device, pin_memory)
+    _check_widths(experiences, lengths, width, f"a length of {name}")
+    return _pad(rows, np.zeros_like(lengths), width - lengths, pad_value, device, pin_memory)
 
 
 def gather_multi_modal_inputs(
