@@ -436,8 +436,10 @@ class PolicyModule(L.LightningModule):
         was_training = model.training
         model.eval()  # dropout would make them another model's
         for part in self._cut(batch, rows):
-            values, _ = self._logprobs(model, collate(batch, part, self.device))
-            for row, value in zip(part.rows, values.cpu(), strict=True):
+            # Graphs of a pass without gradients round otherwise than those of training: the first ratio would not be 1.
+            with torch.set_grad_enabled(self.hparams["compile_layers"]):
+                values, _ = self._logprobs(model, collate(batch, part, self.device))
+            for row, value in zip(part.rows, values.detach().cpu(), strict=True):
                 column[row] = value[: len(column[row])].clone()
         model.train(was_training)
         return column
