@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings
-from layout_cases import SCALE, dense, segments, states, visible
-from policy_cases import make_policy
+from support.layouts import SCALE, dense, segments, states, visible
+from support.policy import make_policy
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

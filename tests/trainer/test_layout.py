@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import batches, experiences
-from policy_cases import batch_of, fit, make_experiences, make_policy
+from support.layouts import batches, experiences
+from support.policy import batch_of, fit, make_experiences, make_policy
 
 import trinity_lightning.trainer.layout as token_budget
 from trinity_lightning.common.experience import Experience

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from policy_cases import Prepare, batch_of, fit, make_experiences
+from support.policy import Prepare, batch_of, fit, make_experiences
 from torch import nn
 from transformers import (
     GPT2Config,

@@ -9,7 +9,7 @@ import torch
 from compose_cases import composed
 from lightning import Trainer
 from omegaconf import OmegaConf
-from policy_cases import (
+from support.policy import (
     Gradients,
     Prepare,
     assert_same_gradients,

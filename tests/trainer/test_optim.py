@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import Gradients, batch_of, fit, make_experiences, make_policy
+from support.policy import Gradients, batch_of, fit, make_experiences, make_policy
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (

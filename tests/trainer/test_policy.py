@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from policy_cases import (
+from support.policy import (
     Gradients,
     Prepare,
     assert_same_gradients,

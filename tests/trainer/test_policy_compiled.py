@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policy_cases import Gradients, Prepare, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
+from support.policy import Gradients, Prepare, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
 from torch._dynamo.utils import counters
 
 from trinity_lightning.config.training import Layout, OptimizerConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import batches
-from policy_cases import (
+from support.layouts import batches
+from support.policy import (
     Gradients,
     Prepare,
     assert_same_gradients,

@@ -1,7 +1,7 @@
 """PolicyModule with expert data: the mix loss on a model, however the batch is cut."""
 
 import torch
-from policy_cases import (
+from support.policy import (
     Gradients,
     assert_same_gradients,
     batch_of,

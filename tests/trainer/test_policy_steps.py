@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from policy_cases import (
+from support.policy import (
     Gradients,
     Items,
     Prepare,

@@ -10,7 +10,7 @@ import hydra.utils
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from policy_cases import batch_of, fit, make_experiences, make_policy
+from support.policy import batch_of, fit, make_experiences, make_policy
 from torch.autograd import _profiler_enabled as is_profiling  # pyright: ignore[reportPrivateImportUsage]
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
