@@ -437,7 +437,8 @@ def test_weights_alone_are_loaded_from_a_checkpoint(tmp_path):
 
 
 def test_a_policy_is_loaded_from_its_checkpoint_alone(tmp_path):
-    settings = {"layout": "shared_prefix", "policy_loss_args": {"clip_range_high": 0.28}, "kl": KLConfig("k3", 0.1)}
+    loss = {"name": "ppo", "args": {"clip_range_high": 0.28}}
+    settings = {"layout": "shared_prefix", "policy_loss": loss, "kl": KLConfig("k3", 0.1)}
     policy = make_policy(OptimizerConfig(lr=1e-2), "bf16", {"gradient_checkpointing": True}, **settings)
     batches = [batch_of(make_experiences())]
     fit(policy, batches, Prepare(batches)).save_checkpoint(tmp_path / "it.ckpt")
