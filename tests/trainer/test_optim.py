@@ -18,11 +18,50 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
+    get_scheduler,
 )
 
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import HostMemory, MasterWeights, parameter_groups
+from trinity_lightning.trainer.optim import HostMemory, MasterWeights, learning_rate_schedule, parameter_groups
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def halving(optimizer: torch.optim.Optimizer, num_warmup_steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5 ** max(step - num_warmup_steps, 0))
+
+
+def rates(schedule: Any, steps: int = 8) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+@pytest.mark.parametrize("name", PARTS["schedule"])
+def test_a_schedule_is_that_of_transformers(name: str) -> None:
+    config = OptimizerConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 2, total_steps=8)
+    expected = get_scheduler(name, sgd(), config.warmup_steps, config.total_steps)
+    assert rates(learning_rate_schedule(sgd(), config)) == rates(expected)
+
+
+def test_a_schedule_of_ones_own() -> None:
+    config = OptimizerConfig(lr_scheduler=f"{__name__}.halving", warmup_steps=2)
+    assert rates(learning_rate_schedule(sgd(), config), 5) == [1.0, 1.0, 1.0, 0.5, 0.25]
+
+
+def test_a_schedule_that_ends_needs_to_know_when() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.lr_scheduler=linear needs optimizer.total_steps"):
+        learning_rate_schedule(sgd(), OptimizerConfig(lr_scheduler="linear"))
+
 
 # -- what weight decay is for: matrices, and nothing else; through the masters of bfloat16 weights too -----------------
 

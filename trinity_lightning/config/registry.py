@@ -115,6 +115,15 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "vllm_server": "vllm_server.VLLMServerEngine",
         },
     ),
+    # (optimizer, num_warmup_steps, num_training_steps), of which a schedule takes what it needs
+    "schedule": {
+        "constant": "transformers.get_constant_schedule",
+        "constant_with_warmup": "transformers.get_constant_schedule_with_warmup",
+        "cosine": "transformers.get_cosine_schedule_with_warmup",
+        "inverse_sqrt": "transformers.get_inverse_sqrt_schedule",
+        "linear": "transformers.get_linear_schedule_with_warmup",
+        "polynomial": "transformers.get_polynomial_decay_schedule_with_warmup",
+    },
 }
 
 # What the checks before any import need to know of parts by name; parts of one's own have none of it.

@@ -17,7 +17,6 @@ OLD_LOGPROBS = ("trainer", "engine")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 CORRECTION_LEVELS = ("token", "sequence")
 CORRECTION_MODES = ("truncate", "mask")
-LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 
 
 class WeightDtype(Enum):
@@ -222,7 +221,8 @@ class OptimizerConfig:
         lr: peak learning rate.
         betas, eps: as in AdamW.
         weight_decay: as in AdamW, of matrices alone: embeddings, norms and biases do not decay.
-        lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial or inverse_sqrt.
+        lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, or your own function of
+            (optimizer, num_warmup_steps, num_training_steps) by its dotted path.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: horizon of the schedule in optimizer steps; null: those of the run.
 
@@ -244,7 +244,7 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
         number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
         number("optimizer.weight_decay", self.weight_decay, least=0)
-        one_of("optimizer.lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
+        one_of("optimizer.lr_scheduler", self.lr_scheduler, PARTS["schedule"], with_paths=True)
         whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
         whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
 

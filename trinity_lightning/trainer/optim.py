@@ -1,14 +1,18 @@
 """The optimizer: AdamW and its schedule, float32 masters of bfloat16 weights, and both in the host's memory."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.training import OptimizerConfig
+
+SCHEDULE: Registry[Callable[..., Any]] = Registry("schedule")
 
 # Parameters that do not decay by the last part of their names: down_proj_bias, mixer.A_log, mixer.D, ...
 _EXEMPT = re.compile(r"(^|[._])bias$|(^|\.)(A_log|D)$")
@@ -43,17 +47,20 @@ def adamw(parameters: Any, config: OptimizerConfig) -> Optimizer:
 
 
 def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any:
-    """The schedule of that name of transformers, stepped once an optimizer step.
+    """The schedule of that name, stepped once an optimizer step.
 
     Raises:
-        ValueError: an unknown name, or one that needs `total_steps` where there is none.
+        ValueError: an unknown name, or one that needs `total_steps`, and there is none.
     """
-    from transformers import get_scheduler
-
     name = config.lr_scheduler
     if name == "constant" and config.warmup_steps > 0:
         name = "constant_with_warmup"  # transformers would silently not warm up
-    return get_scheduler(name, optimizer, config.warmup_steps, config.total_steps)
+    schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
+    steps = {"num_warmup_steps": config.warmup_steps, "num_training_steps": config.total_steps}
+    taken = {key: value for key, value in steps.items() if key in inspect.signature(schedule).parameters}
+    if None in taken.values():
+        raise ValueError(f"optimizer.lr_scheduler={name} needs optimizer.total_steps.")
+    return schedule(optimizer, **taken)
 
 
 # -- float32 masters ---------------------------------------------------------------------------------------------------
