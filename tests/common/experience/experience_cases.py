@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import EID, CustomField, Experience
+from trinity_lightning.common.experience.codec import TORCH_DTYPES
 
 FLOAT_DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 TOKEN_DTYPES = st.sampled_from([torch.int32, torch.int64, torch.uint8, torch.int16])
@@ -118,3 +119,41 @@ def sample() -> list[Experience]:
     )
     pair = Experience(tokens=[1, 2], chosen=[3], rejected=[4, 5], chosen_messages=[{"role": "user", "content": "x"}])
     return [single, multi, pair]
+
+
+def fixed() -> list[Experience]:
+    """The experiences of version_2.bin beside this file: every dtype and kind of value, and ids that stay the same."""
+    chat = [{"role": "user", "content": "Hi", "tool_calls": [{"id": 1}]}]
+    single = Experience(
+        eid=EID(1, "a", 2, 3, "s"),
+        tokens=[1, 2, 3, 4, 5],
+        prompt_length=2,
+        logprobs=[-0.1, -0.2, float("nan")],
+        reward=0.5,
+        advantages=torch.ones(3, dtype=torch.bfloat16),
+        truncate_status="response_truncated",
+        info={"shape": (1, 2), 7: b"bytes", "tensor": torch.eye(2), "array": np.arange(3), "nan": float("nan")},
+        metrics={"accuracy": 1.0},
+        prompt_text="What?",
+        response_text="That.",
+        custom_fields=[CustomField("shape", "shapes", torch.int64)],
+    )
+    single.info |= {name: torch.tensor([[0, 1]]).to(TORCH_DTYPES[name]) for name in sorted(TORCH_DTYPES)}
+    single.info |= {"scalar": np.float32(1.5), "lone": "a\ud800b", "nested": ({(1, "a"): [None, True, 2**64 - 1]},)}
+    multi = Experience(
+        eid=EID(1, 2, suffix="m"),
+        tokens=torch.arange(6),
+        prompt_length=2,
+        action_mask=[True, True, False, True],
+        teacher_logprobs=torch.tensor([0.0, -1.0, -2.0, -3.0]).double(),
+        messages=chat,
+        tools=[{"name": "calculator"}],
+        multi_modal_inputs={"pixels": torch.arange(6.0).reshape(2, 3)},
+    )
+    pair = Experience(
+        eid=EID("7/eval", 0, suffix="p"), tokens=[1, 2], chosen=[3], rejected=[4, 5], chosen_messages=chat
+    )
+    cut = Experience(
+        eid=EID(suffix="c"), tokens=[1, 2], prompt_length=2, logprobs=[0.0], truncate_status="prompt_truncated"
+    )
+    return [single, multi, pair, cut]

@@ -11,7 +11,7 @@ import torch
 from experience_cases import sample
 
 from trinity_lightning.common.experience import CustomField, Experience, ExperienceFormatError
-from trinity_lightning.common.experience.plain_pickle import load_plain
+from trinity_lightning.common.experience.legacy import load_plain
 
 TENSORS = ["tokens", "logprobs", "token_level_reward", "advantages", "returns", "action_mask", "chosen", "rejected"]
 PLAIN = ["reward", "truncate_status", "info", "metrics", "prompt_length", "response_text", "prompt_text", "messages"]
@@ -79,7 +79,7 @@ REFUSED = {
     "set": ({1}, "EMPTY_SET"),
     "complex": (1j, r"builtins\.complex"),
     "tensor": (torch.ones(1), r"torch\._utils\._rebuild_tensor_v2"),
-    "field": (CustomField("a", "b", torch.int8), r"custom_field\.CustomField|copyreg"),
+    "field": (CustomField("a", "b", torch.int8), r"experience\.CustomField|copyreg"),
 }
 
 
@@ -186,6 +186,15 @@ def test_plain_pickles_are_read_only_on_request():
         Experience.deserialize_many(data)
     assert Experience.deserialize_many(data, allow_pickle=True) == batch
     assert Experience.deserialize(pickle.dumps(batch[0]), allow_pickle=True) == batch[0]
+
+
+def test_plain_pickles_name_classes_where_they_were():
+    experience, module = Experience(tokens=[1, 2], custom_fields=[CustomField("a", "b", torch.int8)]), b"experience."
+    data = pickle.dumps(experience, protocol=2)
+    for name, file in ((b"EID", b"eid"), (b"CustomField", b"custom_field")):
+        assert module + b"experience\n" + name in data
+        data = data.replace(module + b"experience\n" + name, module + file + b"\n" + name)
+    assert Experience.deserialize(data, allow_pickle=True) == experience
 
 
 @pytest.mark.parametrize(

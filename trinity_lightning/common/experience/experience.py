@@ -1,17 +1,21 @@
-"""What came of one rollout, unpadded."""
+"""`Experience`: what came of one rollout, unpadded; its identity, its equality, and the rules that it keeps."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+import math
+import numbers
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import eq
+from types import NoneType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience import validation as check
-from trinity_lightning.common.experience.custom_field import CustomField
-from trinity_lightning.common.experience.eid import EID
-from trinity_lightning.common.experience.equality import same
-from trinity_lightning.common.experience.errors import ExperienceError
+from trinity_lightning.errors import TrinityError
 
 ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
 Buffer = bytes | bytearray | memoryview
@@ -20,6 +24,80 @@ Buffer = bytes | bytearray | memoryview
 RESPONSE_FIELDS = ("logprobs", "token_level_reward", "advantages", "returns", "action_mask", "teacher_logprobs")
 # Tensors with one value a token of their own sequence.
 TOKEN_FIELDS = ("tokens", "chosen", "rejected")
+INTEGER_DTYPES = frozenset({getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)})
+
+
+class ExperienceError(TrinityError, ValueError):
+    """An experience, or a list of them, does not fit what is asked of it."""
+
+
+class ExperienceFormatError(TrinityError, ValueError):
+    """A payload is not one that this library wrote, or is damaged."""
+
+
+@dataclass(repr=False)
+class EID:
+    """Identity of one experience.
+
+    Attributes:
+        batch: explore step, or "<step>/<eval taskset>"; set by the workflow runner.
+        task: position of the task in the batch; set by the workflow runner.
+        run: which of the task's rollouts; set by the workflow, or by the runner if workflows do not repeat.
+        step: which step of a rollout of several; set by the workflow.
+        suffix: of experiences that agree in everything else; by default 12 random hex digits, of which two in a million
+            are the same with probability 0.002 (of 6 digits, certainly).
+    """
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = field(default_factory=lambda: secrets.token_hex(6))
+
+    @property
+    def uid(self) -> str:
+        """Unique identifier, "batch/task/run/step/suffix"."""
+        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
+
+    @property
+    def sid(self) -> str:
+        """Step identifier "batch/task/step": the same step of all runs of a task."""
+        return f"{self.batch}/{self.task}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """Run identifier "batch/task/run": all steps of one run of a task."""
+        return f"{self.batch}/{self.task}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """Task identifier "batch/task": all runs of a task, the group of GRPO and its relatives."""
+        return f"{self.batch}/{self.task}"
+
+    def __str__(self) -> str:
+        return self.uid
+
+    def __repr__(self) -> str:
+        return f"EID(batch={self.batch}, task={self.task}, run={self.run}, step={self.step}, uuid={self.suffix})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The five fields as a dict; `EID(**eid.to_dict()) == eid`."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class CustomField:
+    """A column of the batch from a number of every experience's `info`, [B].
+
+    Attributes:
+        source_field: key in `Experience.info`.
+        destination_field: name in the batch.
+        data_type: dtype in the batch.
+    """
+
+    source_field: str
+    destination_field: str
+    data_type: torch.dtype
 
 
 @dataclass(init=False, eq=False)
@@ -114,27 +192,27 @@ class Experience:
     ) -> None:
         self.eid = _make_eid(eid)
         try:
-            self.tokens = check.token_ids(tokens, "tokens")
-            self.prompt_length = check.prompt_length_value(prompt_length)
-            self.logprobs = check.optional(check.float_values, logprobs, "logprobs")
-            self.reward = check.reward_value(reward)
-            self.token_level_reward = check.optional(check.float_values, token_level_reward, "token_level_reward")
-            self.advantages = check.optional(check.float_values, advantages, "advantages")
-            self.returns = check.optional(check.float_values, returns, "returns")
-            self.truncate_status = check.instance_of(truncate_status, "truncate_status", str)
-            self.info = {} if info is None else check.instance_of(info, "info", dict)
-            self.metrics = {} if metrics is None else check.instance_of(metrics, "metrics", dict)
-            self.response_text = check.instance_of(response_text, "response_text", str)
-            self.prompt_text = check.instance_of(prompt_text, "prompt_text", str)
-            self.action_mask = check.optional(check.mask_values, action_mask, "action_mask")
-            self.messages = check.instance_of(messages, "messages", list)
-            self.tools = check.instance_of(tools, "tools", list)
-            self.chosen = check.optional(check.token_ids, chosen, "chosen")
-            self.rejected = check.optional(check.token_ids, rejected, "rejected")
-            self.chosen_messages = check.instance_of(chosen_messages, "chosen_messages", list)
-            self.rejected_messages = check.instance_of(rejected_messages, "rejected_messages", list)
-            self.multi_modal_inputs = check.tensor_dict(multi_modal_inputs, "multi_modal_inputs")
-            self.teacher_logprobs = check.optional(check.float_values, teacher_logprobs, "teacher_logprobs")
+            self.tokens = _token_ids(tokens, "tokens")
+            self.prompt_length = _prompt_length(prompt_length)
+            self.logprobs = _optional(_floats, logprobs, "logprobs")
+            self.reward = reward_value(reward)
+            self.token_level_reward = _optional(_floats, token_level_reward, "token_level_reward")
+            self.advantages = _optional(_floats, advantages, "advantages")
+            self.returns = _optional(_floats, returns, "returns")
+            self.truncate_status = _instance_of(truncate_status, "truncate_status", str)
+            self.info = {} if info is None else _instance_of(info, "info", dict)
+            self.metrics = {} if metrics is None else _instance_of(metrics, "metrics", dict)
+            self.response_text = _instance_of(response_text, "response_text", str)
+            self.prompt_text = _instance_of(prompt_text, "prompt_text", str)
+            self.action_mask = _optional(_mask, action_mask, "action_mask")
+            self.messages = _instance_of(messages, "messages", list)
+            self.tools = _instance_of(tools, "tools", list)
+            self.chosen = _optional(_token_ids, chosen, "chosen")
+            self.rejected = _optional(_token_ids, rejected, "rejected")
+            self.chosen_messages = _instance_of(chosen_messages, "chosen_messages", list)
+            self.rejected_messages = _instance_of(rejected_messages, "rejected_messages", list)
+            self.multi_modal_inputs = _tensor_dict(multi_modal_inputs, "multi_modal_inputs")
+            self.teacher_logprobs = _optional(_floats, teacher_logprobs, "teacher_logprobs")
             self.custom_fields = _make_custom_fields(custom_fields)
             self._set_type_and_mask()
             self._check_lengths()
@@ -142,7 +220,7 @@ class Experience:
             raise ExperienceError(f"experience {self.eid.uid}: {error}") from error
 
     def _set_type_and_mask(self) -> None:
-        """Tell the type, and make the action mask of a single turn."""
+        """Set the type, and the action mask of a single turn."""
         if self.action_mask is not None:
             self.experience_type: ExperienceType = "multi_turn"
         elif self.chosen is not None and self.rejected is not None:
@@ -183,11 +261,9 @@ class Experience:
         """Field by field; tensors by dtype, shape and values, NaN equal to NaN."""
         if not isinstance(other, Experience):
             return NotImplemented
-        return same(vars(self), vars(other))
+        return _same(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]  # experiences are mutable
-
-    # Serialization knows of Experience, so it can be imported only when it is used.
 
     def serialize(self) -> bytes:
         """This experience as a payload; errors as `serialize_many`."""
@@ -201,9 +277,9 @@ class Experience:
             ExperienceError: a field holds what cannot be encoded, or has a type or length that it must not have (fields
                 may be assigned unchecked); the message names experience and field.
         """
-        from trinity_lightning.common.experience import serialization
+        from trinity_lightning.common.experience import codec  # which knows of Experience
 
-        return serialization.serialize_many(experiences)
+        return codec.serialize_many(experiences)
 
     @staticmethod
     def deserialize(data: Buffer, allow_pickle: bool = False) -> "Experience":
@@ -212,9 +288,12 @@ class Experience:
         Raises:
             ExperienceError: the payload holds another number of experiences.
         """
-        from trinity_lightning.common.experience import serialization
-
-        return serialization.deserialize(data, allow_pickle)
+        experiences = Experience.deserialize_many(data, allow_pickle)
+        if len(experiences) != 1:
+            raise ExperienceError(
+                f"expected a payload of one experience, got {len(experiences)}; use deserialize_many."
+            )
+        return experiences[0]
 
     @staticmethod
     def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list["Experience"]:
@@ -228,9 +307,9 @@ class Experience:
         Raises:
             ExperienceFormatError: anything else, or a damaged payload.
         """
-        from trinity_lightning.common.experience import serialization
+        from trinity_lightning.common.experience import codec
 
-        return serialization.deserialize_many(data, allow_pickle)
+        return codec.deserialize_many(data, allow_pickle)
 
     def to_dict(self) -> dict[str, Any]:
         """What a person or a logger wants to see, without tensors; optional entries only where they are not None."""
@@ -265,7 +344,7 @@ def check_assigned(experience: Experience) -> None:
                 f"{name} of an Experience was set to {value!r:.80}: it must be of type {kind.__name__}, at least "
                 f"{name}={fix}."
             )
-    experience.reward = check.reward_value(experience.reward)
+    experience.reward = reward_value(experience.reward)
 
 
 def _make_eid(eid: Any) -> EID:
@@ -287,3 +366,213 @@ def _make_custom_fields(custom_fields: Any) -> list[CustomField]:
     if not isinstance(custom_fields, (list, tuple)) or not all(isinstance(f, CustomField) for f in custom_fields):
         raise ExperienceError("custom_fields: expected a list of CustomField.")
     return list(custom_fields)
+
+
+def _as_array(value: Any, name: str, kinds: str, expected: str) -> np.ndarray:
+    """A list, tuple or array as a 1-D numpy array whose dtype is of one of the `kinds`."""
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise ExperienceError(f"{name}: expected {expected}, got {type(value).__name__}.")
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        raise ExperienceError(f"{name}: expected {expected}, got nested or ragged values ({error}).") from error
+    if array.ndim != 1:
+        raise ExperienceError(f"{name}: expected {expected}, got shape {array.shape}.")
+    if array.size and array.dtype.kind not in kinds:
+        raise ExperienceError(f"{name}: expected {expected}, got values of type {array.dtype}.")
+    return array
+
+
+def _one_dimensional(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself, which must have one dimension."""
+    if tensor.dim() != 1:
+        raise ExperienceError(f"{name}: expected a 1-D tensor, got shape {tuple(tensor.shape)}.")
+    return tensor
+
+
+def _token_ids(value: Any, name: str) -> Tensor:
+    """Token ids [len]: an integer tensor as it is, anything list-like as int32."""
+    if isinstance(value, Tensor):
+        if value.dtype not in INTEGER_DTYPES:
+            raise ExperienceError(f"{name}: expected token ids of an integer dtype, got {value.dtype}.")
+        return _one_dimensional(value, name)
+    array = _as_array(value, name, "iu", "a 1-D tensor or list of integers")
+    limits = np.iinfo(np.int32)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
+        raise ExperienceError(
+            f"{name}: expected ids within int32 (pass an int64 tensor for larger ones), "
+            f"got {array.min()} to {array.max()}."
+        )
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def _floats(value: Any, name: str) -> Tensor:
+    """Per-token numbers [len]: a tensor as it is, anything list-like as float32."""
+    if isinstance(value, Tensor):
+        return _one_dimensional(value, name)
+    return torch.from_numpy(_as_array(value, name, "fiu", "a 1-D tensor or list of numbers").astype(np.float32))
+
+
+def _mask(value: Any, name: str) -> Tensor:
+    """Per-token mask [len]: a tensor as it is, anything list-like of booleans, zeros and ones as bool."""
+    if isinstance(value, Tensor):
+        return _one_dimensional(value, name)
+    array = _as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
+    mask = array.astype(bool)
+    if not np.array_equal(mask, array):
+        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
+    return torch.from_numpy(mask)
+
+
+def reward_value(value: Any) -> float | None:
+    """A reward as float, or None."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, (numbers.Real, np.bool_)):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ExperienceError("reward: expected a number within the range of a float.") from error
+    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
+    raise ExperienceError(f"reward: expected a real number or None, got {what}.")
+
+
+def _prompt_length(value: Any) -> int:
+    """A prompt length as int."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
+    raise ExperienceError(f"prompt_length: expected an int, got {shown}.")
+
+
+def _instance_of(value: Any, name: str, kind: type) -> Any:
+    """The value itself, which must be None or an instance of `kind`."""
+    if value is None or isinstance(value, kind):
+        return value
+    raise ExperienceError(f"{name}: expected {kind.__name__} or None, got {type(value).__name__}.")
+
+
+def _tensor_dict(value: Any, name: str) -> dict[str, Tensor] | None:
+    """A dict of tensors, its values converted where they are not tensors yet; None stays None."""
+    if _instance_of(value, name, dict) is None:
+        return None
+    result = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
+        try:
+            result[key] = item if isinstance(item, Tensor) else torch.tensor(item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
+    return result
+
+
+def _optional(convert: Callable[[Any, str], Tensor], value: Any, name: str) -> Tensor | None:
+    """`convert(value, name)`, or None for None."""
+    return None if value is None else convert(value, name)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal: `==` all the way down, except that NaN equals NaN.
+
+    Tensors and arrays must agree in dtype, shape and values; a list never equals a tuple, nor a tensor an array.
+    """
+    for kind in (Tensor, np.ndarray):
+        if isinstance(a, kind) or isinstance(b, kind):
+            return isinstance(a, kind) and isinstance(b, kind) and _same_numbers(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if (isinstance(a, list) and isinstance(b, list)) or (isinstance(a, tuple) and isinstance(b, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return _same(vars(a), vars(b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _same_numbers(a: Any, b: Any) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if isinstance(a, Tensor):
+        b = b.to(a.device)
+        if torch.equal(a, b):
+            return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is what differs from itself
+
+
+# -- The same rules for many experiences at once, which were not made by the constructor or assigned to since ----------
+
+Columns = dict[str, list[Any]]
+REQUIRED_COLUMNS: dict[str, tuple[type, ...]] = {
+    **{f"eid.{each.name}": (int, str) for each in dataclasses.fields(EID)},
+    "experience_type": (str,),
+    "prompt_length": (int,),
+}
+COLUMN_TYPES: dict[str, tuple[type, ...]] = REQUIRED_COLUMNS | {
+    "reward": (float, NoneType),
+    "truncate_status": (str, NoneType),
+    "info": (dict,),
+    "metrics": (dict,),
+    "response_text": (str, NoneType),
+    "prompt_text": (str, NoneType),
+    "messages": (list, NoneType),
+    "tools": (list, NoneType),
+    "chosen_messages": (list, NoneType),
+    "rejected_messages": (list, NoneType),
+    "multi_modal_inputs": (dict, NoneType),
+    "custom_fields": (list,),
+}
+_LARGE = 2**62
+
+
+def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
+    """The first value whose type its column must not have, as (row, message)."""
+    for name, column in columns.items():
+        kinds = COLUMN_TYPES[name]
+        for row, value in enumerate(column if not set(map(type, column)) <= set(kinds) else ()):
+            if not isinstance(value, kinds):
+                return row, f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}."
+    return None
+
+
+def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, str] | None:
+    """The first experience whose parts do not fit together, as (row, message).
+
+    Args:
+        columns: the plain fields.
+        lengths: length of every tensor field that some experience has, int64 [B], -1 for those that lack it.
+    """
+    none = np.full(len(columns["prompt_length"]), -1)
+    tokens, chosen, rejected, logprobs = (lengths.get(n, none) for n in ("tokens", "chosen", "rejected", "logprobs"))
+    single, multi, pair = (_equal(columns["experience_type"], kind) for kind in ("single_turn", "multi_turn", "dpo"))
+    truncated = single & _equal(columns["truncate_status"], "prompt_truncated")
+    prompt = _integers(columns["prompt_length"])
+    responses = np.where(truncated & (logprobs >= 0), logprobs, tokens - prompt)
+    rules = {
+        "experience_type: expected single_turn, multi_turn or dpo": single | multi | pair,
+        "tokens: expected a tensor": tokens >= 0,
+        "chosen, rejected: expected in a dpo experience": ~pair | ((chosen >= 0) & (rejected >= 0)),
+        "prompt_length: expected within the tokens": (prompt >= single) & (prompt <= tokens - (single & ~truncated)),
+    }
+    for name in filter(lengths.__contains__, RESPONSE_FIELDS):
+        rules[f"{name}: expected one value a response token"] = (lengths[name] < 0) | (lengths[name] == responses)
+    for message, kept in rules.items():
+        if not kept.all():
+            row = int(np.flatnonzero(~kept.astype(bool))[0])
+            found = {name: int(length[row]) for name, length in lengths.items() if length[row] >= 0}
+            return row, f"{message}, got lengths {found} and prompt_length {prompt[row]}."
+    return None
+
+
+def _equal(column: list[str | None], value: str) -> np.ndarray:
+    count = column.count(value)
+    if count in (0, len(column)):
+        return np.full(len(column), count > 0)
+    return np.fromiter(map(eq, column, repeat(value)), bool, len(column))
+
+
+def _integers(column: list[int]) -> np.ndarray:
+    """The column as int64, or as Python's integers if differences could leave the range of those."""
+    small = not column or (min(column) >= -_LARGE and max(column) <= _LARGE)
+    return np.array(column, dtype=np.int64 if small else object)

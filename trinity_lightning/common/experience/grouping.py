@@ -5,9 +5,7 @@ from typing import Literal
 
 import torch
 
-from trinity_lightning.common.experience.eid import EID
-from trinity_lightning.common.experience.errors import ExperienceError
-from trinity_lightning.common.experience.experience import Experience
+from trinity_lightning.common.experience.experience import EID, Experience, ExperienceError
 
 _ID_OF = {"task": "tid", "run": "rid", "step": "sid"}
 

@@ -1,38 +1,31 @@
-"""Reads what Trinity-RFT wrote: payloads of version 1, and, where asked for, plain pickles.
+"""Reads what Trinity-RFT wrote: payloads of version 1, and, if asked to, plain pickles.
 
 Version 1: magic, version byte, two little-endian 8-byte lengths, metadata as a pickle of plain data, and tensors in
 safetensors format under "<item>:<field>" and "<item>:multi_modal_inputs:<key>".
 """
 
+import io
 import pickle
+import pickletools
 import struct
-from typing import Any
+from typing import Any, ClassVar
 
 import safetensors.torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.custom_field import CustomField
-from trinity_lightning.common.experience.errors import ExperienceFormatError
-from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, TOKEN_FIELDS, Experience
-from trinity_lightning.common.experience.plain_pickle import load_plain
-from trinity_lightning.common.experience.values import known_dtype
+from trinity_lightning.common.experience.codec import check_size, known_dtype
+from trinity_lightning.common.experience.experience import (
+    RESPONSE_FIELDS,
+    TOKEN_FIELDS,
+    CustomField,
+    Experience,
+    ExperienceFormatError,
+)
 
 VERSION = 1
 _HEADER = struct.Struct("<4sBQQ")
-_PLAIN_FIELDS = (
-    "eid",
-    "reward",
-    "truncate_status",
-    "info",
-    "metrics",
-    "prompt_length",
-    "response_text",
-    "prompt_text",
-    "messages",
-    "tools",
-    "chosen_messages",
-    "rejected_messages",
-)
+_PLAIN_FIELDS = ("eid", "reward", "truncate_status", "info", "metrics", "prompt_length", "response_text", "prompt_text")
+_PLAIN_FIELDS += ("messages", "tools", "chosen_messages", "rejected_messages")
 
 
 def read_version_1(view: memoryview) -> list[Experience]:
@@ -46,9 +39,7 @@ def read_version_1(view: memoryview) -> list[Experience]:
     if len(view) < _HEADER.size:
         raise ExperienceFormatError(f"payload of {len(view)} bytes is shorter than its header of {_HEADER.size}.")
     _, _, metadata_size, tensor_size = _HEADER.unpack_from(view)
-    expected = _HEADER.size + metadata_size + tensor_size
-    if expected != len(view):
-        raise ExperienceFormatError(f"payload of {len(view)} bytes, expected {expected}: cut off, or followed by more.")
+    check_size(view, _HEADER.size + metadata_size + tensor_size)
     split = _HEADER.size + metadata_size
     metadata = load_plain(bytes(view[_HEADER.size : split]))
     try:
@@ -89,7 +80,7 @@ def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 
 def _is_single_turn(fields: dict[str, Any]) -> bool:
-    """Whether the stored action mask is a single turn's: all true, or all false where the prompt was truncated."""
+    """Whether the stored action mask is a single turn's: all true, or all false if the prompt was truncated."""
     mask, tokens = fields["action_mask"], fields["tokens"]
     if mask is None or tokens is None or (fields["chosen"] is not None and fields["rejected"] is not None):
         return False
@@ -99,6 +90,90 @@ def _is_single_turn(fields: dict[str, Any]) -> bool:
     return prompt_length > 0 and len(mask) > 0 and len(mask) == len(tokens) - prompt_length and bool(mask.all())
 
 
+# -- Pickles -----------------------------------------------------------------------------------------------------------
+
+_MAX_DEPTH = 100
+# Shared containers make a small pickle stand for a huge value; this many parts a byte is more than honest data have.
+_MAX_PARTS_PER_BYTE = 64
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_OPCODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
+# Plain values, containers and the memory of those; and what names an object, to be refused by that name.
+_ALLOWED = "PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BINFLOAT BININT "
+_ALLOWED += "BININT1 BININT2 LONG1 LONG4 SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 "
+_ALLOWED += "BYTEARRAY8 EMPTY_LIST EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS "
+_ALLOWED += "GLOBAL INST STACK_GLOBAL"
+
+
+class _Allowed(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise ExperienceFormatError(f"metadata: refuses the opcode {_NAMES.get(code, code)}: not plain data.")
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Python's own unpickler in Python, without the opcodes that import, make or call an object."""
+
+    dispatch: ClassVar[dict[int, Any]] = _Allowed(
+        {_OPCODES[name]: pickle._Unpickler.dispatch[_OPCODES[name]] for name in _ALLOWED.split()}
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ExperienceFormatError(f"metadata: refuses {f'{module}.{name}':.200}: not plain data.")
+
+    def load_bytearray8(self) -> None:
+        """As pickle's, but sets no memory aside for bytes that are not there."""
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
+
+    dispatch[_OPCODES["BYTEARRAY8"]] = load_bytearray8
+
+
+def load_plain(data: bytes) -> Any:
+    """The plain value that a pickle of protocol 2 or higher describes; nothing is imported or called for it.
+
+    Raises:
+        ExperienceFormatError: it holds anything but plain containers, strings, numbers and bytes, is nested more than
+            100 deep, contains itself, or is damaged.
+    """
+    unpickler = _PlainUnpickler(io.BytesIO(data))
+    try:
+        value = unpickler.load()
+        ended = not (unpickler.stack or unpickler.metastack or unpickler.read(1))
+    except ExperienceFormatError:
+        raise
+    except Exception as error:  # whatever a forged pickle provokes
+        raise ExperienceFormatError(f"metadata: no readable pickle: {type(error).__name__}: {error}") from error
+    if not ended:
+        raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
+    if _parts(value, {}, 0) > _MAX_PARTS_PER_BYTE * len(data):
+        raise ExperienceFormatError("metadata: the pickle stands for a value out of all proportion to its size.")
+    return value
+
+
+def _parts(value: Any, known: dict[int, int | None], depth: int) -> int:
+    """How many values a value is made of, shared ones counted every time; `known` by identity, None while under way."""
+    if not isinstance(value, (list, dict, tuple)):
+        return 1
+    if id(value) in known:
+        size = known[id(value)]
+        if size is None:
+            raise ExperienceFormatError("metadata: a container contains itself.")
+        return size
+    if depth >= _MAX_DEPTH:
+        raise ExperienceFormatError(f"metadata: nested more than {_MAX_DEPTH} deep.")
+    known[id(value)] = None
+    children = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    size = known[id(value)] = 1 + sum(_parts(child, known, depth + 1) for child in children)
+    return size
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds classes that have moved since the pickle was written."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        moved = name in ("EID", "CustomField") and module.startswith("trinity_lightning.common.experience.")
+        return super().find_class(Experience.__module__ if moved else module, name)
+
+
 def read_pickle(view: memoryview) -> list[Experience]:
     """The experiences of a plain pickle, of one or of a list. Unpickling runs whatever code the bytes name.
 
@@ -106,7 +181,7 @@ def read_pickle(view: memoryview) -> list[Experience]:
         ExperienceFormatError: no pickle, or one of something else.
     """
     try:
-        value = pickle.loads(view)  # noqa: S301  # only on explicit request, for what the caller wrote
+        value = _Unpickler(io.BytesIO(view)).load()
     except Exception as error:  # unpickling may raise anything
         raise ExperienceFormatError(f"no readable pickle: {type(error).__name__}: {error}") from error
     experiences = value if isinstance(value, list) else [value]

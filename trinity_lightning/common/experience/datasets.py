@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trinity_lightning.common.experience import container
-from trinity_lightning.common.experience.columns import custom_field_rows, read_custom_fields
-from trinity_lightning.common.experience.dtypes import DTYPE_NAMES
-from trinity_lightning.common.experience.errors import ExperienceError, ExperienceFormatError
-from trinity_lightning.common.experience.experience import RESPONSE_FIELDS, TOKEN_FIELDS, Experience
-from trinity_lightning.common.experience.validation import INTEGER_DTYPES
-from trinity_lightning.common.experience.values import known_dtype
+from trinity_lightning.common.experience.codec import (
+    DTYPE_NAMES,
+    Writer,
+    custom_field_rows,
+    known_dtype,
+    read_custom_fields,
+    unpack,
+)
+from trinity_lightning.common.experience.experience import (
+    INTEGER_DTYPES,
+    RESPONSE_FIELDS,
+    TOKEN_FIELDS,
+    Experience,
+    ExperienceError,
+    ExperienceFormatError,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,7 +48,7 @@ class _TensorColumn(NamedTuple):
 
     Attributes:
         feature, shown: type of the items, for datasets and for torch.
-        default: dtype that a cell is read as, where `exact` names no other.
+        default: dtype that a cell is read as, if `exact` names no other.
         held: dtypes whose values the items hold exactly.
     """
 
@@ -177,7 +186,7 @@ def _to_row(experience: Experience) -> dict[str, Any]:
     if experience.multi_modal_inputs is not None:
         exact["multi_modal_inputs"] = experience.multi_modal_inputs
     try:
-        row[EXACT] = container.pack({"dtypes": dtypes, "values": exact}) if dtypes or exact else None
+        row[EXACT] = Writer().pack({"dtypes": dtypes, "values": exact}) if dtypes or exact else None
     except ExperienceError as error:
         raise ExperienceError(f"experience {experience.eid.uid}: {error}") from error
     return row
@@ -199,7 +208,7 @@ def from_hf_datasets(dataset: "Dataset") -> list[Experience]:
 
 
 def _from_row(row: dict[str, Any]) -> Experience:
-    exact = {"dtypes": {}, "values": {}} if row[EXACT] is None else container.unpack(memoryview(row[EXACT]))
+    exact = {"dtypes": {}, "values": {}} if row[EXACT] is None else unpack(memoryview(row[EXACT]))
     fields: dict[str, Any] = {}
     try:
         for name, column in _PLAIN.items():
@@ -208,7 +217,7 @@ def _from_row(row: dict[str, Any]) -> Experience:
             dtype = known_dtype(exact["dtypes"][name]) if name in exact["dtypes"] else column.default
             fields[name] = None if row[name] is None else torch.tensor(row[name], dtype=dtype)
         fields |= exact["values"]
-        fields["custom_fields"] = read_custom_fields([fields["custom_fields"]])[0]
+        fields["custom_fields"] = read_custom_fields(fields["custom_fields"])
         kind, mask = fields.pop("experience_type"), fields["action_mask"]
         if kind != "multi_turn":
             fields["action_mask"] = None  # the constructor takes a given one for several turns
