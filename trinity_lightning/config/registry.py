@@ -22,15 +22,15 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "policy loss": _within(
         "algorithm.policy_loss",
         {
-            "cispo": "ratio_losses.cispo",
+            "cispo": "cispo.cispo",
             "grpo": "ppo.ppo",
-            "gspo": "ratio_losses.gspo",
+            "gspo": "gspo.gspo",
             "mix": "mix.mix",
-            "opmd": "likelihood_losses.opmd",
+            "opmd": "opmd.opmd",
             "ppo": "ppo.ppo",
-            "reinforce": "likelihood_losses.reinforce",
-            "sapo": "ratio_losses.sapo",
-            "sft": "likelihood_losses.sft",
+            "reinforce": "reinforce.reinforce",
+            "sapo": "sapo.sapo",
+            "sft": "sft.sft",
         },
     ),
     "KL estimate": _within(

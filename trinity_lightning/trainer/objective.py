@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
 from trinity_lightning.algorithm.entropy import entropy_loss
 from trinity_lightning.algorithm.kl import KL_FN, kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.aggregate import aggregate
 from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn, accepted
-from trinity_lightning.algorithm.rollout_correction import logprob_difference, rollout_correction
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trinity_lightning.algorithm.metrics import combine_metrics
+from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.process_memory import reuse_large_buffers, trim_heap

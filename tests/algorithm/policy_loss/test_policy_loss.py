@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_lightning.algorithm.metrics import combine_metrics
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_FN, aggregate, create_policy_loss
+from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
 from trinity_lightning.errors import ConfigError
 
 

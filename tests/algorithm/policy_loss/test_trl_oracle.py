@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from trinity_lightning.algorithm.correction import rollout_correction
 from trinity_lightning.algorithm.kl import kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
-from trinity_lightning.algorithm.rollout_correction import rollout_correction
 
 B, R, MAX_COMPLETION = 6, 9, 12
 GRPO_MODE = {"loss_agg_mode": "seq-mean-token-mean"}

@@ -17,9 +17,11 @@ from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
+    by_group,
     differing_groups,
     gather_metrics,
     reject_dpo,
+    reward_metrics,
     set_advantages,
     split_valid,
 )
@@ -172,10 +174,9 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         scores, group_metrics = self.score(rewards, index, runs)
         per_step = [score for run, score in zip(runs, scores.tolist(), strict=True) for _ in run]
         set_advantages([exp for run in runs for exp in run], per_step)
-        columns = {name: values.tolist() for name, values in group_metrics.items()}
         kept = self.kept_groups(index, runs).tolist()
         weighed = [group if keep else [] for group, keep in zip(groups.values(), kept, strict=True)]
-        return weighed, [{name: values[g] for name, values in columns.items()} for g in range(len(groups))]
+        return weighed, by_group(group_metrics, len(groups))
 
 
 class GRPOAddStrategy(TaskAdvantageStrategy):
@@ -211,10 +212,8 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         return {"epsilon": 1e-6}
 
     def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
-        stats = functional.group_stats(rewards, groups)
-        lone = stats.size == 1
-        metrics = {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
-        return functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level), metrics
+        scores = functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level)
+        return scores, reward_metrics(rewards, groups)
 
     def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         if self.std_threshold is None:
@@ -286,14 +285,17 @@ class RewardVarianceAddStrategy(AddStrategy):
         start = time.perf_counter()
         reject_dpo(experiences)
         kept, invalid = self._differing(experiences)
+        written, metrics = await self._write(kept, experiences, step)
+        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept.values())))
+        metrics[INVALID_GROUP_COUNT] = float(invalid)
+        metrics["add_strategy_time"] = time.perf_counter() - start
+        return written, metrics
+
+    async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write these groups of the experiences: the number written, and further metrics."""
         for group in kept.values():
             await self.writer.write_async(group)
-        written = sum(map(len, kept.values()))
-        return written, {
-            "filtered_count": float(len(experiences) - written),
-            INVALID_GROUP_COUNT: float(invalid),
-            "add_strategy_time": time.perf_counter() - start,
-        }
+        return sum(map(len, kept.values())), {}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
         """The groups whose rewards differ; see `AddStrategy.survivors`."""

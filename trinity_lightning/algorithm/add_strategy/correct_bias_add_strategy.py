@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import GRPOAddStrategy
-from trinity_lightning.algorithm.add_strategy.groups import action_mask
-from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.algorithm.add_strategy.groups import action_mask, response_values
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.runs import Run
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
@@ -55,7 +55,8 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
 
 
 def _mean_logprob(run: Run) -> float:
-    logprobs = torch.cat([_logprobs(exp) for exp in run])
+    use = "by which correct_bias ranks its group"
+    logprobs = torch.cat([response_values(exp, "logprobs", use).double() for exp in run])
     mask = torch.cat([action_mask(exp).bool() for exp in run])
     if mask.any():
         logprobs = logprobs[mask]
@@ -66,14 +67,3 @@ def _mean_logprob(run: Run) -> float:
             "needs a finite number to rank it by."
         )
     return mean.item()
-
-
-def _logprobs(exp: Experience) -> Tensor:
-    if exp.logprobs is None:
-        raise ExperienceError(f"experience {exp.eid} has no logprobs, by which correct_bias ranks its group.")
-    length = len(action_mask(exp))
-    if len(exp.logprobs) != length:
-        raise ExperienceError(
-            f"experience {exp.eid}: logprobs has {len(exp.logprobs)} values for {length} response tokens."
-        )
-    return exp.logprobs.double()

@@ -2,29 +2,19 @@
 
 import copy
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import xxhash
 
-from trinity_lightning.algorithm.add_strategy.add_strategy import (
-    INVALID_GROUP_COUNT,
-    AddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.groups import (
-    Groups,
-    Metrics,
-    differing_groups,
-    reject_dpo,
-)
-from trinity_lightning.common.experience import EID, Experience, group_by
-from trinity_lightning.common.runs import Criterion
+from trinity_lightning.algorithm.add_strategy.add_strategy import RewardVarianceAddStrategy
+from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics
+from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.values import number, whole_number
+from trinity_lightning.config.values import whole_number
 
 
-class DuplicateInformativeAddStrategy(AddStrategy):
+class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as it came.
 
     POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ
@@ -49,32 +39,16 @@ class DuplicateInformativeAddStrategy(AddStrategy):
         metric: str | None = None,
         **unknown: Any,
     ) -> None:
-        super().__init__(writer, **unknown)
-        self.variance_threshold = number("variance_threshold", variance_threshold, least=0)
+        super().__init__(writer, variance_threshold, metric, **unknown)
         self.seed = whole_number("seed", seed, least=0)
-        self.criterion = Criterion(metric)
 
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        return {"variance_threshold": 0.0}
-
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups whose rewards differ and their copies, in one write; see `AddStrategy.add`."""
-        if not experiences:
-            return 0, {}
-        start = time.perf_counter()
-        reject_dpo(experiences)
-        kept, invalid = differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
+    async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write the groups and their copies, in one write."""
         originals = [exp for group in kept.values() for exp in group]
         copies = self._copies(kept, experiences, len(experiences) - len(originals), step)
         if originals:
             await self.writer.write_async(originals + copies)
-        return len(originals) + len(copies), {
-            "filtered_count": float(len(experiences) - len(originals)),
-            "duplicated_count": float(len(copies)),
-            INVALID_GROUP_COUNT: float(invalid),
-            "add_strategy_time": time.perf_counter() - start,
-        }
+        return len(originals) + len(copies), {"duplicated_count": float(len(copies))}
 
     def _copies(self, groups: Groups, experiences: list[Experience], missing: int, step: int) -> list[Experience]:
         """At least `missing` copies, of whole groups, if there is any group."""

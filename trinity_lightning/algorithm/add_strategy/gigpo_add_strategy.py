@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, set_advantages
-from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy, return_metrics
+from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, by_group, reward_metrics, set_advantages
+from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import flag, number, text
@@ -86,9 +86,9 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
         )
         set_advantages(steps, scores.tolist())
         repeated = (states.bincount() > 1)[states].double()
-        ratio = functional.group_stats(repeated, task_of_step).mean.tolist()
-        metrics = return_metrics(episode_returns, task_of)
-        return [metric | {"repeated_state_ratio": r} for metric, r in zip(metrics, ratio, strict=True)]
+        ratio = functional.group_stats(repeated, task_of_step).mean
+        metrics = reward_metrics(episode_returns, task_of) | {"repeated_state_ratio": ratio}
+        return by_group(metrics, len(tasks))
 
     def _step_returns(self, exps: list[Experience]) -> list[float]:
         """Discounted sum of the rewards from each step of an episode on."""

@@ -92,6 +92,21 @@ def action_mask(exp: Experience) -> Tensor:
     return exp.action_mask
 
 
+def response_values(exp: Experience, name: str, use: str) -> Tensor:
+    """The experience's `logprobs` or `teacher_logprobs`, as `name` says, [response].
+
+    Raises:
+        ExperienceError: it has none, and what their use is; or another number of them than response tokens.
+    """
+    values = getattr(exp, name)
+    if values is None:
+        raise ExperienceError(f"experience {exp.eid} has no {name}, {use}.")
+    length = len(action_mask(exp))
+    if values.shape != (length,):
+        raise ExperienceError(f"experience {exp.eid}: {name} has {len(values)} values for {length} response tokens.")
+    return values
+
+
 def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
     """Give each experience its score on its trained tokens: `advantages` and a copy, `returns`, float32 [response]."""
     if not exps:
@@ -104,6 +119,19 @@ def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
     for exp, row in zip(exps, rows, strict=True):
         # Copies: a row as it is would keep the whole step's memory alive.
         exp.advantages, exp.returns = row.clone(), row.clone()
+
+
+def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
+    """reward_mean and reward_std of each group, [G]: 0 and 1 for a group of one."""
+    stats = functional.group_stats(rewards, groups)
+    lone = stats.size == 1
+    return {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
+
+
+def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
+    """The metrics of each of `count` groups, from a tensor [G] a metric."""
+    columns = {name: values.tolist() for name, values in metrics.items()}
+    return [{name: values[group] for name, values in columns.items()} for group in range(count)]
 
 
 def gather_metrics(metrics: Sequence[Mapping[str, float]], prefix: str) -> Metrics:

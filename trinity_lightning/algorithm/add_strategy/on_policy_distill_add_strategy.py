@@ -7,8 +7,8 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import GroupAdvantageStrategy
-from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, split_valid
-from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, response_values, split_valid
+from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
@@ -62,15 +62,10 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
 
 def _logprobs(exp: Experience) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the response under teacher and policy, each [response]."""
-    for name in ("teacher_logprobs", "logprobs"):
-        values = getattr(exp, name)
-        if values is None:
-            raise ExperienceError(f"experience {exp.eid} has no {name}, which on_policy_distill compares.")
-        if values.shape != action_mask(exp).shape:
-            raise ExperienceError(
-                f"experience {exp.eid}: {name} has {len(values)} values for {len(action_mask(exp))} response tokens."
-            )
-    return exp.teacher_logprobs, exp.logprobs  # type: ignore[return-value]  # checked above
+    teacher, student = (
+        response_values(exp, name, "which on_policy_distill compares") for name in ("teacher_logprobs", "logprobs")
+    )
+    return teacher, student
 
 
 def _is_valid(exp: Experience) -> bool:

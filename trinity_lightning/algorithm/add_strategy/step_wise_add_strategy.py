@@ -15,8 +15,10 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
 from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
+    by_group,
     gather_metrics,
     reject_dpo,
+    reward_metrics,
     set_advantages,
     split_valid,
 )
@@ -144,7 +146,8 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
     def _score(self, tasks: list[dict[str, Experience]]) -> tuple[list[dict[str, float]], list[Metrics]]:
         rewards, groups = _rewards([list(exps.values()) for exps in tasks])
         scores = iter(functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level).tolist())
-        return [{run_id: next(scores) for run_id in exps} for exps in tasks], return_metrics(rewards, groups)
+        metrics = by_group(reward_metrics(rewards, groups), len(tasks))
+        return [{run_id: next(scores) for run_id in exps} for exps in tasks], metrics
 
 
 def _rewards(
@@ -153,11 +156,3 @@ def _rewards(
     """Rewards of experiences, float64 [B], and the position of the task of each, int64 [B]."""
     rewards = torch.tensor([reward(exp) for exps in tasks for exp in exps], dtype=torch.float64)
     return rewards, torch.repeat_interleave(torch.tensor([len(exps) for exps in tasks]))
-
-
-def return_metrics(returns: torch.Tensor, groups: torch.Tensor) -> list[Metrics]:
-    """reward_mean and reward_std of each group, as GRPO has them: 0 and 1 for a group of one."""
-    stats = functional.group_stats(returns, groups)
-    lone = stats.size == 1
-    mean, std = stats.mean.masked_fill(lone, 0.0).tolist(), stats.std.masked_fill(lone, 1.0).tolist()
-    return [{"reward_mean": m, "reward_std": s} for m, s in zip(mean, std, strict=True)]

@@ -1,7 +1,9 @@
 """From values per token to the loss of an optimizer batch, the same however the batch is cut into micro-batches."""
 
+from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from trinity_lightning.config.training import LOSS_AGG_MODES
@@ -72,10 +74,28 @@ def aggregate(
 
 
 def measured_tokens(num_computed_tokens: int | None, totals: BatchTotals) -> int | None:
-    """What measurements are normalised by: the tokens that were computed, or, where that is not given, all."""
+    """What measurements are normalised by: the tokens that were computed, or, if that is not given, all."""
     return num_computed_tokens or totals.get("num_tokens")
 
 
 def token_share(condition: Tensor, action_mask: Tensor, num_tokens: int | None = None) -> Tensor:
     """Share of the optimizer batch's trained tokens for which `condition` [b, r] holds; adds over micro-batches."""
     return aggregate(condition.float(), action_mask, num_tokens=num_tokens)
+
+
+def combine_metrics(micro_batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of the optimizer batch: the maximum of keys that end in `/max`, the sum of all others.
+
+    Every metric of losses, KL and corrections is a detached 0-d tensor, normalised by the totals of the whole optimizer
+    batch: so metrics *add* over micro-batches and ranks, but for a maximum, which is known by its name.
+    """
+    combined: dict[str, Tensor] = {}
+    for metrics in micro_batches:
+        for name, value in metrics.items():
+            if name not in combined:
+                combined[name] = value
+            elif name.endswith("/max"):
+                combined[name] = torch.maximum(combined[name], value)
+            else:
+                combined[name] = combined[name] + value
+    return combined

@@ -62,14 +62,10 @@ def ppo(
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
 
     n = measured_tokens(num_computed_tokens, totals)
-    low = token_share(negative & (ratio < 1 - clip_range_low), action_mask, n)
-    high = token_share((advantages > 0) & (ratio > 1 + clip_range_high), action_mask, n)
     return loss, {
         "pg_loss": loss.detach(),
         "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
-        "pg_clipfrac": low + high,
-        "pg_clipfrac_low": low,
-        "pg_clipfrac_high": high,
+        **clipped_shares(ratio, advantages, action_mask, clip_range_low, clip_range_high, n),
         "pg_clipfrac_dual": token_share(bounded, action_mask, n),
     }
 
@@ -79,3 +75,12 @@ def check_clip_range(low: float, high: float) -> None:
     for name, value in (("clip_range_low", low), ("clip_range_high", high)):
         if not value >= 0:
             raise ConfigError(f"{name} must be at least 0, not {value}.")
+
+
+def clipped_shares(
+    ratio: Tensor, advantages: Tensor, action_mask: Tensor, low: float, high: float, num_tokens: int | None
+) -> dict[str, Tensor]:
+    """pg_clipfrac, and its parts pg_clipfrac_low and pg_clipfrac_high, as of `ppo`."""
+    below = token_share((advantages < 0) & (ratio < 1 - low), action_mask, num_tokens)
+    above = token_share((advantages > 0) & (ratio > 1 + high), action_mask, num_tokens)
+    return {"pg_clipfrac": below + above, "pg_clipfrac_low": below, "pg_clipfrac_high": above}
