@@ -8,6 +8,7 @@ import io
 import pickle
 import pickletools
 import struct
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import safetensors.torch
@@ -112,6 +113,10 @@ class _Allowed(dict[int, Any]):
 class _PlainUnpickler(pickle._Unpickler):
     """Python's own unpickler in Python, without the opcodes that import, make or call an object."""
 
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+    stack: list[Any]
+    metastack: list[list[Any]]
     dispatch: ClassVar[dict[int, Any]] = _Allowed(
         {_OPCODES[name]: pickle._Unpickler.dispatch[_OPCODES[name]] for name in _ALLOWED.split()}
     )
