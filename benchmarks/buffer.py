@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.buffer.factory import create_reader, create_storage
+from trinity_lightning.buffer.reader import create_reader, create_storage
 from trinity_lightning.common.experience import EID, Experience
 
 

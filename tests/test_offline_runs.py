@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trinity_lightning.buffer.kept import read_experiences
+from trinity_lightning.buffer.step_files import read_experiences
 from trinity_lightning.common.experience import to_hf_datasets
 
 TINY = ("model=tiny", "reward=contains_digits", "logger=csv")

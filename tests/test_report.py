@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity_lightning.buffer.kept import keep_step
+from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.build import checkpoint_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import TrainConfig

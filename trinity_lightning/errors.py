@@ -2,6 +2,8 @@
 
 from dataclasses import FrozenInstanceError
 
+# -- Error types that name the thing and the fix -----------------------------------------------------------------------
+
 
 class TrinityError(Exception):
     """Base of the errors this library raises on purpose: the message alone should be enough to act on."""
@@ -45,3 +47,18 @@ class WeightSyncError(TrinityError):
 
 class PromptTooLongError(TrinityError, ValueError):
     """The prompt leaves no room for a response in the engine's context."""
+
+
+# -- What can go wrong with a buffer outside this process; the message names the place and the fix ---------------------
+
+
+class StorageError(TrinityError):
+    """A buffer cannot be opened, read or written."""
+
+
+class StorageFormatError(StorageError, ValueError):
+    """A buffer is not one that this library wrote, or is damaged."""
+
+
+class StorageLockedError(StorageError):
+    """Another writer holds the buffer, for good or for too long."""

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_lightning.buffer.experts import ExpertData
-from trinity_lightning.buffer.factory import create_reader
-from trinity_lightning.buffer.reader import BufferReader, CursorReader
-from trinity_lightning.buffer.repeating import RepeatingReader
+from trinity_lightning.buffer.datamodule import ExpertData
+from trinity_lightning.buffer.reader import BufferReader, CursorReader, RepeatingReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import TrainConfig

@@ -13,10 +13,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.factory import create_reader
-from trinity_lightning.buffer.kept import FOLDER
-from trinity_lightning.buffer.reader import BufferReader, CursorReader
-from trinity_lightning.buffer.repeating import RepeatingReader
+from trinity_lightning.buffer.reader import BufferReader, CursorReader, RepeatingReader, create_reader
+from trinity_lightning.buffer.step_files import FOLDER
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS

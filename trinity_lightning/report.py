@@ -5,9 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_lightning.buffer.kept import FOLDER, kept_steps, read_experiences
-from trinity_lightning.common.expert import is_expert
-from trinity_lightning.common.optimizer_batch import trained_mask
+from trinity_lightning.buffer.step_files import FOLDER, kept_steps, read_experiences
+from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.monitor.report import KeptStep, read_run, report_page
 

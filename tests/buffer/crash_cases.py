@@ -6,10 +6,10 @@ from pathlib import Path
 
 from buffer_cases import make_group
 
-from trinity_lightning.buffer.storage.atomic import write_atomically
+from trinity_lightning.buffer.sql import SqlReader, SqlStorage
 from trinity_lightning.buffer.storage.file import FileReader, FileStorage
-from trinity_lightning.buffer.storage.sql import SqlReader, SqlStorage
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.files import write_atomically
 
 STORAGES = {"file": FileStorage, "sqlite": SqlStorage, "postgresql": SqlStorage}
 READERS = {"file": FileReader, "sqlite": SqlReader, "postgresql": SqlReader}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_lightning.buffer.storage.database import sa
+from trinity_lightning.buffer.sql import sa
 
 
 def find(program):

@@ -7,15 +7,12 @@ import torch
 from buffer_cases import make_group, through_a_file
 
 from trinity_lightning.buffer import datamodule
-from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.experts import ExpertData
-from trinity_lightning.buffer.kept import read_experiences
-from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.buffer.repeating import RepeatingReader
-from trinity_lightning.buffer.storage.errors import StorageError
+from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExpertData
+from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
+from trinity_lightning.buffer.step_files import read_experiences
 from trinity_lightning.common.experience import CustomField
-from trinity_lightning.common.expert import is_expert, marked
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.common.optimizer_batch import is_expert, marked
+from trinity_lightning.errors import ConfigError, StorageError
 
 ROLLOUTS = make_group(0, 4)
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 from buffer_cases import make_group
 
-from trinity_lightning.buffer.factory import create_reader, create_storage
-from trinity_lightning.buffer.kept import keep_step
-from trinity_lightning.buffer.storage.memory import MemoryStorage
+from trinity_lightning.buffer.memory import MemoryStorage
+from trinity_lightning.buffer.reader import create_reader, create_storage
+from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.errors import ConfigError
 
 
@@ -67,7 +67,7 @@ def test_readers_refuse_orders_they_do_not_have():
 def test_without_sqlalchemy_the_extra_is_named(tmp_path):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None\n"
-        "from trinity_lightning.buffer.factory import create_storage\n"
+        "from trinity_lightning.buffer.reader import create_storage\n"
         f"create_storage('file', path={str(tmp_path / 'buffer')!r})\n"
         "create_storage('sql', path='x')"
     )

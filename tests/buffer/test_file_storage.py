@@ -11,9 +11,9 @@ import pytest
 from buffer_cases import make_group, through_a_file
 
 from trinity_lightning.buffer.storage import frames
-from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError, StorageLockedError
 from trinity_lightning.buffer.storage.file import FileReader, FileStorage
 from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.errors import StorageError, StorageFormatError, StorageLockedError
 
 HEADER = frames.FILE_HEADER.size
 

@@ -7,10 +7,10 @@ import pytest
 from buffer_cases import make_group, through_a_file
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.kept import FolderReader, keep_step, read_experiences
-from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError
+from trinity_lightning.buffer.step_files import FolderReader, keep_step, read_experiences
 from trinity_lightning.buffer.storage.file import FileStorage
 from trinity_lightning.common.experience import from_hf_datasets, to_hf_datasets
+from trinity_lightning.errors import StorageError, StorageFormatError
 
 
 def keep(folder, sizes):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_lightning.buffer.loader import ExperienceLoader
-from trinity_lightning.buffer.storage.memory import MemoryStorage
+from trinity_lightning.buffer.memory import MemoryStorage
 from trinity_lightning.errors import ConfigError
 
 

@@ -8,12 +8,10 @@ from buffer_cases import make_group, names, through_a_file
 from lightning.pytorch import LightningModule, Trainer
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
-from trinity_lightning.buffer.offline import OfflineLoader
-from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.buffer.repeating import RepeatingReader
-from trinity_lightning.buffer.storage.errors import StorageError
+from trinity_lightning.buffer.loader import OfflineLoader
+from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
 from trinity_lightning.buffer.storage.file import FileReader, FileStorage
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, StorageError
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from buffer_cases import make_group, through_a_file
 
-from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.buffer.repeating import RepeatingReader
+from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
 
 
 def repeated(number):

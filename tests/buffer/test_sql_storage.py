@@ -13,11 +13,9 @@ from postgres_server import postgres_url  # noqa: F401  # a fixture
 from processes import processes  # noqa: F401  # a fixture
 from sqlalchemy.exc import OperationalError
 
-from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError, StorageLockedError
-from trinity_lightning.buffer.storage.replay import ReplayReader
-from trinity_lightning.buffer.storage.sql import SqlReader, SqlStorage
+from trinity_lightning.buffer.sql import ReplayReader, SqlReader, SqlStorage
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -11,7 +11,7 @@ import torch
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
-from trinity_lightning.buffer.storage.memory import MemoryStorage
+from trinity_lightning.buffer.memory import MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.seeds import rollout_seed

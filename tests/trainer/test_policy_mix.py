@@ -15,7 +15,7 @@ from support.policy import (
     padded,
 )
 
-from trinity_lightning.common.expert import marked
+from trinity_lightning.common.optimizer_batch import marked
 
 MIX = {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}
 

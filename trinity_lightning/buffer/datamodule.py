@@ -2,25 +2,127 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
+import torch
 from torch import Tensor
 
-from trinity_lightning.buffer.experts import ExpertData
-from trinity_lightning.buffer.kept import keep_step
-from trinity_lightning.buffer.loader import ExperienceLoader
-from trinity_lightning.buffer.loops import run_on_loop
-from trinity_lightning.buffer.offline import OfflineLoader
+from trinity_lightning.buffer.loader import ExperienceLoader, OfflineLoader
+from trinity_lightning.buffer.memory import MemoryStorage
 from trinity_lightning.buffer.operators import AuxiliaryModels, OperatorConfig
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.buffer.reader import BufferReader
-from trinity_lightning.buffer.storage.memory import MemoryStorage
-from trinity_lightning.common.experience import Experience
+from trinity_lightning.buffer.step_files import keep_step
+from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.more_rollouts import MoreRollouts
-from trinity_lightning.errors import OperatorError
+from trinity_lightning.common.optimizer_batch import marked
+from trinity_lightning.config.values import whole_number
+from trinity_lightning.errors import OperatorError, StorageError
+
+# -- Awaiting from ordinary code, on a loop in another thread or on none -----------------------------------------------
+
+
+T = TypeVar("T")
+
+WAIT_SECONDS = 60.0
+
+
+def run_on_loop(
+    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
+) -> T:
+    """What the coroutine function returns: run on `loop` where that runs in another thread, else on a loop of its own.
+
+    Raises:
+        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
+    """
+    if loop is not None and loop.is_running() and loop is not _own_loop():
+        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
+    # In a thread, as the present one may have a running loop: a notebook's has.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(lambda: asyncio.run(function())).result()
+
+
+def _own_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+# -- Expert data that join the rollouts of an explore step -------------------------------------------------------------
+
+
+class ExpertData:
+    """So many expert experiences for every explore step, out of a reader that does not end.
+
+    What was read counts as read when `keep` says that the explore step has taken it: a step cut short reads the same
+    again, so that the state always is that of the last whole step.
+
+    Args:
+        reader: where they come from, in its order; for data that end a `RepeatingReader`.
+        per_step: expert experiences an explore step.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    def __init__(self, reader: BufferReader, per_step: int) -> None:
+        whole_number("per_step", per_step, least=1)
+        self._reader, self._per_step = reader, per_step
+        self._taken = reader.state_dict()
+        self._ahead = False  # whether the reader stands behind what no step has taken
+
+    def read(self, step: int) -> list[Experience]:
+        """Those of explore step `step`: marked as an expert's, without advantage, identities within the step.
+
+        Raises:
+            StorageError: the reader has nothing more to give.
+        """
+        if self._ahead:
+            self._reader.load_state_dict(self._taken)
+        self._ahead = True
+        experiences: list[Experience] = []
+        while (missing := self._per_step - len(experiences)) > 0:
+            more = self._reader.read(missing)
+            if not more:
+                raise StorageError("the expert data have ended, or there are none: give more, or let them repeat.")
+            experiences += more
+        return [_joining(experience, step, number) for number, experience in enumerate(experiences)]
+
+    def keep(self) -> None:
+        """The explore step has taken what was read last."""
+        self._taken, self._ahead = self._reader.state_dict(), False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reader stood after the last step that has taken its share."""
+        return self._taken
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; errors as the reader's."""
+        self._reader.load_state_dict(state)
+        self._taken, self._ahead = state, False
+
+
+def _joining(experience: Experience, step: int, number: int) -> Experience:
+    """A copy fit to stand among rollouts.
+
+    Its log-probabilities, where it has some, are of another policy: they say nothing of this run's engine, and would
+    raise the alarm that watches it.
+    """
+    joining = marked(experience, expert=True)
+    joining.eid = EID(batch=step, task=f"expert-{number}", suffix=experience.eid.suffix)
+    joining.logprobs = None
+    joining.advantages = torch.zeros(experience.response_length)
+    joining.returns = None
+    return joining
+
+
+# -- The LightningDataModule: holds the buffer, lets experiences in through the pipeline, hands out optimizer batches --
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs
-from trinity_lightning.common.expert import is_expert
 from trinity_lightning.common.memory_plan import FLOAT, ModelShape, Training, layer_bytes
-from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.common.process_memory import free_memory
 from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.attention import CpuSharedPrefix, FlexSharedPrefix, Segments

@@ -14,8 +14,7 @@ from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.aggregate import aggregate
 from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn, accepted
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.common.expert import is_expert
-from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import MicroBatch

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_cases import HERE, AddOne, make, rewards, step_of
 
-from trinity_lightning.buffer.operator_chain import snapshot
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, OperatorConfig
-from trinity_lightning.buffer.pipeline import ExperiencePipeline
+from trinity_lightning.buffer.pipeline import ExperiencePipeline, snapshot
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import OperatorError

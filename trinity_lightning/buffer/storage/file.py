@@ -13,10 +13,10 @@ from filelock import FileLock, Timeout
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.buffer.storage import frames
-from trinity_lightning.buffer.storage.atomic import write_atomically
-from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError, StorageLockedError
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
+from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.errors import StorageError, StorageFormatError, StorageLockedError
 
 
 def damaged(path: Path, offset: int, problem: object) -> StorageFormatError:

@@ -1,6 +1,6 @@
 """The experiences of every explore step on disk, as they went to the trainer: to look at, and to train on again.
 
-    from trinity_lightning.buffer.kept import read_experiences
+    from trinity_lightning.buffer.step_files import read_experiences
     from trinity_lightning.common.experience import to_hf_datasets
 
     dataset = to_hf_datasets(read_experiences("outputs/.../experiences"))
@@ -18,10 +18,10 @@ from typing import Any
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.buffer.storage import frames
-from trinity_lightning.buffer.storage.atomic import write_atomically
-from trinity_lightning.buffer.storage.errors import StorageError, StorageFormatError
 from trinity_lightning.buffer.storage.file import FileReader
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
+from trinity_lightning.common.files import write_atomically
+from trinity_lightning.errors import StorageError, StorageFormatError
 
 FOLDER = "experiences"
 ID_FILE = "folder.id"
