@@ -2,8 +2,8 @@
 
     python benchmarks/buffer.py [--groups 200] [--size 8] [--tokens 512] [--folder FOLDER] [--url postgresql://...]
 
-Writes one group a write, as the group strategies do, to a file, to SQLite and, with a URL, to another database, and
-reads all of it back in batches of 64. Prints one JSON line: by storage, milliseconds a write, milliseconds a group
+Writes one group a write to step files (a group a step), to SQLite and, with a URL, to another database, and reads all
+of it back in batches of 64. Prints one JSON line: by storage, milliseconds a write, milliseconds a group
 read, and MB on the disk. `fsync_ms` is what the disk alone takes to append a block and sync it, the floor of a write.
 """
 
@@ -12,17 +12,23 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trinity_lightning.buffer.reader import create_reader, create_storage
+from trinity_lightning.buffer.reader import create_reader
+from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.schema import BufferConfig
+
+Groups = list[list[Experience]]
+Write = Callable[[int, list[Experience]], object]
 
 
-def make_groups(number: int, size: int, tokens: int) -> list[list[Experience]]:
+def make_groups(number: int, size: int, tokens: int) -> Groups:
     """Groups of rollouts with log-probabilities; a quarter of the tokens is the prompt."""
     generator = torch.Generator().manual_seed(0)
     prompt = max(tokens // 4, 1)
@@ -58,25 +64,37 @@ def fsync_time(folder: Path, repeats: int = 50) -> float:
     return sorted(times)[repeats // 2]
 
 
-def measure(name: str, place: dict[str, Any], groups: list[list[Experience]]) -> dict[str, float]:
+def measure(
+    section: BufferConfig, write: Callable[[int, list[Experience]], object], groups: Groups
+) -> dict[str, float]:
     """Milliseconds a group to write and to read."""
-    storage = create_storage(name, **place)
 
-    def write() -> None:
-        for group in groups:
-            storage.write(group)
+    def write_all() -> None:
+        for step, group in enumerate(groups, 1):
+            write(step, group)
 
-    def read() -> None:
-        with create_reader(name, **place) as reader:
+    def read_all() -> None:
+        with create_reader(section) as reader:
             count = 0
             while got := reader.read(64):
                 count += len(got)
         if count != sum(map(len, groups)):
-            raise RuntimeError(
-                f"{name}: {count} experiences came back of {sum(map(len, groups))}: use a fresh database"
-            )
+            raise RuntimeError(f"{count} experiences came back of {sum(map(len, groups))}: use a fresh database")
 
-    return {"write_ms": 1e3 * seconds(write) / len(groups), "read_ms": 1e3 * seconds(read) / len(groups)}
+    return {"write_ms": 1e3 * seconds(write_all) / len(groups), "read_ms": 1e3 * seconds(read_all) / len(groups)}
+
+
+def measure_database(groups: Groups, path: str | None = None, url: str | None = None) -> dict[str, float]:
+    """The same of a SQLite file or of a database at a URL."""
+    with SqlStorage(path or url or "") as storage:
+        section = BufferConfig(storage="sql", path=path, url=url, repeat=False)
+        return measure(section, lambda _, group: storage.write(group), groups)
+
+
+def rounded(times: dict[str, float], files: Iterable[Path] = ()) -> dict[str, float]:
+    """With the size of the files, if there are some."""
+    size = sum(file.stat().st_size for file in files) / 1e6
+    return {key: round(value, 3) for key, value in (times | ({"mb": size} if size else {})).items()}
 
 
 def main() -> None:
@@ -91,14 +109,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         result: dict[str, object] = {name: getattr(arguments, name) for name in ("groups", "size", "tokens")}
         result["fsync_ms"] = round(1e3 * fsync_time(Path(folder)), 3)
-        for name in ("file", "sql"):
-            path = Path(folder) / name
-            times = measure(name, {"path": str(path)}, groups)
-            times["mb"] = sum(p.stat().st_size for p in Path(folder).glob(f"{name}*")) / 1e6
-            result["sqlite" if name == "sql" else name] = {key: round(value, 3) for key, value in times.items()}
+        steps, database = Path(folder) / "steps", Path(folder) / "buffer.db"
+        steps.mkdir()
+        section = BufferConfig(storage="file", path=str(steps), repeat=False)
+        result["file"] = rounded(measure(section, partial(keep_step, steps), groups), steps.iterdir())
+        times = measure_database(groups, path=str(database))
+        result["sqlite"] = rounded(times, Path(folder).glob("buffer.db*"))
     if arguments.url:
-        times = measure("sql", {"url": arguments.url}, groups)
-        result["database"] = {key: round(value, 3) for key, value in times.items()}
+        result["database"] = rounded(measure_database(groups, url=arguments.url))
     print(json.dumps(result))
 
 

@@ -44,7 +44,7 @@ def by_length(body: dict[str, Any]) -> tuple[int, str]:
 @pytest.mark.parametrize("asked_by", ["workflow", "operator"])
 def test_an_endpoint_judges(asked_by: str, run_train: RunTrain, tmp_path: Path) -> None:
     judging = {
-        "workflow": ("workflow=judge",),
+        "workflow": ("workflow=judge", "+workflow.args.judge=umpire"),
         "operator": ("operators=judge", "operators.judge.args.model=umpire"),
     }
     with judge_server(by_length, ["some-model"]) as server:

@@ -94,7 +94,7 @@ def test_a_file_of_prompts_and_answers(tmp_path: Path) -> None:
     first = [e.response_text for e in experts.read(1)]
     assert sorted(map(str, first)) == [f"{i}!" for i in range(5)]
     assert first != sorted(map(str, first))  # shuffled, by the seed
-    experts.keep()
+    experts.commit()
     resumed = expert_data(config_of(*of_dataset(path, *fields, "buffer.expert.per_step=5")))
     assert resumed is not None
     resumed.load_state_dict(experts.state_dict())

@@ -1,6 +1,7 @@
 """Whole runs without rollouts: what one run kept, another is trained on."""
 
 import csv
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trinity_lightning.buffer.sql import SqlReader
 from trinity_lightning.buffer.step_files import read_experiences
 from trinity_lightning.common.experience import to_hf_datasets
 
@@ -64,3 +66,25 @@ def test_offline_training_and_its_resume(kept: Path, run_train: Callable[..., An
     resumed, expected = weights(parts), weights(whole)
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
     assert any(not torch.equal(resumed[name], before[name]) for name in before)
+
+
+def test_what_is_kept_in_a_database_is_there_once_and_trained_on(run_train: Callable[..., Any], tmp_path: Path) -> None:
+    """Also the step that a run resumed from an earlier checkpoint does again."""
+
+    def run(*arguments: str) -> None:
+        done = run_train(tmp_path, *arguments)
+        assert done.returncode == 0, done.stdout[-4000:]
+
+    keep = ("+recipe=grpo", *TINY, *QUICK, "engine=transformers", "explorer.eval_on_startup=false", "buffer.keep=sql")
+    run(*keep, "steps=1")
+    [checkpoint] = tmp_path.glob("outputs/grpo/*/checkpoints/*.ckpt")
+    shutil.copy(checkpoint, tmp_path / "first.ckpt")
+    run(*keep, "steps=2", "ckpt_path=last")
+    run(*keep, "steps=2", f"ckpt_path={tmp_path / 'first.ckpt'}", f"output_dir={checkpoint.parents[1]}")
+    database = checkpoint.parents[1] / "experiences.db"
+    with SqlReader(database) as reader:
+        experiences = reader.read(100)
+    assert [e.eid.batch for e in experiences] == [1] * 8 + [2] * 8
+    assert all(e.advantages is not None for e in experiences)
+    run(*OFFLINE, "buffer.storage=sql", f"buffer.path={database}", "buffer.order=priority", "steps=3")
+    assert rows(tmp_path)

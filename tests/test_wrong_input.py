@@ -87,6 +87,10 @@ REFUSED = {
         ["+recipe=grpo", "workflow=judge"],
         ["asks auxiliary model 0, and there are 0", "+auxiliary_models.judge.model="],
     ),
+    "judge by a name that is not there": (
+        ["+recipe=grpo", "workflow=judge", "+workflow.args.judge=umpire", "+auxiliary_models.umpir.model=tiny"],
+        ["workflow.args.judge: unknown auxiliary model 'umpire'", "Did you mean 'umpir'"],
+    ),
     "operator that asks nobody": (
         ["+recipe=grpo", "operators=judge", "operators.judge.args.model=umpire", "+auxiliary_models.umpir.model=tiny"],
         ["unknown auxiliary model 'umpire'", "Did you mean 'umpir'"],

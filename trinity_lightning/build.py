@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
+from trinity_lightning.buffer.reader import create_reader
 from trinity_lightning.common.memory_plan import MemoryPlan
 from trinity_lightning.config.engines import EngineConfig, EngineKind
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
@@ -29,7 +30,6 @@ from trinity_lightning.parts import (
     quiet_lightning,
     record_config,
     response_budget,
-    stored_experiences,
 )
 from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -111,7 +111,7 @@ def build(config: DictConfig) -> Run:
     else:
         callbacks.append(stop)
         data = OfflineExperienceDataModule(
-            stored_experiences(typed),
+            create_reader(typed.buffer, typed.seed),
             batch_size=typed.buffer.batch_size,
             steps_per_epoch=1,
             max_response_length=response_budget(typed),

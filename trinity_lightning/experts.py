@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity_lightning.buffer.datamodule import ExpertData
-from trinity_lightning.buffer.reader import BufferReader, CursorReader, RepeatingReader, create_reader
+from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
@@ -28,8 +28,7 @@ def expert_data(config: TrainConfig) -> ExpertData | None:
         taskset = Taskset.from_config(expert.dataset)
         reader: BufferReader = AnswerReader(taskset, load_tokenizer(config.model.name), config.workflow.args)
     else:
-        stored = create_reader(expert.storage, path=expert.path, url=expert.url)
-        reader = RepeatingReader(stored) if isinstance(stored, CursorReader) else stored
+        reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
     return ExpertData(reader, expert.per_step)
 
 

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from hydra.errors import InstantiationException
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.reader import BufferReader, CursorReader, RepeatingReader, create_reader
-from trinity_lightning.buffer.step_files import FOLDER
+from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
+from trinity_lightning.buffer.step_files import FOLDER, folder_id, keep_step
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
-from trinity_lightning.config.schema import TasksetConfig, TrainConfig
+from trinity_lightning.config.schema import BufferConfig, TasksetConfig, TrainConfig
 from trinity_lightning.engines import engines_of
 from trinity_lightning.errors import TrinityError
 from trinity_lightning.experts import expert_data
@@ -72,7 +73,7 @@ def online_data(
         operators=operator_configs(config.operators),
         auxiliary_models=clients,
         folder=folder,
-        keep_folder=folder / FOLDER if config.buffer.keep else None,
+        keep=step_keeper(config.buffer, folder),
         experts=expert_data(config),
         max_response_length=response_budget(config),
     )
@@ -111,26 +112,30 @@ def explorer_callback(
     )
 
 
-def stored_experiences(config: TrainConfig) -> BufferReader:
-    """A reader of what another run wrote."""
-    buffer = config.buffer
-    reader = create_reader(
-        buffer.storage,
-        path=buffer.path,
-        url=buffer.url,
-        order=buffer.order,
-        reuse_limit=buffer.reuse_limit,
-        decay=buffer.decay,
-        use_decay=buffer.use_decay,
-        seed=config.seed,
-    )
-    return RepeatingReader(reader) if isinstance(reader, CursorReader) and buffer.repeat else reader
+def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper | None:
+    """What keeps the experiences of every explore step of the run in that folder; None if nothing is to be kept.
+
+    Raises:
+        ConfigError: the database's URL is none, or a package for it is missing.
+        StorageError: there is no such database, or it is of something else.
+    """
+    if buffer.keep == "sql":
+        from trinity_lightning.buffer import sql
+
+        place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
+        sql.SqlStorage(place).close()  # what cannot be written to is refused before a model is loaded
+        return lambda step, experiences: sql.keep_step(place, folder_id(folder), step, experiences)
+    return partial(keep_step, folder / FOLDER) if buffer.keep else None
 
 
 def train_source(config: TrainConfig) -> TaskSource:
     """What is trained on."""
     taskset = _mixture(list(config.tasksets.values())) if config.tasksets else Taskset.from_config(config.taskset)
-    return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, config.workflow.args)
+    return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, _arguments(config))
+
+
+def _arguments(config: TrainConfig) -> dict[str, Any]:
+    return workflow_arguments(config.workflow, list(config.auxiliary_models))
 
 
 def _mixture(configs: list[TasksetConfig]) -> TasksetMixture:
@@ -145,7 +150,7 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
             config.eval_workflow or config.workflow.name,
             config.reward,
             config.eval_sampling,
-            {} if config.eval_workflow else config.workflow.args,
+            {} if config.eval_workflow else _arguments(config),
             config.eval_repeat_times,
         )
         for taskset in config.eval_tasksets.values()

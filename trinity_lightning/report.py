@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_lightning.buffer.step_files import FOLDER, kept_steps, read_experiences
+from trinity_lightning.buffer.step_files import FOLDER, read_experiences, step_files
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.monitor.report import KeptStep, read_run, report_page
@@ -24,7 +24,7 @@ def write_report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     run = read_run(folder.resolve())
-    files = kept_steps(folder / FOLDER) if (folder / FOLDER).is_dir() else {}
+    files = step_files(folder / FOLDER) if (folder / FOLDER).is_dir() else {}
     run.kept_steps = len(files)
     run.kept = [_kept(step, files[step]) for step in _some(list(files))]
     path = folder / FILE

@@ -9,10 +9,10 @@ import random
 import time
 from pathlib import Path
 
-import crash_cases
 import pytest
-from postgres_server import postgres_url  # noqa: F401  # a fixture
-from processes import processes  # noqa: F401  # a fixture
+from support import crashes
+from support.crashes import processes  # noqa: F401  # a fixture
+from support.postgres import postgres_url  # noqa: F401  # a fixture
 
 KILLS = int(os.environ.get("TRINITY_CRASH_KILLS", "10"))
 # Writers at work at the same time.
@@ -26,7 +26,7 @@ class Crashes:
         self.context, self.kind, self.place, self.folder = context, kind, place, folder
         self.memory = str(folder / "memory.json")
         self.lives = 0
-        crash_cases.STORAGES[kind](self.place).close()
+        crashes.STORAGES[kind](self.place).close()
         self.writers = [self.start_writer() for _ in range(WRITERS[kind])]
         self.reader = self.start_reader()
 
@@ -37,13 +37,13 @@ class Crashes:
 
     def start_writer(self):
         self.lives += 1
-        return self.start(crash_cases.write_forever, self.lives, str(self.acknowledgements(self.lives)))
+        return self.start(crashes.write_forever, self.lives, str(self.acknowledgements(self.lives)))
 
     def acknowledgements(self, life):
         return self.folder / f"acknowledged-{life}"
 
     def start_reader(self):
-        return self.start(crash_cases.read_forever, self.memory)
+        return self.start(crashes.read_forever, self.memory)
 
     def wait_for_work(self):
         """Until the newest writer has acknowledged something."""
@@ -69,7 +69,7 @@ class Crashes:
         """Kill all, and read what is left."""
         for process in [*self.writers, self.reader]:
             self.kill(process)
-        crash_cases.read_forever(self.kind, self.place, self.memory, until_end=True)
+        crashes.read_forever(self.kind, self.place, self.memory, until_end=True)
 
     def acknowledged(self):
         """What each life of the writer had acknowledged, in order; a line that the kill cut short does not count."""
@@ -81,17 +81,17 @@ class Crashes:
 @pytest.mark.parametrize("kind", list(WRITERS))
 def test_acknowledged_writes_survive_kills_and_are_read_once(processes, kind, tmp_path, request):  # noqa: F811
     place = request.getfixturevalue("postgres_url")() if kind == "postgresql" else str(tmp_path / "buffer")
-    crashes = Crashes(processes, kind, place, tmp_path)
+    run = Crashes(processes, kind, place, tmp_path)
     generator = random.Random()
     for _ in range(KILLS):
         if generator.random() < 0.8:  # else perhaps while it opens the buffer
-            crashes.wait_for_work()
+            run.wait_for_work()
         time.sleep(generator.uniform(0, 0.1))
-        crashes.kill_one(generator.random())
-    crashes.finish()
+        run.kill_one(generator.random())
+    run.finish()
 
-    kept = json.loads(Path(crashes.memory).read_text())
-    acknowledged = crashes.acknowledged()
+    kept = json.loads(Path(run.memory).read_text())
+    acknowledged = run.acknowledged()
     seen = kept["seen"]
     print(f"{kind}: {KILLS} kills, {sum(map(len, acknowledged.values()))} acknowledged, {len(seen)} read")
     assert kept["torn"] == []

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from buffer_cases import make_group, names, through_a_file
+from support.buffer import make_group, names, through_a_file
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.experience import gather_response_attrs

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 import torch
-from buffer_cases import make_group, through_a_file
+from support.buffer import make_group, through_a_file
 
-from trinity_lightning.buffer import datamodule
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExpertData
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
-from trinity_lightning.buffer.step_files import read_experiences
+from trinity_lightning.buffer.step_files import keep_step, read_experiences
 from trinity_lightning.common.experience import CustomField
 from trinity_lightning.common.optimizer_batch import is_expert, marked
 from trinity_lightning.errors import ConfigError, StorageError
@@ -76,22 +75,25 @@ def test_the_cursor_goes_through_a_checkpoint():
         assert expert_tasks(resumed) == expert_tasks(whole)
 
 
-def test_a_step_cut_short_takes_none(monkeypatch, tmp_path):
-    data = data_with(keep_folder=tmp_path / "kept")
+def test_a_step_cut_short_takes_none(tmp_path):
+    attempts = []
+
+    def keep(step, experiences):
+        attempts.append(step)
+        if len(attempts) == 2:
+            raise KeyboardInterrupt
+        keep_step(tmp_path, step, experiences)
+
+    data = data_with(keep=keep)
     fill(data, 1)
     before = through_a_file(data.state_dict())
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(datamodule, "keep_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fill(data, 2)
+    with pytest.raises(KeyboardInterrupt):
+        fill(data, 2)
     assert data.state_dict()["experts"] == before["experts"]
     fill(data, 2)
     assert expert_tasks(data) == [2, 3]
-    assert [is_expert(e) for e in read_experiences(tmp_path / "kept")] == ([False] * 4 + [True] * 2) * 2
+    assert [is_expert(e) for e in read_experiences(tmp_path)] == ([False] * 4 + [True] * 2) * 2
 
 
 def test_expert_data_taken_up_later_begin_at_their_beginning():
@@ -107,7 +109,7 @@ def test_expert_data_taken_up_later_begin_at_their_beginning():
 def test_data_that_end_and_numbers_that_cannot_be_are_refused():
     experts = ExpertData(MemoryReader(expert_experiences(3)), 2)
     experts.read(1)
-    experts.keep()
+    experts.commit()
     with pytest.raises(StorageError, match="have ended"):
         experts.read(2)
     with pytest.raises(ConfigError, match="per_step is 0; give a whole number of 1 or more"):

@@ -1,16 +1,21 @@
-"""What all readers share: whole groups, waiting, positions that go through a checkpoint."""
+"""Readers: whole groups, waiting, positions that go through a checkpoint, repetition, and what a section reads."""
 
-import asyncio
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-from buffer_cases import make_group, through_a_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.buffer import make_group, through_a_file
 
-from trinity_lightning.buffer.reader import MemoryReader
+from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader, create_reader
+from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.schema import BufferConfig
+from trinity_lightning.errors import ConfigError
 
 
 def groups_of(sizes):
@@ -62,32 +67,85 @@ def test_a_reader_waits_for_what_is_missing_and_then_takes_what_there_is():
     assert reader.read(4) == []
 
 
-def test_waiting_leaves_the_event_loop_to_others():
-    experiences = groups_of([1])
-    reader = MemoryReader(experiences)
-
-    async def run():
-        reading = asyncio.create_task(reader.read_async(3, wait=20))
-        await asyncio.sleep(0.1)
-        assert not reading.done()
-        experiences.extend(make_group(1, 2))
-        return await reading
-
-    assert len(asyncio.run(run())) == 3
-
-
-def test_a_read_that_is_cancelled_has_read_nothing():
-    experiences = groups_of([2])
-    reader = MemoryReader(experiences)
-
-    async def run():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read_async(5, wait=20), 0.1)
-        return await reader.read_async(5)
-
-    assert asyncio.run(run()) == experiences
-
-
 def test_a_count_below_one_is_refused():
     with pytest.raises(ValueError, match="count"):
         MemoryReader([]).read(0)
+
+
+# -- the same data again and again ------------------------------------------------------------------------------------
+
+
+def repeated(number):
+    return RepeatingReader(MemoryReader([experience for task in range(number) for experience in make_group(task, 1)]))
+
+
+def test_repeated_data_start_over():
+    reader = repeated(3)
+    assert [[e.eid.task for e in reader.read(2)] for _ in range(4)] == [[0, 1], [2], [0, 1], [2]]
+    assert reader.passes == 1
+    resumed = repeated(3)
+    resumed.load_state_dict(through_a_file(reader.state_dict()))
+    assert [e.eid.task for e in resumed.read(2)] == [0, 1]
+    assert resumed.passes == 2
+
+
+def test_nothing_repeated_is_nothing():
+    assert repeated(0).read(2) == []
+
+
+# -- what a section reads ---------------------------------------------------------------------------------------------
+
+
+def test_kept_steps_are_read_by_their_folder(tmp_path):
+    group = make_group(0, 3)
+    keep_step(tmp_path, 1, group)
+    with create_reader(BufferConfig(storage="file", path=str(tmp_path), repeat=False)) as reader:
+        assert reader.read(9) == group
+        assert reader.read(9) == []
+    with create_reader(BufferConfig(storage="file", path=str(tmp_path))) as reader:
+        assert [reader.read(9) for _ in range(2)] == [group, group]
+
+
+@pytest.mark.parametrize("order", ["fifo", "priority", "random"])
+def test_a_database_is_read_by_its_path_or_url_in_three_orders(tmp_path, order):
+    path = tmp_path / "buffer.db"
+    with SqlStorage(path) as storage:
+        storage.write(make_group(0, 3))
+    for place, url in ((str(path), None), (None, f"sqlite:///{path}")):
+        section = BufferConfig(storage="sql", path=place, url=url, order=order, reuse_limit=None, repeat=False)
+        with create_reader(section) as reader:
+            assert {e.eid.run for e in reader.read(3)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"storage": "fiel"}, "Did you mean 'file'"),
+        ({"storage": "file"}, "buffer.path=PLACE"),
+        ({"storage": "file", "path": ".", "url": "b"}, "buffer.storage=file has no buffer.url"),
+        ({"storage": "sql"}, "buffer.path=PLACE"),
+        ({"storage": "sql", "path": ".", "url": "b"}, "buffer.path or buffer.url, not both"),
+        ({"storage": "sql", "path": "nowhere"}, "no file or folder 'nowhere'"),
+        ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order 'newest'"),
+        ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order=priority needs buffer.storage=sql"),
+        ({"keep": "sqll"}, "buffer.keep is 'sqll'; give true, false or sql"),
+    ],
+)
+def test_what_cannot_be_read_or_kept_is_refused_by_its_key(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        BufferConfig(**settings)
+
+
+def test_without_sqlalchemy_the_extra_is_named(tmp_path):
+    code = (
+        "import sys; sys.modules['sqlalchemy'] = None\n"
+        "from trinity_lightning.buffer.reader import create_reader\n"
+        "from trinity_lightning.config.schema import BufferConfig\n"
+        f"create_reader(BufferConfig(storage='file', path={str(tmp_path)!r}))\n"
+        "print('files are read')\n"
+        f"create_reader(BufferConfig(storage='sql', path={str(tmp_path)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "files are read" in done.stdout
+    assert "ConfigError: experiences in a database need SQLAlchemy" in done.stderr
+    assert "trinity-lightning[sql]" in done.stderr

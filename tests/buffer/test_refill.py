@@ -4,7 +4,7 @@ import asyncio
 import copy
 
 import pytest
-from buffer_cases import make_group
+from support.buffer import make_group
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1

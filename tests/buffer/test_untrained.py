@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_cases import make_group
 from compose_cases import composed
+from support.buffer import make_group
 
 from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -14,10 +14,9 @@ from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import judged
 from trinity_lightning.common.untrained import UNTRAINED
-from trinity_lightning.config.parts import OperatorConfig, operator_configs
+from trinity_lightning.config.parts import OperatorConfig, operator_configs, strategies
 from trinity_lightning.errors import OperatorError
 from trinity_lightning.monitor.completions import CompletionsWriter
-from trinity_lightning.parts import strategies_of
 
 DAPO = (("dapo", {}), ("grpo", {}))
 
@@ -83,7 +82,7 @@ def test_a_group_of_wrong_answers_is_dropped_however_their_lengths_differ():
     config: Any = composed("+recipe=dapo", "output_dir=x")
     wrong = answers(0, [0.0] * 8, [4, 8, 12, 20, 24, 28, 30, 32])
     mixed = answers(1, [0.0] * 4 + [1.0] * 4, [4, 8, 12, 20, 24, 28, 30, 32])
-    data, metrics = fill(wrong + mixed, strategies_of(config), operator_configs(config.operators))
+    data, metrics = fill(wrong + mixed, strategies(config.add_strategy), operator_configs(config.operators))
     assert len({exp.reward for exp in wrong}) > 1  # as shaped
     assert {exp.eid.task for exp in data.experiences} == {1}
     assert metrics["filtered_count"] == 8

@@ -100,7 +100,7 @@ def test_without_an_auxiliary_model_the_task_fails_and_says_so(name: str) -> Non
     [
         ("judge", {"weight": 1}, "Did you mean 'judge_weight'"),
         ("judge", {"judge_weight": "much"}, "judge_weight is 'much'"),
-        ("judge", {"judge_prompt": "{question}"}, "lacks {response}"),
+        ("judge", {"judge_prompt": "{question}"}, "judge_prompt must contain {response}"),
         ("on_policy_distill", {"techer": 1}, "Did you mean 'teacher'"),
     ],
 )

@@ -14,52 +14,27 @@ from torch import Tensor
 from trinity_lightning.buffer.loader import ExperienceLoader, OfflineLoader
 from trinity_lightning.buffer.memory import MemoryStorage
 from trinity_lightning.buffer.operators import AuxiliaryModels, OperatorConfig
-from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
+from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
 from trinity_lightning.buffer.reader import BufferReader
-from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import OperatorError, StorageError
 
-# -- Awaiting from ordinary code, on a loop in another thread or on none -----------------------------------------------
-
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.
+StepKeeper = Callable[[int, list[Experience]], object]
 
-WAIT_SECONDS = 60.0
-
-
-def run_on_loop(
-    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
-) -> T:
-    """What the coroutine function returns: run on `loop` where that runs in another thread, else on a loop of its own.
-
-    Raises:
-        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
-    """
-    if loop is not None and loop.is_running() and loop is not _own_loop():
-        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
-    # In a thread, as the present one may have a running loop: a notebook's has.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(lambda: asyncio.run(function())).result()
-
-
-def _own_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-# -- Expert data that join the rollouts of an explore step -------------------------------------------------------------
+WAIT_SECONDS = 60.0  # for the loop that operators live on, if it runs in another thread
+CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run there
 
 
 class ExpertData:
     """So many expert experiences for every explore step, out of a reader that does not end.
 
-    What was read counts as read when `keep` says that the explore step has taken it: a step cut short reads the same
+    What was read counts as read when `commit` says that the explore step has taken it: a step cut short reads the same
     again, so that the state always is that of the last whole step.
 
     Args:
@@ -93,7 +68,7 @@ class ExpertData:
             experiences += more
         return [_joining(experience, step, number) for number, experience in enumerate(experiences)]
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The explore step has taken what was read last."""
         self._taken, self._ahead = self._reader.state_dict(), False
 
@@ -121,15 +96,13 @@ def _joining(experience: Experience, step: int, number: int) -> Experience:
     return joining
 
 
-# -- The LightningDataModule: holds the buffer, lets experiences in through the pipeline, hands out optimizer batches --
+class _Unmoved(L.LightningDataModule):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Nothing is moved here: micro-batches are padded on the device when they are cut."""
+        return batch
 
 
-logger = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 5.0  # for operators to close where a run ended by an error, which may be that nothing else can run
-
-
-class ExperienceDataModule(L.LightningDataModule):
+class ExperienceDataModule(_Unmoved):
     """Experiences between explorer and trainer.
 
     Args:
@@ -140,7 +113,7 @@ class ExperienceDataModule(L.LightningDataModule):
         operators: what tidies a step's experiences before they are weighed, in order.
         auxiliary_models: clients of other models, for operators that ask them.
         folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
-        keep_folder: where the experiences of every step are kept, as the trainer is given them; None: nowhere.
+        keep: keeps the experiences of every step, as the trainer is given them; None: nothing does.
         experts: expert data that join every step behind the strategies; None: none.
         max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 
@@ -158,7 +131,7 @@ class ExperienceDataModule(L.LightningDataModule):
         operators: Sequence[OperatorConfig] = (),
         auxiliary_models: AuxiliaryModels | None = None,
         folder: str | Path | None = None,
-        keep_folder: Path | None = None,
+        keep: StepKeeper | None = None,
         experts: ExpertData | None = None,
         max_response_length: int | None = None,
     ) -> None:
@@ -170,7 +143,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.optimizer_steps = optimizer_steps
         self.inner_epochs = inner_epochs
         self._seed = seed
-        self._keep_folder = keep_folder
+        self._keep = keep
         self._experts = experts
         self._max_response_length = max_response_length
         self._loop: asyncio.AbstractEventLoop | None = None  # where the operators live
@@ -209,11 +182,11 @@ class ExperienceDataModule(L.LightningDataModule):
             joining = self._experts.read(step)
             self.storage.write(joining)
             metrics["experience_pipeline/expert"] = float(len(joining))
-        if self._keep_folder is not None:
-            await asyncio.to_thread(keep_step, self._keep_folder, step, self.storage.written)
+        if self._keep is not None:
+            await asyncio.to_thread(self._keep, step, self.storage.written)
         self.storage.commit(step)  # last: an interruption while something is awaited must find the step not taken
         if self._experts is not None:
-            self._experts.keep()
+            self._experts.commit()
         return metrics
 
     async def prepare(self) -> None:
@@ -236,13 +209,13 @@ class ExperienceDataModule(L.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Close the operators, on the loop they were prepared on as long as it runs."""
         if self.pipeline.prepared:
-            run_on_loop(self.close, self._loop)
+            _on_loop(self.close, self._loop)
 
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
         try:
             if self.pipeline.prepared:
-                run_on_loop(self.close, self._loop, CLOSE_SECONDS)
+                _on_loop(self.close, self._loop, CLOSE_SECONDS)
         except (OperatorError, TimeoutError) as error:
             logger.warning("%s", error)
 
@@ -251,10 +224,6 @@ class ExperienceDataModule(L.LightningDataModule):
         return ExperienceLoader(
             self.storage, self.optimizer_steps, self.inner_epochs, self._seed, self._max_response_length
         )
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Nothing is moved here: micro-batches are padded on the device when they are cut."""
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The buffer, and where the expert data stand."""
@@ -268,7 +237,7 @@ class ExperienceDataModule(L.LightningDataModule):
             self._experts.load_state_dict(state_dict["experts"])
 
 
-class OfflineExperienceDataModule(L.LightningDataModule):
+class OfflineExperienceDataModule(_Unmoved):
     """Experiences out of a reader, where no explorer makes them: SFT, DPO, offline RL.
 
     An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The reader's position is in the
@@ -312,10 +281,6 @@ class OfflineExperienceDataModule(L.LightningDataModule):
         """One sized, lazy, stateful loader for the whole run."""
         return self._loader
 
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Nothing is moved here: micro-batches are padded on the device when they are cut."""
-        return batch
-
     def state_dict(self) -> dict[str, Any]:
         """Where the reader stands."""
         return {"reader": self.reader.state_dict()}
@@ -327,3 +292,22 @@ class OfflineExperienceDataModule(L.LightningDataModule):
             StorageError: the checkpoint is of another buffer.
         """
         self.reader.load_state_dict(state_dict["reader"])
+
+
+def _on_loop(
+    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
+) -> T:
+    """What the coroutine function returns: run on `loop` if that runs in another thread, else on a loop of its own.
+
+    Raises:
+        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
+    """
+    try:
+        own = asyncio.get_running_loop()
+    except RuntimeError:
+        own = None
+    if loop is not None and loop.is_running() and loop is not own:
+        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
+    # In a thread, as the present one may have a running loop: a notebook's has.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(lambda: asyncio.run(function())).result()

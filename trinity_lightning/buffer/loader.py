@@ -16,8 +16,6 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import StorageError
 
-# -- Optimizer batches out of the buffer: sized, lazy, stateful --------------------------------------------------------
-
 
 class ExperienceLoader:
     """Yields the optimizer batches of the explore step that the storage holds.
@@ -96,9 +94,6 @@ class ExperienceLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._explore_step, self._position = state["explore_step"], state["position"]
-
-
-# -- Optimizer batches straight out of a reader, where no explorer makes experiences: sized, lazy, stateful ------------
 
 
 class OfflineLoader:

@@ -8,34 +8,51 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.buffer.operators import (
-    SELECTOR_METRIC,
     AuxiliaryModels,
     ExperienceOperatorV1,
     OnError,
     OperatorConfig,
     create_operators,
 )
-from trinity_lightning.buffer.operators.experience_operator import class_name
+from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, class_name
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.runs import forget_raw_reward, keep_raw_reward
 from trinity_lightning.common.untrained import Untrained, forget_reason
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import OperatorError
 
-# -- Fill a step up again that filters have left short: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) --------
-
-
 logger = logging.getLogger(__name__)
+
+StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
+
+# -- refilling: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) -----------------------------------------------
+
+
+class MoreRollouts(Protocol):
+    """Rolls out further tasks for the step under way.
+
+    Attributes:
+        tasks: how many a step is meant to have.
+    """
+
+    tasks: int
+
+    async def __call__(self, tasks: int) -> list[Experience]:
+        """The experiences of that many new tasks; nothing once no more are to be had.
+
+        Tasks that all failed are replaced in turn, as long as the limit of such requests allows.
+        """
+        ...
+
 
 # Tidies the experiences of some tasks, as it does those of a whole step: what is left, and metrics.
 Tidy = Callable[[list[Experience]], Awaitable[tuple[list[Experience], dict[str, float]]]]
@@ -100,7 +117,7 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(each) if adds_up[name] else sum(each) / len(each) for name, each in values.items()}
 
 
-# -- The operators of a pipeline, one after the other: timed, named in metrics, and with an answer to one that fails ---
+# -- operators, one after the other ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,7 +199,7 @@ class OperatorChain:
                     await self.close()
                 except OperatorError as another:
                     logger.warning("%s", another)  # the first failure is the one to act on
-                raise OperatorError(f"{stage.title} could not be prepared: {_told(error)}") from error
+                raise OperatorError(f"{stage.title} could not be prepared: {_described(error)}") from error
             self._prepared.append(stage)
 
     async def close(self) -> None:
@@ -199,8 +216,8 @@ class OperatorChain:
             except Exception as error:
                 failures.append((stage, error))
         if failures:
-            told = "; ".join(f"{stage.title} could not be closed: {_told(error)}" for stage, error in failures)
-            raise OperatorError(told) from failures[0][1]
+            causes = "; ".join(f"{stage.title} could not be closed: {_described(error)}" for stage, error in failures)
+            raise OperatorError(causes) from failures[0][1]
 
     async def process(
         self, experiences: list[Experience], step: int, came: list[Experience], untrained: Untrained
@@ -229,25 +246,25 @@ class OperatorChain:
             start = time.perf_counter()
             try:
                 # A list of its own: the caller's keeps what it has.
-                experiences, told = _checked(await stage.operator.process(list(experiences)))
+                experiences, values = _checked(await stage.operator.process(list(experiences)))
             except Exception as error:
                 if before is None:
                     raise self._failure(stage, error, step, came) from error
                 logger.warning("%s failed at explore step %d and is skipped.", stage.title, step, exc_info=error)
                 _put_back(given, before)  # in place: observers hold these experiences too
-                experiences, told = given, {}
+                experiences, values = given, {}
             finally:
                 metrics[stage.time_key] = time.perf_counter() - start
             untrained.leave_out(given, experiences, f"filtered by {stage.label}")
-            metrics |= self._numbers(stage, told)
+            metrics |= self._numbers(stage, values)
             if before is not None:
                 metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is given)
         return experiences, metrics
 
-    def _numbers(self, stage: _Stage, told: Mapping[str, Any]) -> dict[str, float]:
+    def _numbers(self, stage: _Stage, values: Mapping[str, Any]) -> dict[str, float]:
         """The real numbers among an operator's metrics, under their full names."""
         metrics = {}
-        for key, value in told.items():
+        for key, value in values.items():
             name = f"experience_pipeline/{stage.label}/{key}"
             number = as_number(value)
             if key == SELECTOR_METRIC:
@@ -260,31 +277,21 @@ class OperatorChain:
         return metrics
 
     def _failure(self, stage: _Stage, error: Exception, step: int, came: list[Experience]) -> OperatorError:
+        """The error that ends the run; the experiences are written to `rejected/` first, whole or not at all."""
         where = "The step's experiences are lost: no folder was given to save them in."
         if self._folder is not None:
+            path = self._folder / "rejected" / f"step_{step}.trxp"
             try:
-                path = save_rejected(self._folder, step, came)
+                data = Experience.serialize_many(came)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, data)
                 where = f"The step's experiences are in {path} (Experience.deserialize_many reads them)."
             except (OSError, ExperienceError) as failure:
-                where = f"The step's experiences could not be saved: {_told(failure)}."
+                where = f"The step's experiences could not be saved: {_described(failure)}."
         return OperatorError(
-            f"{stage.title} failed at explore step {step}: {_told(error)}\n{where} "
+            f"{stage.title} failed at explore step {step}: {_described(error)}\n{where} "
             "Set its on_error to skip to go on without it."
         )
-
-
-def save_rejected(folder: Path, step: int, experiences: Sequence[Experience]) -> Path:
-    """Write `<folder>/rejected/step_<step>.trxp`, whole or not at all: its path.
-
-    Raises:
-        OSError: it cannot be written.
-        ExperienceError: a field cannot be encoded.
-    """
-    path = folder / "rejected" / f"step_{step}.trxp"
-    data = Experience.serialize_many(experiences)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, data)
-    return path
 
 
 def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
@@ -299,27 +306,27 @@ def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
 
 def _put_back(experiences: Sequence[Experience], before: Sequence[Experience]) -> None:
     """Give the experiences the fields of their copies."""
-    for experience, twin in zip(experiences, before, strict=True):
+    for experience, copied in zip(experiences, before, strict=True):
         vars(experience).clear()
-        vars(experience).update(vars(twin))
+        vars(experience).update(vars(copied))
 
 
 def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience:
-    twin = copy.copy(experience)
+    copied = copy.copy(experience)
     for name, value in vars(experience).items():
         if isinstance(value, Tensor):
             if id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
-            setattr(twin, name, memo[id(value)])
+            setattr(copied, name, memo[id(value)])
         elif isinstance(value, dict | list) and value:
             try:
-                setattr(twin, name, copy.deepcopy(value, memo))
+                setattr(copied, name, copy.deepcopy(value, memo))
             except Exception as error:  # whatever a user's object raises
                 raise ExperienceError(f"experience {experience.eid}: {name} cannot be copied: {error}") from error
         elif isinstance(value, dict | list):
-            setattr(twin, name, type(value)())
-    twin.eid = copy.copy(experience.eid)
-    return twin
+            setattr(copied, name, type(value)())
+    copied.eid = copy.copy(experience.eid)
+    return copied
 
 
 def as_number(value: Any) -> float | None:
@@ -348,14 +355,11 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
     raise TypeError(f"process must return (list of experiences, dict of metrics), not {result!r:.80}")
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# -- What happens to the experiences of an explore step before the trainer sees them -----------------------------------
-
-
-StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
+# -- the whole --------------------------------------------------------------------------------------------------------
 
 
 class ExperiencePipeline:

@@ -1,4 +1,6 @@
-"""A database of experiences: its tables, its transactions, and what to do when it is busy.
+"""Experiences in a database: any number of processes write, any number read. SQLite by default, PostgreSQL by its URL.
+
+One row an experience: a payload of version 2 beside what it is chosen by.
 
 Every row has a position, and rows become visible in the order of their positions: a writer takes its positions from a
 counter in the database, in the transaction that inserts the rows, so that the next writer waits at the counter until
@@ -11,18 +13,14 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from trinity_lightning.buffer.reader import BufferReader, Cursor, CursorReader, Item, check_count, group_of
+from trinity_lightning.buffer.reader import Cursor, CursorReader, Item, group_of
 from trinity_lightning.common.experience import Experience, ExperienceError, ExperienceFormatError
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
-
-# -- A database of experiences: its tables, its transactions, and what to do when it is busy ---------------------------
-
 
 try:
     import sqlalchemy as sa
@@ -32,8 +30,8 @@ except ModuleNotFoundError as error:
     if error.name != "sqlalchemy":
         raise
     raise ConfigError(
-        "buffer.storage=sql needs SQLAlchemy. Install it with `pip install 'trinity-lightning[sql]'`, or choose "
-        "buffer.storage=file."
+        "experiences in a database need SQLAlchemy. Install it with `pip install 'trinity-lightning[sql]'`, or choose "
+        "files: buffer.storage=file, buffer.keep=true."
     ) from error
 
 T = TypeVar("T")
@@ -65,7 +63,7 @@ class Tables:
             name,
             self.metadata,
             sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-            sa.Column("write_id", sa.String(32), nullable=False),
+            sa.Column("write_id", sa.String(32), nullable=False, index=True),
             sa.Column("ends_write", sa.Boolean, nullable=False),
             sa.Column("task", sa.Text),
             sa.Column("step", sa.BigInteger, nullable=False),
@@ -274,8 +272,7 @@ def logarithm(priority: float) -> float:
     return math.log(priority) if priority > 0 else 0.0
 
 
-# -- Experiences in a database: any number of processes write, any number read. SQLite by default, PostgreSQL by its URL
-
+# -- writing and reading -----------------------------------------------------------------------------------------------
 
 TABLE = "experiences"
 RETRY_FOR = 60.0
@@ -344,18 +341,33 @@ class SqlStorage(BufferWriter):
             StorageLockedError: the database was busy for too long.
             StorageError: it fails otherwise.
         """
-        if not experiences:
-            return
-        write_id = secrets.token_hex(16)
+        if experiences:
+            self._insert(secrets.token_hex(16), experiences, replace=False)
+
+    def replace(self, name: str, experiences: list[Experience]) -> None:
+        """Insert the experiences in place of those that were written under this name before; errors as `write`.
+
+        Args:
+            name: at most 32 characters.
+            experiences: perhaps none.
+        """
+        self._insert(name, experiences, replace=True)
+
+    def _insert(self, write_id: str, experiences: list[Experience], replace: bool) -> None:
         rows = [self._row(experience, write_id) for experience in experiences]
-        rows[-1]["ends_write"] = True
+        for row in rows[-1:]:
+            row["ends_write"] = True
         table = self._database.tables.rows
+        written = table.c.write_id == write_id
 
         def insert(connection: sa.Connection, again: bool) -> None:
             start = self._database.take(connection, "positions", len(rows))
-            # The connection may have broken after an earlier attempt was committed. Without an index: it is rare.
-            done = again and connection.execute(sa.select(table.c.position).where(table.c.write_id == write_id)).first()
-            if not done:
+            if replace:
+                connection.execute(table.delete().where(written))
+            # The connection may have broken after an earlier attempt was committed.
+            elif again and connection.execute(sa.select(table.c.position).where(written)).first():
+                return
+            if rows:
                 connection.execute(table.insert(), [{**row, "position": start + n} for n, row in enumerate(rows, 1)])
 
         self._database.transact(insert, write=True)
@@ -392,6 +404,24 @@ class SqlStorage(BufferWriter):
         self.close()
 
 
+def keep_step(place: str | Path, run: str, step: int, experiences: list[Experience]) -> None:
+    """Insert the experiences of an explore step of a run, in place of what an earlier attempt at it left.
+
+    A reader that has passed those reads the new ones too: they are the newest of the database.
+
+    Args:
+        place: as `SqlStorage`.
+        run: identity of the run, at most 16 characters: several runs may keep their steps in one database.
+        step: its number.
+        experiences: as they went to the trainer.
+
+    Raises:
+        ExperienceError, StorageError: as `SqlStorage.write`.
+    """
+    with SqlStorage(place) as storage:
+        storage.replace(f"{run}/{step}", experiences)
+
+
 class SqlReader(CursorReader):
     """Reads in the order of writing, each experience once a reader, whoever else reads.
 
@@ -421,187 +451,3 @@ class SqlReader(CursorReader):
     def close(self) -> None:
         """Close all connections."""
         self._database.close()
-
-
-# -- Reading a database of experiences by priority or at random, the same experience several times ---------------------
-
-
-ORDERS = ("priority", "random")
-
-# Position and task of a row.
-Candidate = tuple[int, str | None]
-
-
-class ReplayReader(BufferReader):
-    """Chooses among all experiences of a buffer that have been used fewer than `reuse_limit` times, by anyone.
-
-    In order "priority" the highest score first, where
-
-        score = priority * decay ** age * use_decay ** uses
-
-    with the priority given at writing, the age in explore steps (of the newest experience less its own), and how often
-    it was read before; of equal scores the less used, then the older. Priority 0 is never chosen. In order "random"
-    uniformly, no experience twice in a read: a function of the seed, the number of reads before, and what there is.
-
-    Args:
-        place, table, retry_for: as `SqlStorage`.
-        order: "priority" or "random".
-        reuse_limit: how often an experience may be read by all readers together; None: without end.
-        decay, use_decay: in (0, 1].
-        seed: of the random order.
-        name: under which reads are logged; readers at work at the same time need different ones.
-
-    Raises:
-        ConfigError: an argument out of range, a URL that is none, or a driver that is not installed.
-        StorageError: there is no such buffer, or no connection.
-        StorageFormatError: what is there is something else.
-    """
-
-    def __init__(
-        self,
-        place: str | Path,
-        *,
-        table: str = TABLE,
-        order: Literal["priority", "random"] = "priority",
-        reuse_limit: int | None = 1,
-        decay: float = 1.0,
-        use_decay: float = 1.0,
-        seed: int = 0,
-        name: str = "trainer",
-        retry_for: float = RETRY_FOR,
-    ) -> None:
-        one_of("order", order, ORDERS)
-        whole_number("reuse_limit", reuse_limit, least=1, optional=True)
-        for key, value in (("decay", decay), ("use_decay", use_decay)):
-            number(key, value, above=0, most=1)
-        self._order, self._reuse_limit, self._seed, self._name = order, reuse_limit, seed, name
-        self._log_decay, self._log_use_decay = math.log(decay), math.log(use_decay)
-        self._database = Database(place, table, create=False, retry_for=retry_for)
-        reads = self._database.tables.reads
-        newest = sa.select(sa.func.max(reads.c.number)).where(reads.c.reader == name)
-        self._number = self._database.transact(lambda connection, _: connection.execute(newest).scalar()) or 0
-
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
-        check_count(count)
-        if count is None:
-            raise ValueError("count: expected a number: in this order there is no next write.")
-        number = self._number + 1
-
-        def read(connection: sa.Connection, again: bool) -> list[Any] | None:
-            # Readers take turns, for none to choose what another is choosing; writers need not wait.
-            self._database.take(connection, "reads", 1)
-            chosen = self._logged(connection, number) if again else []
-            if chosen:
-                return self._payloads(connection, chosen)
-            candidates = self._candidates(connection, number, None if whole_groups else count)
-            if len(candidates) < count and not last:
-                return None
-            chosen = (
-                _whole_groups(candidates, count) if whole_groups else [position for position, _ in candidates[:count]]
-            )
-            self._log(connection, number, chosen)
-            return self._payloads(connection, chosen)
-
-        rows = self._database.transact(read, write=True)
-        if rows:
-            self._number = number
-        return None if rows is None else [experience_at(self._database.where, p, data) for p, data in rows]
-
-    def _candidates(self, connection: sa.Connection, number: int, most: int | None) -> Sequence[Candidate]:
-        """What may be read, the first choice first; at least the first `most`."""
-        rows = self._database.tables.rows
-        query = sa.select(rows.c.position, rows.c.task).where(rows.c.priority > 0)
-        if self._reuse_limit is not None:
-            query = query.where(rows.c.uses < self._reuse_limit)
-        if self._order == "priority":
-            # The logarithm of the score, less what all scores have in common: the age counts from any step.
-            score = rows.c.log_priority - rows.c.step * self._log_decay + rows.c.uses * self._log_use_decay
-            query = query.order_by(score.desc(), rows.c.uses, rows.c.position).limit(most)
-            return [(row.position, row.task) for row in connection.execute(query)]
-        found = [(row.position, row.task) for row in connection.execute(query.order_by(rows.c.position))]
-        random.Random(f"{self._seed}/{number}").shuffle(found)
-        return found
-
-    def _logged(self, connection: sa.Connection, number: int) -> list[int]:
-        """What an attempt whose answer was lost has read."""
-        reads = self._database.tables.reads
-        query = sa.select(reads.c.position).where(reads.c.reader == self._name, reads.c.number == number)
-        return list(connection.execute(query.order_by(reads.c.position)).scalars())
-
-    def _log(self, connection: sa.Connection, number: int, chosen: list[int]) -> None:
-        tables = self._database.tables
-        if not chosen:
-            return
-        held = sa.select(tables.reads.c.number).where(tables.reads.c.reader == self._name)
-        if connection.execute(held.where(tables.reads.c.number >= number)).first():
-            raise StorageError(
-                f"{self._database.where}: another reader '{self._name}' has read meanwhile; give each its own `name`."
-            )
-        connection.execute(
-            tables.reads.insert(), [{"reader": self._name, "number": number, "position": p} for p in chosen]
-        )
-        self._count_uses(connection, chosen, 1)
-
-    def _count_uses(self, connection: sa.Connection, positions: list[int], by: int) -> None:
-        rows = self._database.tables.rows
-        for start in range(0, len(positions), MOST_VARIABLES):
-            some = positions[start : start + MOST_VARIABLES]
-            connection.execute(rows.update().where(rows.c.position.in_(some)).values(uses=rows.c.uses + by))
-
-    def _payloads(self, connection: sa.Connection, chosen: list[int]) -> list[tuple[int, bytes]]:
-        rows, found = self._database.tables.rows, {}
-        for start in range(0, len(chosen), MOST_VARIABLES):
-            some = chosen[start : start + MOST_VARIABLES]
-            query = sa.select(rows.c.position, rows.c.payload).where(rows.c.position.in_(some))
-            found.update({row.position: row.payload for row in connection.execute(query)})
-        return [(position, found[position]) for position in chosen]
-
-    def state_dict(self) -> dict[str, Any]:
-        """How often this reader has read, and of what."""
-        return {"source": self._database.source, "reader": self._name, "reads": self._number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: what this reader has read since becomes unread.
-
-        Raises:
-            StorageError: the state is another buffer's or another reader's.
-        """
-        mine = {"source": self._database.source, "reader": self._name}
-        for key, value in mine.items():
-            if state[key] != value:
-                raise StorageError(
-                    f"{self._database.where}: the saved position has {key} '{state[key]}', expected '{value}'. Give "
-                    "what it was saved with, or start without the saved state."
-                )
-        reads = self._database.tables.reads
-        since = (reads.c.reader == self._name) & (reads.c.number > state["reads"])
-
-        def take_back(connection: sa.Connection, _again: bool) -> None:
-            self._database.take(connection, "reads", 1)
-            query = sa.select(reads.c.number, reads.c.position).where(since).order_by(reads.c.number)
-            by_read: dict[int, list[int]] = {}
-            for read, position in connection.execute(query):
-                by_read.setdefault(read, []).append(position)
-            for positions in by_read.values():
-                self._count_uses(connection, positions, -1)
-            connection.execute(reads.delete().where(since))
-
-        self._database.transact(take_back, write=True)
-        self._number = state["reads"]
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._database.close()
-
-
-def _whole_groups(candidates: Sequence[Candidate], count: int) -> list[int]:
-    """Positions of the first groups that fit into `count`, at least one group, each in the order of writing."""
-    groups: dict[object, list[int]] = {}
-    for position, task in candidates:
-        groups.setdefault(position if task is None else task, []).append(position)
-    chosen: list[int] = []
-    for positions in groups.values():
-        if chosen and len(chosen) + len(positions) > count:
-            break
-        chosen.extend(sorted(positions))
-    return chosen

@@ -1,4 +1,4 @@
-"""The experiences of every explore step on disk, as they went to the trainer: to look at, and to train on again.
+"""The experiences of every explore step in a folder, as they went to the trainer: to look at, and to train on again.
 
     from trinity_lightning.buffer.step_files import read_experiences
     from trinity_lightning.common.experience import to_hf_datasets
@@ -6,8 +6,8 @@
     dataset = to_hf_datasets(read_experiences("outputs/.../experiences"))
 
 A step is a file `step_<n>.trxp`, a payload of version 2. Resumed from an earlier checkpoint, a run writes the steps
-after it again. `folder.id` tells the folder from others, wherever it is moved or copied to: a position saved while one
-was read means nothing in another.
+after it again. `folder.id` identifies the folder, wherever it is moved or copied to: a position saved while one was
+read means nothing in another.
 """
 
 import re
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
-from trinity_lightning.buffer.storage import frames
-from trinity_lightning.buffer.storage.file import FileReader
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.errors import StorageError, StorageFormatError
@@ -27,6 +25,7 @@ FOLDER = "experiences"
 ID_FILE = "folder.id"
 _UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
 _STEP = re.compile(r"step_(\d+)\.trxp")
+_FRAMES = b"TRXB"  # how the files of many writes began that there were before
 
 
 def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) -> Path:
@@ -40,8 +39,8 @@ def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) 
     payload = Experience.serialize_many(experiences)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not (path.parent / ID_FILE).exists() and not kept_steps(path.parent):
-            write_atomically(path.parent / ID_FILE, secrets.token_hex(8).encode())
+        if not step_files(path.parent):
+            folder_id(path.parent)
         write_atomically(path, payload)
     except OSError as error:
         raise StorageError(
@@ -51,7 +50,7 @@ def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) 
 
 
 def read_experiences(place: str | Path) -> list[Experience]:
-    """All experiences of a folder of kept steps (in the order of the steps), of one step, or of a file storage.
+    """All experiences of a folder, in the order of the steps, or of the file of one step.
 
     Raises:
         StorageError: there is no such file, or no step in the folder.
@@ -60,53 +59,59 @@ def read_experiences(place: str | Path) -> list[Experience]:
     path = Path(place)
     if not path.exists():
         raise StorageError(f"{path}: there is no such file or folder.")
-    if path.is_dir():
-        steps = kept_steps(path)
-        if not steps:
-            raise StorageError(f"{path}: no step_<n>.trxp in this folder. A run with buffer.keep=true writes them.")
-        return [experience for file in steps.values() for experience in _read_step(file)]
-    with path.open("rb") as file:
-        magic = file.read(len(frames.MAGIC))
-    if magic != frames.MAGIC:
-        return _read_step(path)
-    experiences = []
-    with FileReader(path) as reader:
-        while got := reader.read():
-            experiences.extend(got)
-    return experiences
+    files = list(step_files(path).values()) if path.is_dir() else [path]
+    if not files:
+        raise StorageError(f"{path}: no step_<n>.trxp in this folder. A run with buffer.keep=true writes them.")
+    return [experience for file in files for experience in _read_step(file)]
 
 
-def kept_steps(folder: Path) -> dict[int, Path]:
+def folder_id(folder: Path) -> str:
+    """The id in a folder's `folder.id`, which is written if there is none yet."""
+    file = folder / ID_FILE
+    if not file.exists():
+        write_atomically(file, secrets.token_hex(8).encode())
+    return file.read_text(encoding="ascii")
+
+
+def step_files(folder: Path) -> dict[int, Path]:
     """The files of a folder by their steps, in order."""
     matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def _read_step(path: Path) -> list[Experience]:
+    data = path.read_bytes()
     try:
-        return Experience.deserialize_many(path.read_bytes())
+        return Experience.deserialize_many(data)
     except ExperienceFormatError as error:
-        raise StorageFormatError(f"{path}: {error} Restore the file from a copy, or delete it.") from error
+        fix = "Restore the file from a copy, or delete it."
+        if data.startswith(_FRAMES):
+            fix = "`FileStorage` wrote it, up to commit 845fb87: read it there, and write it again by `keep_step`."
+        raise StorageFormatError(f"{path}: {error} {fix}") from error
 
 
-class FolderReader(CursorReader):
-    """Reads a folder of kept steps in their order, one file at a time; a step counts as a write.
+class StepReader(CursorReader):
+    """Reads a folder of steps in their order, one file at a time; a step counts as a write.
 
     Raises:
         StorageError: there is no such folder.
+        StorageFormatError: it is a file.
     """
 
     START = (0, 0)
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if self.folder.is_file():
+            _read_step(self.folder)  # what is wrong with one that is no step's says this
+            raise StorageFormatError(f"{self.folder}: the file of one step: give its folder.")
         if not self.folder.is_dir():
             raise StorageError(f"{self.folder}: there is no such folder. A run with buffer.keep=true writes one.")
         super().__init__(_UNKNOWN, str(self.folder))
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         first, index = cursor
-        for step, path in kept_steps(self.folder).items():
+        for step, path in step_files(self.folder).items():
             if step < first:
                 continue
             experiences = _read_step(path)
@@ -135,7 +140,4 @@ class FolderReader(CursorReader):
 
 
 def _identity(folder: Path) -> str:
-    try:
-        return (folder / ID_FILE).read_text(encoding="ascii")
-    except FileNotFoundError:
-        return _UNKNOWN
+    return folder_id(folder) if (folder / ID_FILE).exists() else _UNKNOWN

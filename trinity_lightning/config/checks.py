@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,9 +38,16 @@ from trinity_lightning.config.registry import (
     SHAPING_OPERATORS,
     STEP_STRATEGIES,
 )
-from trinity_lightning.config.schema import FREE, TrainConfig, check_seed, check_trained_sampling, typed_config
+from trinity_lightning.config.schema import (
+    FREE,
+    TrainConfig,
+    WorkflowConfig,
+    check_seed,
+    check_trained_sampling,
+    typed_config,
+)
 from trinity_lightning.config.training import Layout, check_trainer_settings
-from trinity_lightning.config.values import one_of, unknown_name
+from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -419,29 +426,33 @@ def _check_auxiliary_models(run: TrainConfig, models: Mapping[str, AuxiliaryConf
                 f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
                 "key, or leave api_key_env out for a server that needs none."
             )
-    if run.workflow.name in ASKING_WORKFLOWS:
-        _check_asked(run, list(models))
+    workflow_arguments(run.workflow, list(models))
     for operator in operator_configs(run.operators):
         if operator.name == "judge" and operator.args.get("model") not in models:
             message = unknown_name("auxiliary model", str(operator.args.get("model")), list(models))
             raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
 
 
-def _check_asked(run: TrainConfig, models: list[str]) -> None:
-    """The workflow's argument that says which model is asked is the number of one."""
-    key = ASKING_WORKFLOWS[run.workflow.name]
-    asked = run.workflow.args.get(key, 0)
-    if isinstance(asked, bool) or not isinstance(asked, int):
-        number = models.index(asked) if asked in models else 0
-        raise ConfigError(
-            f"workflow.args.{key} is {asked!r}: workflows number auxiliary models, from 0. Give "
-            f"workflow.args.{key}={number}."
-        )
-    if not 0 <= asked < len(models):
-        raise ConfigError(
-            f"workflow={run.workflow.name} asks auxiliary model {asked}, and there are {len(models)}: give one, such "
-            "as +auxiliary_models.judge.model=FOLDER."
-        )
+def workflow_arguments(workflow: WorkflowConfig, models: Sequence[str]) -> dict[str, Any]:
+    """A workflow's arguments; the auxiliary model that it asks, if it does, by its number, as workflows know it.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    key = ASKING_WORKFLOWS.get(workflow.name)
+    if key is None:
+        return dict(workflow.args)
+    fix = "Give one, such as +auxiliary_models.judge.model=FOLDER."
+    asked = workflow.args.get(key, 0)
+    if isinstance(asked, str):
+        if asked not in models:
+            message = unknown_name("auxiliary model", asked, models)
+            raise ConfigError(f"workflow.args.{key}: {message} {fix}")
+        asked = list(models).index(asked)
+    whole_number(f"workflow.args.{key}", asked, least=0)
+    if asked >= len(models):
+        raise ConfigError(f"workflow={workflow.name} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
+    return {**workflow.args, key: asked}
 
 
 def _check_ray(run: TrainConfig, models: Mapping[str, AuxiliaryConfig]) -> None:

@@ -347,7 +347,7 @@ class ExpertConfig:
         storage: `dataset`, prompts and answers, the answer being the expert's response; or `file` or `sql`, experiences
             that another run kept or a program wrote.
         dataset: the prompts and answers, as of a taskset.
-        path: the file of `file`, or the folder of steps that `buffer.keep` wrote; of `sql` with SQLite the database.
+        path: the folder of `file`, which `buffer.keep` wrote; of `sql` the SQLite database.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
 
     Raises:
@@ -371,12 +371,8 @@ class ExpertConfig:
                     "buffer.expert needs prompts and answers: give buffer.expert.dataset.source=dataset and "
                     "buffer.expert.dataset.path=FILE; the source `addition` has no path."
                 )
-        elif self.path is None and (self.storage == "file" or self.url is None):
-            raise ConfigError(
-                f"buffer.expert.storage={self.storage} reads stored experiences: give buffer.expert.path."
-            )
         else:
-            _check_place("buffer.expert.path", self.path)
+            _check_stored("buffer.expert", self)
 
 
 @dataclass
@@ -384,12 +380,12 @@ class BufferConfig:
     """Where experiences wait for the trainer, and what is kept of them.
 
     Attributes:
-        storage: `memory`, filled by this run's rollouts; or `file` or `sql`, from which is read what another run kept
-            or a program wrote: then there are no rollouts, and a step is one optimizer step.
-        path: the file of `file`, or the folder of steps that `keep` wrote; of `sql` with SQLite the database.
+        storage: `memory`, filled by this run's rollouts; or `file` (the folder of steps that `keep` wrote) or `sql` (a
+            database), which are read: then there are no rollouts, and a step is one optimizer step.
+        path: the folder of `file`; of `sql` the SQLite database.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
-        keep: also write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run
-            folder.
+        keep: write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run's
+            folder; or, by `sql`, to the database at `url` or `path`, else to `experiences.db` in the run's folder.
         order: in which a storage is read: `fifo` (as written); with `sql` also `priority` or `random`.
         reuse_limit: how often an experience may be read in those two; null: without end.
         batch_size: experiences an optimizer step reads (`file`, `sql`), by whole groups.
@@ -405,7 +401,7 @@ class BufferConfig:
     storage: str = "memory"
     path: str | None = None
     url: str | None = None
-    keep: bool = False
+    keep: bool | str = False
     order: str = "fifo"
     reuse_limit: int | None = 1
     decay: float = 1.0
@@ -418,14 +414,12 @@ class BufferConfig:
         one_of("buffer.storage", self.storage, BUFFER_STORAGES)
         one_of("buffer.order", self.order, BUFFER_ORDERS)
         whole_number("buffer.batch_size", self.batch_size, least=1)
-        if self.has_rollouts:
-            return
-        if self.path is None and (self.storage == "file" or self.url is None):
-            raise ConfigError(
-                f"buffer.storage={self.storage} reads what another run wrote: give buffer.path=PLACE, such as the "
-                "folder outputs/grpo/TIME/experiences of a run with buffer.keep=true."
-            )
-        _check_place("buffer.path", self.path)
+        if self.keep not in (True, False, "sql"):
+            raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
+        if not self.has_rollouts:
+            _check_stored("buffer", self)
+        if self.order != "fifo" and self.storage != "sql":
+            raise ConfigError(f"buffer.order={self.order} needs buffer.storage=sql, not {self.storage}.")
 
     @property
     def has_rollouts(self) -> bool:
@@ -433,9 +427,20 @@ class BufferConfig:
         return self.storage == "memory"
 
 
-def _check_place(key: str, path: str | None) -> None:
+def _check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
+    """Refuse a section that names no experiences to read, or two places of them."""
+    storage, path, url = section.storage, section.path, section.url
+    if storage == "file" and url is not None:
+        raise ConfigError(f"{key}.storage=file has no {key}.url: give {key}.path, or {key}.storage=sql.")
+    if path is not None and url is not None:
+        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
+    if path is None and url is None:
+        raise ConfigError(
+            f"{key}.storage={storage} reads what another run wrote: give {key}.path=PLACE, such as the folder "
+            "outputs/grpo/TIME/experiences of a run with buffer.keep=true."
+        )
     if path is not None and not Path(path).exists():
-        raise ConfigError(f"{key}: there is no file or folder '{path}'.")
+        raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
 
 
 @dataclass
@@ -454,7 +459,7 @@ class TrainConfig:
         eval_tasksets: what to evaluate on, by name.
         workflow: how a task is tried.
         auxiliary_models: judges and teachers that workflows and operators ask, {name: {model, url, api_key_env,
-            engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`; workflows number them from 0.
+            engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`.
         reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.

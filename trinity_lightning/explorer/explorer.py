@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.more_rollouts import MoreRollouts
 from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 _FEW = 3  # of the errors of reward functions, when there are nothing but errors
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
-Sink = Callable[[list[Experience], int, MoreRollouts], Awaitable[dict[str, float]]]
+Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
 # Is shown the experiences of a step, or of an evaluation on the named taskset.
 Observer = Callable[[list[Experience], int, str | None], None]
 # Called with how many tasks of a batch have ended: (batch, done, all).

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from operator_cases import HERE, AddOne, Old, OldWithModels, step_of
+from support.operators import HERE, AddOne, Old, OldWithModels, step_of
 
 from trinity_lightning.buffer.operators import (
     EXPERIENCE_OPERATORS,
@@ -11,9 +11,9 @@ from trinity_lightning.buffer.operators import (
     ExperienceOperatorV1,
     LegacyOperator,
     OperatorConfig,
-    RewardFilter,
     create_operators,
 )
+from trinity_lightning.buffer.operators.reward_filter import RewardFilter
 from trinity_lightning.errors import ConfigError
 
 NAMES = """dapo_dynamic_sampling invalid_reward_filter judge mask_response_truncated overlong_penalty
@@ -120,8 +120,8 @@ def test_what_is_no_operator_is_never_called(monkeypatch):
         def __init__(self):
             calls.append("class")
 
-    monkeypatch.setattr("operator_cases.Impostor", Impostor, raising=False)
-    monkeypatch.setattr("operator_cases.impostor", lambda: calls.append("function"), raising=False)
+    monkeypatch.setattr("support.operators.Impostor", Impostor, raising=False)
+    monkeypatch.setattr("support.operators.impostor", lambda: calls.append("function"), raising=False)
     for name in ("Impostor", "impostor"):
         with pytest.raises(TypeError, match="is no experience operator"):
             create_operators([OperatorConfig(f"{HERE}.{name}")])

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import make, rewards, run, step_of
+from support.operators import make, rewards, run, step_of
 
 from trinity_lightning.common.experience import ExperienceError, group_by
 from trinity_lightning.errors import ConfigError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import make, rewards, run, step_of
+from support.operators import make, rewards, run, step_of
 
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import ConfigError

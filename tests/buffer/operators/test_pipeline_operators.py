@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import HERE, AddOne, make, rewards, step_of
+from support.operators import HERE, AddOne, make, rewards, step_of
 
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, OperatorConfig
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, snapshot
@@ -145,7 +145,7 @@ def test_operators_are_prepared_once_and_closed():
 def test_a_failed_preparation_closes_the_others_and_names_the_operator():
     pipeline, _ = pipeline_of(own("AddOne"), own("Fails", where="prepare"))
     with pytest.raises(
-        OperatorError, match=r"operator 'operator_cases.Fails' \(Fails\) could not be prepared: Runtime"
+        OperatorError, match=r"operator 'support.operators.Fails' \(Fails\) could not be prepared: Runtime"
     ):
         process(pipeline, traced([0]))
     assert vars(pipeline.operators[0])["diary"] == ["prepare", "close"]
@@ -159,7 +159,7 @@ def test_a_failed_close_closes_the_others_and_names_the_operator():
         await pipeline.close()
 
     with pytest.raises(
-        OperatorError, match=r"'operator_cases.Fails'.*could not be closed: RuntimeError: no close today"
+        OperatorError, match=r"'support.operators.Fails'.*could not be closed: RuntimeError: no close today"
     ):
         asyncio.run(live())
     assert [vars(pipeline.operators[i])["diary"] for i in (0, 2)] == [["prepare", "close"]] * 2
@@ -170,7 +170,7 @@ def test_a_failing_operator_stops_and_leaves_the_step_as_it_came(tmp_path):
     before = copy.deepcopy(exps)
     pipeline, writer = pipeline_of(own("AddOne"), own("AddOne", fail_at=2), folder=tmp_path)
     with pytest.raises(
-        OperatorError, match=r"operator 'operator_cases.AddOne_2' \(AddOne\) failed at explore step 7"
+        OperatorError, match=r"operator 'support.operators.AddOne_2' \(AddOne\) failed at explore step 7"
     ) as e:
         process(pipeline, exps, step=7)
     assert isinstance(e.value.__cause__, RuntimeError)
@@ -232,16 +232,16 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
     for exp in writer.written:
         assert exp.info == {"bonus": 0.5, "trace": []}
         assert exp.action_mask.tolist() == [True, True]
-    assert metrics["experience_pipeline/operator_cases.AddOne/failed"] == 1
+    assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
     assert "time/operator/1_AddOne" in metrics
-    assert "operator 'operator_cases.AddOne' (AddOne) failed at explore step 1 and is skipped" in caplog.text
+    assert "operator 'support.operators.AddOne' (AddOne) failed at explore step 1 and is skipped" in caplog.text
     assert "half-way" in caplog.text
 
 
 def test_a_skippable_operator_that_works_says_so():
     pipeline, writer = pipeline_of(own("AddOne", OnError.skip))
     metrics = process(pipeline, traced([0, 1]))
-    assert metrics["experience_pipeline/operator_cases.AddOne/failed"] == 0
+    assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 0
     assert rewards(writer.written) == [1, 2]
 
 

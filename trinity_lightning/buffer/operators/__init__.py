@@ -1,20 +1,10 @@
 """TIDY IT: operators filter, shape and judge the experiences of an explore step before they are weighed."""
 
-from trinity_lightning.buffer.operators.dapo_dynamic_sampling import DAPODynamicSampling as DAPODynamicSampling
 from trinity_lightning.buffer.operators.experience_operator import EXPERIENCE_OPERATORS as EXPERIENCE_OPERATORS
 from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels as AuxiliaryModels
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperator as ExperienceOperator
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1 as ExperienceOperatorV1
 from trinity_lightning.buffer.operators.experience_operator import LegacyOperator as LegacyOperator
 from trinity_lightning.buffer.operators.experience_operator import create_operators as create_operators
-from trinity_lightning.buffer.operators.judge import JudgeOperator as JudgeOperator
-from trinity_lightning.buffer.operators.pass_rate_calculator import SELECTOR_METRIC as SELECTOR_METRIC
-from trinity_lightning.buffer.operators.pass_rate_calculator import PassRateCalculator as PassRateCalculator
-from trinity_lightning.buffer.operators.reward_filter import InvalidRewardFilter as InvalidRewardFilter
-from trinity_lightning.buffer.operators.reward_filter import RewardFilter as RewardFilter
-from trinity_lightning.buffer.operators.reward_filter import RewardSTDFilter as RewardSTDFilter
-from trinity_lightning.buffer.operators.reward_shaping_mapper import RewardShapingMapper as RewardShapingMapper
-from trinity_lightning.buffer.operators.truncation import MaskResponseTruncated as MaskResponseTruncated
-from trinity_lightning.buffer.operators.truncation import OverlongPenalty as OverlongPenalty
 from trinity_lightning.config.parts import OnError as OnError
 from trinity_lightning.config.parts import OperatorConfig as OperatorConfig

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Clients of other models (judges, say), several for one model to share its load.
 AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 
+# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
+SELECTOR_METRIC = "selector_metric"
+
 
 class ExperienceOperator(ABC):
     """The older, synchronous kind: process and close."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.verdict import VerdictError, read_score
-from trinity_lightning.config.values import number, text, unknown_name, whole_number
+from trinity_lightning.common.judge import VerdictError, check_prompt, filled, read_score
+from trinity_lightning.config.values import number, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLACEHOLDERS = ("prompt", "response", "answer")
 MAX_CONCURRENT = 64  # requests in flight at once
 MAX_REASONS = 5  # of failures, logged for an explore step
 BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further one
@@ -53,8 +51,7 @@ class JudgeOperator(ExperienceOperatorV1):
         max_retries: int = 2,
         sampling: dict[str, Any] | None = None,
     ) -> None:
-        if "{response}" not in text("prompt", prompt):
-            raise ConfigError("prompt must contain {response}, or the judge sees nothing of it.")
+        check_prompt("prompt", prompt)
         self.model = model
         self.prompt = prompt
         self.weight = number("weight", weight)
@@ -130,16 +127,11 @@ class JudgeOperator(ExperienceOperatorV1):
 
     def _question(self, exp: Experience) -> str:
         values = {"prompt": exp.prompt_text, "response": exp.response_text, "answer": exp.info.get("answer")}
-
-        def fill(match: re.Match[str]) -> str:
-            value = values[match[1]]
-            if value is None:
-                where = "info['answer']" if match[1] == "answer" else f"{match[1]}_text"
+        for name, value in values.items():
+            if value is None and f"{{{name}}}" in self.prompt:
+                where = "info['answer']" if name == "answer" else f"{name}_text"
                 raise ExperienceError(f"experience {exp.eid} has no {where}, which the judge's prompt asks for.")
-            return str(value)
-
-        # In one pass: what is filled in may have braces of its own.
-        return re.sub(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", fill, self.prompt)
+        return filled(self.prompt, {name: str(value) for name, value in values.items()})
 
     async def _judge(self, client: "AsyncOpenAI", question: str, slots: asyncio.Semaphore) -> float | str:
         """The score, or why there is none."""

@@ -3,13 +3,10 @@
 import statistics
 from typing import Any
 
-from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.rewards import is_valid_reward
 from trinity_lightning.common.runs import last_step, raw_reward, runs_of
-
-# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
-SELECTOR_METRIC = "selector_metric"
 
 
 class PassRateCalculator(ExperienceOperatorV1):

@@ -1,7 +1,6 @@
 """One question, one answer."""
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,8 @@ import torch
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.rewards import is_valid_reward
-from trinity_lightning.common.verdict import read_score
+from trinity_lightning.common.judge import check_prompt, filled, read_score
+from trinity_lightning.config.values import number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward, score
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
@@ -143,10 +142,8 @@ class JudgeArguments:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        if "{response}" not in self.judge_prompt:
-            raise ConfigError("judge_prompt lacks {response}: the judge would not see what it judges.")
-        if not isinstance(self.judge_weight, int | float) or not is_valid_reward(float(self.judge_weight)):
-            raise ConfigError(f"judge_weight is {self.judge_weight!r}; give a finite number.")
+        check_prompt("judge_prompt", self.judge_prompt)
+        number("judge_weight", self.judge_weight)
 
 
 class JudgeWorkflow(SimpleWorkflow):
@@ -166,13 +163,12 @@ class JudgeWorkflow(SimpleWorkflow):
         self.rewards = [*self.rewards, Reward("judge", self._ask, float(self.arguments.judge_weight))]
 
     async def _ask(self, response: str, task: Task) -> float:
-        wanted = {
-            "{question}": prompt_text_of(messages_of(task)),
-            "{answer}": str(task.raw_task.get("answer", "none")),
-            "{response}": response,
+        values = {
+            "question": prompt_text_of(messages_of(task)),
+            "answer": str(task.raw_task.get("answer", "none")),
+            "response": response,
         }
-        # All at once: what stands in a response must not be taken for a place to fill in.
-        text = re.sub(r"\{(?:question|answer|response)\}", lambda found: wanted[found[0]], self.arguments.judge_prompt)
+        text = filled(self.arguments.judge_prompt, values)
         verdicts = await self._judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
         return read_score(verdicts[0].text)
 

@@ -7,13 +7,13 @@ import threading
 import time
 
 import pytest
-from buffer_cases import make_group, through_a_file
-from crash_cases import count_up
-from postgres_server import postgres_url  # noqa: F401  # a fixture
-from processes import processes  # noqa: F401  # a fixture
 from sqlalchemy.exc import OperationalError
+from support.buffer import make_group, through_a_file
+from support.crashes import count_up, processes  # noqa: F401  # a fixture
+from support.postgres import postgres_url  # noqa: F401  # a fixture
 
-from trinity_lightning.buffer.sql import ReplayReader, SqlReader, SqlStorage
+from trinity_lightning.buffer.replay import ReplayReader
+from trinity_lightning.buffer.sql import SqlReader, SqlStorage, keep_step
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 
@@ -95,6 +95,16 @@ def test_all_or_nothing_is_written(place):
             with pytest.raises(ExperienceError, match="priority"):
                 storage.write(make_prioritized([1.0, priority]))
         assert reader.read(9) == []
+
+
+def test_a_step_done_again_takes_the_place_of_the_first_attempt(place):
+    """For a reader that comes later; other steps, and another run's step of that number, stay."""
+    for run, step, size in (("a", 1, 2), ("b", 2, 1), ("a", 2, 3), ("a", 2, 2), ("a", 3, 1)):
+        keep_step(place, run, step, make_group(size, size, batch=step))
+    keep_step(place, "a", 3, [])
+    with SqlReader(place) as reader:
+        reads = [reader.read() for _ in range(4)]
+    assert [[(e.eid.batch, e.eid.task) for e in read] for read in reads] == [[(1, 2)] * 2, [(2, 1)], [(2, 2)] * 2, []]
 
 
 def test_the_highest_priority_comes_first_and_zero_never(place):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from buffer_cases import filled, make_group, through_a_file
+from support.buffer import filled, make_group, through_a_file
 
 from trinity_lightning.buffer.memory import MemoryStorage
 from trinity_lightning.common.experience import ExperienceFormatError

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trinity_lightning.common.verdict import VerdictError, read_score
+from trinity_lightning.common.judge import VerdictError, read_score
 
 
 @pytest.mark.parametrize(

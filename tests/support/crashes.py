@@ -1,18 +1,61 @@
 """What other processes do in the tests: write and acknowledge, or read and keep what was read with the cursor."""
 
 import json
+import multiprocessing
+import os
 import random
 from pathlib import Path
 
-from buffer_cases import make_group
+import pytest
 
+from support.buffer import make_group
 from trinity_lightning.buffer.sql import SqlReader, SqlStorage
-from trinity_lightning.buffer.storage.file import FileReader, FileStorage
+from trinity_lightning.buffer.step_files import StepReader, keep_step, step_files
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.files import write_atomically
 
-STORAGES = {"file": FileStorage, "sqlite": SqlStorage, "postgresql": SqlStorage}
-READERS = {"file": FileReader, "sqlite": SqlReader, "postgresql": SqlReader}
+
+@pytest.fixture(scope="session")
+def processes():
+    """A multiprocessing context for the functions below.
+
+    Its processes are forked off one that has imported everything: at work after milliseconds instead of seconds.
+    """
+    tests = Path(__file__).resolve().parents[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent)]))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["support.crashes"])
+        warm_up = context.Process(target=print)
+        warm_up.start()
+        warm_up.join()
+        return context
+
+
+class StepFiles:
+    """A folder of step files as a storage: each write is the next step."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.folder.mkdir(exist_ok=True)
+        self.next = max(step_files(self.folder), default=0) + 1
+
+    def write(self, experiences):
+        keep_step(self.folder, self.next, experiences)
+        self.next += 1
+
+    def close(self):
+        """Nothing is open."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+STORAGES = {"file": StepFiles, "sqlite": SqlStorage, "postgresql": SqlStorage}
+READERS = {"file": StepReader, "sqlite": SqlReader, "postgresql": SqlReader}
 
 
 def name(experience):

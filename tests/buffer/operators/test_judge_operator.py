@@ -8,9 +8,10 @@ import time
 
 import pytest
 from judge_server import judge_server
-from operator_cases import make, rewards
+from support.operators import make, rewards
 
-from trinity_lightning.buffer.operators import JudgeOperator, OperatorConfig, create_operators, judge
+from trinity_lightning.buffer.operators import OperatorConfig, create_operators, judge
+from trinity_lightning.buffer.operators.judge import JudgeOperator
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import ConfigError
 

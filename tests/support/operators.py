@@ -10,7 +10,7 @@ from trinity_lightning.buffer.operators import (
 )
 from trinity_lightning.common.experience import EID, Experience
 
-HERE = "operator_cases"
+HERE = "support.operators"
 
 
 def make(task=0, run=0, reward: float | None = 1.0, response=2, **fields):

@@ -2,13 +2,13 @@
 
 import asyncio
 import shutil
+from functools import partial
 
 import pytest
-from buffer_cases import make_group, through_a_file
+from support.buffer import make_group, through_a_file
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.step_files import FolderReader, keep_step, read_experiences
-from trinity_lightning.buffer.storage.file import FileStorage
+from trinity_lightning.buffer.step_files import StepReader, keep_step, read_experiences
 from trinity_lightning.common.experience import from_hf_datasets, to_hf_datasets
 from trinity_lightning.errors import StorageError, StorageFormatError
 
@@ -58,19 +58,21 @@ def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.id", "step_1.trxp"]
 
 
-def test_a_file_storage_is_read_too(tmp_path):
-    experiences = make_group(0, 3)
-    with FileStorage(tmp_path / "buffer") as storage:
-        storage.write(experiences[:1])
-        storage.write(experiences[1:])
-    assert read_experiences(tmp_path / "buffer") == experiences
+def test_a_file_that_is_no_step_is_refused_by_what_it_is(tmp_path):
+    earlier = tmp_path / "buffer"
+    earlier.write_bytes(b"TRXB\x01" + bytes(11))
+    for read in (read_experiences, StepReader):
+        with pytest.raises(StorageFormatError, match=r"buffer: .*`FileStorage` wrote it, up to commit"):
+            read(earlier)
+    with pytest.raises(StorageFormatError, match=r"step_1\.trxp: the file of one step: give its folder"):
+        StepReader(keep_step(tmp_path, 1, make_group(0, 1)))
 
 
 def test_what_is_missing_or_damaged_is_an_error_that_names_it(tmp_path):
     with pytest.raises(StorageError, match="nowhere"):
         read_experiences(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="nowhere"):
-        FolderReader(tmp_path / "nowhere")
+        StepReader(tmp_path / "nowhere")
     with pytest.raises(StorageError, match=r"no step_<n>\.trxp"):
         read_experiences(tmp_path)
     path = keep_step(tmp_path, 3, make_group(0, 2))
@@ -78,14 +80,14 @@ def test_what_is_missing_or_damaged_is_an_error_that_names_it(tmp_path):
     with pytest.raises(StorageFormatError, match=r"step_3\.trxp"):
         read_experiences(tmp_path)
     with pytest.raises(StorageFormatError, match=r"step_3\.trxp"):
-        FolderReader(tmp_path).read(1)
+        StepReader(tmp_path).read(1)
 
 
 def test_a_folder_reader_goes_on_from_its_state_and_sees_later_steps(tmp_path):
     experiences = keep(tmp_path, [2, 3, 0, 1])
-    resumed = FolderReader(tmp_path)
+    resumed = StepReader(tmp_path)
     for done in range(1, 7):
-        reader = FolderReader(tmp_path)
+        reader = StepReader(tmp_path)
         reader.read(done)
         resumed.load_state_dict(through_a_file(reader.state_dict()))
         assert resumed.read(100) == experiences[done:]
@@ -97,13 +99,13 @@ def test_a_folder_reader_goes_on_from_its_state_and_sees_later_steps(tmp_path):
 def test_a_position_in_one_folder_is_refused_in_another(tmp_path):
     experiences = keep(tmp_path / "one", [2, 3])
     keep(tmp_path / "another", [2, 3])
-    reader = FolderReader(tmp_path / "one")
+    reader = StepReader(tmp_path / "one")
     reader.read(3)
     state = through_a_file(reader.state_dict())
     with pytest.raises(StorageError, match=r"another.*belongs to another buffer"):
-        FolderReader(tmp_path / "another").load_state_dict(state)
+        StepReader(tmp_path / "another").load_state_dict(state)
     shutil.move(tmp_path / "one", tmp_path / "moved")
-    moved = FolderReader(tmp_path / "moved")
+    moved = StepReader(tmp_path / "moved")
     moved.load_state_dict(state)
     assert moved.read(100) == experiences[3:]
 
@@ -114,10 +116,10 @@ def test_a_folder_without_an_id_is_any_folder(tmp_path):
     (tmp_path / "old" / "folder.id").unlink()
     keep_step(tmp_path / "old", 10, experiences[:1])
     assert not (tmp_path / "old" / "folder.id").exists()
-    reader = FolderReader(tmp_path / "old")
+    reader = StepReader(tmp_path / "old")
     reader.read(3)
     keep(tmp_path / "new", [2, 3])
-    resumed = FolderReader(tmp_path / "new")
+    resumed = StepReader(tmp_path / "new")
     resumed.load_state_dict(through_a_file(reader.state_dict()))
     assert len(resumed.read(100)) == 2
     state = resumed.state_dict()
@@ -125,7 +127,7 @@ def test_a_folder_without_an_id_is_any_folder(tmp_path):
 
 
 def test_the_data_module_keeps_what_the_trainer_is_given(tmp_path):
-    data = ExperienceDataModule("grpo", keep_folder=tmp_path / "experiences")
+    data = ExperienceDataModule("grpo", keep=partial(keep_step, tmp_path / "experiences"))
     for step in (1, 2):
         asyncio.run(data.fill(make_group(0, 4, batch=step), step))
         data.advance(step)

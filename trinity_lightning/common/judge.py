@@ -1,14 +1,27 @@
-"""What a judge's answer comes down to: one score, wherever in its words it stands."""
+"""A language model that judges: what it is asked, and the score in its answer, for the operator and the workflow."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trinity_lightning.errors import RolloutError
+from trinity_lightning.config.values import text
+from trinity_lightning.errors import ConfigError, RolloutError
 
 
 class VerdictError(RolloutError):
     """A judge's answer holds no score that can be used; the message says what it holds instead."""
+
+
+def check_prompt(key: str, prompt: str) -> None:
+    """ConfigError unless it is a template that shows the judge the response."""
+    if "{response}" not in text(key, prompt):
+        raise ConfigError(f"{key} must contain {{response}}, or the judge sees nothing of it.")
+
+
+def filled(prompt: str, values: Mapping[str, str]) -> str:
+    """A template with {name} replaced by the value of that name, all at once: a value may have braces of its own."""
+    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], prompt)
 
 
 def read_score(verdict: str) -> float:
