@@ -387,7 +387,7 @@ def test_a_step_of_which_nothing_succeeded_stops_the_run(run_train: RunTrain, tm
     assert "RolloutError" in log.read_text()
 
 
-def test_a_resume_that_cannot_work_is_told_and_leaves_the_record_alone(run_train: RunTrain, tmp_path: Path) -> None:
+def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_train: RunTrain, tmp_path: Path) -> None:
     write_tasks(tmp_path, ["one", "two", "three", "four"])
     (tmp_path / "my_reward.py").write_text("def reward(response, task):\n    return float(len(set(response)))\n")
     quick = (*QUICK, "reward=my_reward.reward", "engine=transformers", "algorithm.max_tokens_per_micro_batch=auto")

@@ -67,7 +67,7 @@ def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
 
 
 def _send_as_folder(config: DictConfig) -> None:
-    """An evaluation is no sync: checkpoints reach servers as a folder, also where training sends without one."""
+    """An evaluation is no sync: checkpoints reach servers as a folder, also if training sends without one."""
     if config.synchronizer.method in WEIGHT_GROUPS:
         if config.engine.urls and config.synchronizer.folder is None:
             raise ConfigError(
@@ -79,7 +79,7 @@ def _send_as_folder(config: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
-    with compose.told_plainly(config.output_dir):
+    with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
         _send_as_folder(config)
         validate(config)

@@ -70,7 +70,7 @@ def check_objective(config: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
-    with compose.told_plainly(config.output_dir):
+    with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
         check(config)
         trainer = train(config)

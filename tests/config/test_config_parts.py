@@ -1,4 +1,4 @@
-"""Operators out of a config: every key optional, wrong ones told; no torch is needed for it."""
+"""Operators out of a config: every key optional, wrong ones refused."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -46,6 +46,6 @@ def test_nothing(nothing):
         (3, "operators.x is 3; give {name, args, on_error}"),
     ],
 )
-def test_wrong_entries_are_told(entry, message):
+def test_wrong_entries_are_refused(entry, message):
     with pytest.raises(ConfigError, match=message):
         operator_configs({"x": entry})

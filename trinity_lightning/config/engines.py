@@ -23,7 +23,7 @@ TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
 def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None where it is not set: all of the machine."""
+    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
 
@@ -45,7 +45,7 @@ def free_port(address: str) -> int:
 
 
 def require_vllm() -> None:
-    """ConfigError, with what to install, where vLLM is not."""
+    """ConfigError, with what to install, if vLLM is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
@@ -54,7 +54,7 @@ def require_vllm() -> None:
 
 
 def require_ray() -> None:
-    """ConfigError, with what to install, where Ray is not."""
+    """ConfigError, with what to install, if Ray is not."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "

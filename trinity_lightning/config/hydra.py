@@ -67,7 +67,7 @@ def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
 
 
 def _new_folder(folder: Path) -> Path:
-    """Make the folder, or one with a number behind where another run was begun in the same second."""
+    """Make the folder, or one with a number behind if another run was begun in the same second."""
     number = 1
     while True:
         try:
@@ -112,7 +112,7 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
 
 
 def resume_command(folder: str | Path) -> str | None:
-    """The command that goes on with the run that was composed here, to be pasted; None where Hydra did not start it."""
+    """The command that goes on with the run that was composed here, to be pasted; None if Hydra did not start it."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -137,7 +137,7 @@ def _program() -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """A value as Hydra reads it: in quotes where it has characters that mean something to Hydra."""
+    """A value as Hydra reads it: in quotes if it has characters that mean something to Hydra."""
     return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'
 
 
@@ -158,13 +158,13 @@ def check_overrides(config: DictConfig) -> None:
 
 
 @contextmanager
-def told_plainly(folder: str | Path) -> Iterator[None]:
+def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     """Errors that we raise on purpose are one message and an exit code: 2 for the configuration, 1 for the rest.
 
     The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run.
 
     Args:
-        folder: the run's; removed where a wrong configuration left nothing in it.
+        folder: the run's; removed if a wrong configuration left nothing in it.
     """
     try:
         yield
@@ -186,7 +186,7 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
 
     Args:
         command: Hydra's main function.
-        new_folders: whether `trinity.run_dir` makes a run's folder. Hydra resolves it while it composes, also where
+        new_folders: whether `trinity.run_dir` makes a run's folder. Hydra resolves it while it composes, also if
             another folder is taken then.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on

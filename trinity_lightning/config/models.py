@@ -103,7 +103,7 @@ def resolve_model(name: str) -> Path | str:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a pad token: its end token where it has none of its own.
+    """The tokenizer of a model, with a pad token: its end token if it has none of its own.
 
     Raises:
         ConfigError: as `check_model_name`.
@@ -163,7 +163,7 @@ def _folder_of(key: str) -> Path:
 
 
 def _cached(key: str, build: Callable[[Path], None]) -> Path:
-    """The cached folder of `key`, made by `build(folder)` where there is none.
+    """The cached folder of `key`, made by `build(folder)` if there is none.
 
     It is built beside its place and renamed into it, so that a folder seen there is always complete; of two processes
     that build at once, the second keeps the first one's.

@@ -48,7 +48,7 @@ class OperatorConfig:
     """One experience operator.
 
     Attributes:
-        name: a registered name, or the dotted path of your own class; where left out, the key that it stands under.
+        name: a registered name, or the dotted path of your own class; if left out, the key that it stands under.
         args: its arguments.
         on_error: `stop`, with the step's experiences saved to `rejected/`; or `skip`: the step goes on as if the
             operator were not there.

@@ -110,7 +110,7 @@ class TasksetConfig:
         order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (a dataset's entries by
             difficulty_field), or `by_difficulty` (those that are solved half of the time).
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
-        weight: share of the tasks where several tasksets are trained on (`tasksets`).
+        weight: share of the tasks if several tasksets are trained on (`tasksets`).
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation; null for the chat template's own.
         args: further arguments of the source.
@@ -176,7 +176,7 @@ class DynamicTimeoutConfig:
         warmup_min_steps: steps before it applies.
 
     Raises:
-        ConfigError: a number out of its range, or one that is given where the time-out is not enabled.
+        ConfigError: a number out of its range, or one that is given while the time-out is not enabled.
     """
 
     enable: bool = False
@@ -390,7 +390,7 @@ class BufferConfig:
         reuse_limit: how often an experience may be read in those two; null: without end.
         batch_size: experiences an optimizer step reads (`file`, `sql`), by whole groups.
         repeat: begin again at the end (`file`, and `sql` in `fifo` order).
-        decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 where there is none)
+        decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 if there is none)
             * decay ** age in explore steps * use_decay ** times read.
         expert: expert data among the rollouts (`memory`).
 

@@ -143,7 +143,7 @@ class AlgorithmConfig:
         optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
         inner_epochs: passes over them.
         layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
-            with computed once, each row's rest behind it, without padding; `auto`, the latter where it saves a fifth.
+            with computed once, each row's rest behind it, without padding; `auto`, the latter if it saves a fifth.
             The loss is the same. Models whose layers are not plain full attention keep `padded`.
         max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
             prefixes once: what bounds memory. `auto`: on a CPU 256 to 1,024 by what is free when the run starts,
