@@ -103,7 +103,7 @@ def test_a_batch_is_asked_for_when_the_one_before_is_trained(monkeypatch: pytest
 
 def test_growth_measures_every_size() -> None:
     found = run_benchmark("growth.py", "--model", "tiny", "--rounds", "1")
-    assert found["tokens"]["rollouts x8"] > 7 * found["tokens"]["1"]
+    assert found["response_tokens"]["rollouts x8"] > 7 * found["response_tokens"]["1"]
     assert found["seconds"].keys() == found["growth"].keys() == found["response_tokens"].keys()
     assert found["growth"]["1"] == 1
 
