@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_cases import INVALID, add, make, step_of
+from support.strategies import INVALID, add, make, step_of
 
 from trinity_lightning.common.experience import group_by
 

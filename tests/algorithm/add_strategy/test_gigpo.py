@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_cases import INVALID, add, make, scores
+from support.strategies import INVALID, add, make, scores
 
 from trinity_lightning.common.experience import ExperienceError
 

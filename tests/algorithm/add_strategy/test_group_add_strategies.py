@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from strategy_cases import INVALID, ONE_WRITE_A_TASK, ListWriter, add, advantages, scores, step_of
+from support.strategies import INVALID, ONE_WRITE_A_TASK, ListWriter, add, advantages, scores, step_of
 
 from trinity_lightning.algorithm.add_strategy import (
     ADD_STRATEGY,

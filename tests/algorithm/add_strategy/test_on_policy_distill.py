@@ -2,7 +2,7 @@ import logging
 
 import pytest
 import torch
-from strategy_cases import INVALID, add, advantages, make
+from support.strategies import INVALID, add, advantages, make
 
 from trinity_lightning.common.experience import ExperienceError
 

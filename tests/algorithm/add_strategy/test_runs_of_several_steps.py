@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from strategy_cases import add, advantages, make, scores
+from support.strategies import add, advantages, make, scores
 
 from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY, GroupAdvantageStrategy
 from trinity_lightning.common.experience import EID, Experience, ExperienceError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_cases import INVALID, ListWriter, add, advantages, make, scores
+from support.strategies import INVALID, ListWriter, add, advantages, make, scores
 
 from trinity_lightning.algorithm.add_strategy import StepWiseGRPOStrategy, group_by
 from trinity_lightning.common.experience import ExperienceError

@@ -112,8 +112,8 @@ def _entry(name: str, start: int, end: int) -> dict[str, Any]:
 class Writer:
     """Collects rows of tensors, then writes each of them once, straight to its place in the payload.
 
-    The safetensors library, which joins tensors that are whole already, takes 3 more copies and 3 times the memory:
-    LIBRARY_FIGURES (benchmarks/experience.py).
+    The safetensors library joins tensors that are whole already, and returns bytes of its own to be copied once more:
+    with it this took 36 ms for 15, and `Reader` 21 for 18 (benchmarks/experience.py, 2,048 rows of 1,024 tokens).
     """
 
     def __init__(self) -> None:

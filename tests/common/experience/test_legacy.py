@@ -1,5 +1,3 @@
-"""Payloads of version 1 are written here as Trinity-RFT's serialize_many lays them out."""
-
 import io
 import pickle
 import struct
@@ -8,41 +6,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from experience_cases import sample
+from support.experiences import frame, plain_sample, sample, write_version_1
 
 from trinity_lightning.common.experience import CustomField, Experience, ExperienceFormatError
 from trinity_lightning.common.experience.legacy import load_plain
-
-TENSORS = ["tokens", "logprobs", "token_level_reward", "advantages", "returns", "action_mask", "chosen", "rejected"]
-PLAIN = ["reward", "truncate_status", "info", "metrics", "prompt_length", "response_text", "prompt_text", "messages"]
-PLAIN += ["tools", "chosen_messages", "rejected_messages"]
-
-
-def frame(metadata: bytes, tensors: bytes) -> bytes:
-    return b"TRXP" + struct.pack("<BQQ", 1, len(metadata), len(tensors)) + metadata + tensors
-
-
-def write_version_1(experiences: list[Experience], protocol: int = pickle.HIGHEST_PROTOCOL, **changes: Any) -> bytes:
-    items, tensors = [], {}
-    for index, experience in enumerate(experiences):
-        item = {"eid": experience.eid.to_dict(), **{name: getattr(experience, name) for name in PLAIN}}
-        item["custom_fields"] = [
-            {"source_field": f.source_field, "destination_field": f.destination_field, "data_type": str(f.data_type)}
-            for f in experience.custom_fields
-        ]
-        inputs = experience.multi_modal_inputs or {}
-        item["multi_modal_input_keys"] = list(inputs)
-        tensors |= {f"{index}:{n}": t for n in TENSORS if (t := getattr(experience, n)) is not None}
-        tensors |= {f"{index}:multi_modal_inputs:{key}": value for key, value in inputs.items()}
-        items.append(item)
-    metadata = {"version": 1, "num_items": len(items), "items": items} | changes
-    return frame(pickle.dumps(metadata, protocol=protocol), safetensors.torch.save(tensors))
-
-
-def plain_sample() -> list[Experience]:
-    single, multi, pair = sample()
-    single.info = {"shape": (1, 2), 7: b"bytes", "long": 10**30, "nested": [{"a": None}, True, ()], "text": "é" * 300}
-    return [single, multi, pair]
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])

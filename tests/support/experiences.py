@@ -1,8 +1,11 @@
-"""Hypothesis strategies and samples of experiences, for the tests beside this file."""
+"""Hypothesis strategies and samples of experiences; payloads of version 1 as Trinity-RFT lays them out."""
 
+import pickle
+import struct
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
@@ -122,7 +125,7 @@ def sample() -> list[Experience]:
 
 
 def fixed() -> list[Experience]:
-    """The experiences of version_2.bin beside this file: every dtype and kind of value, and ids that stay the same."""
+    """The experiences of tests/common/experience/version_2.bin: every dtype and kind of value, and fixed ids."""
     chat = [{"role": "user", "content": "Hi", "tool_calls": [{"id": 1}]}]
     single = Experience(
         eid=EID(1, "a", 2, 3, "s"),
@@ -157,3 +160,35 @@ def fixed() -> list[Experience]:
         eid=EID(suffix="c"), tokens=[1, 2], prompt_length=2, logprobs=[0.0], truncate_status="prompt_truncated"
     )
     return [single, multi, pair, cut]
+
+
+TENSORS = ["tokens", "logprobs", "token_level_reward", "advantages", "returns", "action_mask", "chosen", "rejected"]
+PLAIN = ["reward", "truncate_status", "info", "metrics", "prompt_length", "response_text", "prompt_text", "messages"]
+PLAIN += ["tools", "chosen_messages", "rejected_messages"]
+
+
+def frame(metadata: bytes, tensors: bytes) -> bytes:
+    return b"TRXP" + struct.pack("<BQQ", 1, len(metadata), len(tensors)) + metadata + tensors
+
+
+def write_version_1(experiences: list[Experience], protocol: int = pickle.HIGHEST_PROTOCOL, **changes: Any) -> bytes:
+    items, tensors = [], {}
+    for index, experience in enumerate(experiences):
+        item = {"eid": experience.eid.to_dict(), **{name: getattr(experience, name) for name in PLAIN}}
+        item["custom_fields"] = [
+            {"source_field": f.source_field, "destination_field": f.destination_field, "data_type": str(f.data_type)}
+            for f in experience.custom_fields
+        ]
+        inputs = experience.multi_modal_inputs or {}
+        item["multi_modal_input_keys"] = list(inputs)
+        tensors |= {f"{index}:{n}": t for n in TENSORS if (t := getattr(experience, n)) is not None}
+        tensors |= {f"{index}:multi_modal_inputs:{key}": value for key, value in inputs.items()}
+        items.append(item)
+    metadata = {"version": 1, "num_items": len(items), "items": items} | changes
+    return frame(pickle.dumps(metadata, protocol=protocol), safetensors.torch.save(tensors))
+
+
+def plain_sample() -> list[Experience]:
+    single, multi, pair = sample()
+    single.info = {"shape": (1, 2), 7: b"bytes", "long": 10**30, "nested": [{"a": None}, True, ()], "text": "é" * 300}
+    return [single, multi, pair]

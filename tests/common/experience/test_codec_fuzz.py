@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 import xxhash
-from experience_cases import sample
-from test_experience_legacy import plain_sample, write_version_1
+from support.experiences import plain_sample, sample, write_version_1
 
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from experience_cases import experiences, fixed, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.experiences import experiences, fixed, sample
 
 from trinity_lightning.common.experience import EID, CustomField, Experience, ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.codec import TORCH_DTYPES
@@ -266,3 +266,12 @@ def test_serializing_leaves_the_experience_alone():
     before = copy.deepcopy(batch)
     Experience.serialize_many(batch)
     assert batch == before
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, 2.0]), np.array([None]), np.array([])])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_array_in_a_place_of_none_is_refused(value: np.ndarray, first: bool) -> None:
+    good, bad = (Experience(tokens=[1, 2, 3]) for _ in range(2))
+    bad.messages = value  # type: ignore[assignment]
+    with pytest.raises(ExperienceError):
+        Experience.serialize_many([bad, good] if first else [good, bad])

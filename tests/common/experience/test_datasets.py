@@ -3,9 +3,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experience_cases import experiences, sample
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.experiences import experiences, sample
 
 from trinity_lightning.common.experience import (
     EID,
