@@ -16,6 +16,7 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.monitor.rows import log_row
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
 from trinity_lightning.parts import (
@@ -69,8 +70,7 @@ class Evaluation:
 
     def _show(self, results: dict[int, dict[str, float]]) -> None:
         for step, metrics in results.items():
-            for each in self.loggers:
-                each.log_metrics(metrics | {"explore_step": float(step)}, step=step)
+            log_row(self.loggers, metrics, step, row=step)
             print(summary_table([("explore step", str(step)), *evaluation_rows(metrics)]), flush=True)
 
 

@@ -27,6 +27,7 @@ from trinity_lightning.explorer.lookahead import Interval, LookAhead, TrainingRo
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, WeightVersions
+from trinity_lightning.monitor.rows import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -219,8 +220,8 @@ class ExplorerCallback(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate if it is due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
-        step = trainer.current_epoch + 1
-        self._log(trainer, {"time/step": self.metrics["time/step"]}, trainer.fit_loop.epoch_loop.total_batch_idx, step)
+        time_of_step = {"time/step": self.metrics["time/step"]}
+        log_row(trainer.loggers, time_of_step, step_of(trainer), last_row(trainer))
         self._end_step(trainer)
         # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
         pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
@@ -238,7 +239,7 @@ class ExplorerCallback(L.Callback):
 
     def _fill(self, trainer: L.Trainer) -> None:
         """Have the step of this epoch ready to be trained on, unless it is; its metrics are one row of the loggers."""
-        step, rollouts = trainer.current_epoch + 1, self._rollouts
+        step, rollouts = step_of(trainer), self._rollouts
         if (reason := self._stop.reason(trainer)) is not None:
             raise reason
         if self._step == step:
@@ -255,7 +256,7 @@ class ExplorerCallback(L.Callback):
         self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last)
         self._step = step
         if not _items_done(trainer):
-            self._log(trainer, self.metrics, trainer.fit_loop.epoch_loop.total_batch_idx + 1, step)
+            log_row(trainer.loggers, self.metrics, step, next_row(trainer))
         self._measured(self.metrics)
         self._ahead.training = Interval(time.perf_counter())
 
@@ -277,17 +278,13 @@ class ExplorerCallback(L.Callback):
             return
         last = step == trainer.max_epochs and self.explorer.config.eval_interval > 0 and self.explorer.evaluates
         if self.explorer.need_eval(step) or last:
-            self._evaluate(trainer, step, row=trainer.fit_loop.epoch_loop.total_batch_idx)
+            self._evaluate(trainer, step, row=last_row(trainer))
         self._ended = step
 
     def _evaluate(self, trainer: L.Trainer, trained: int, row: int) -> None:
         metrics = self._rollouts.evaluate(trained, trainer.global_step)
         self.metrics |= metrics
-        self._log(trainer, metrics, row, trained)
-
-    def _log(self, trainer: L.Trainer, metrics: dict[str, float], row: int, step: int) -> None:
-        for each in trainer.loggers:
-            each.log_metrics(metrics | {"explore_step": float(step)}, step=row)
+        log_row(trainer.loggers, metrics, trained, row)
 
     @property
     def _rollouts(self) -> TrainingRollouts:

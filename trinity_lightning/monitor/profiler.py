@@ -1,6 +1,7 @@
 """Where the time of a training step goes: torch's profiler over one explore step."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,11 @@ class StepProfiler(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn if this run does not train the step: an epoch is an explore step."""
-        first, last = step_of(trainer), trainer.max_epochs
-        ends = last is not None and last >= 0
-        if self._step < first or (ends and self._step > last):
-            steps = f"{first} to {last}" if ends else f"{first} and on"
-            text = "callbacks.profiler.step is %d, and this run trains steps %s: nothing will be profiled."
-            logger.warning(text, self._step, steps)
+        epochs = trainer.max_epochs
+        first, last = step_of(trainer), math.inf if epochs is None or epochs < 0 else epochs
+        if not first <= self._step <= last:
+            text = "callbacks.profiler.step is %d, and this run trains steps %d to %g: nothing will be profiled."
+            logger.warning(text, self._step, first, last)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
