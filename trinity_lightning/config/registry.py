@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -148,23 +149,23 @@ def import_object(path: str) -> object:
     """The object at a dotted path such as `my_package.rewards.exact`.
 
     Raises:
-        ValueError: the module or the attribute does not exist; the message says which.
+        ConfigError: the module or the attribute does not exist; the message says which.
     """
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"'{path}' is not a dotted path: write 'module.attribute'.")
+        raise ConfigError(f"'{path}' is not a dotted path: write 'module.attribute'.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise  # the module exists and one of its own imports fails: that traceback is the answer
-        raise ValueError(
+        raise ConfigError(
             f"cannot import '{path}': there is no module '{error.name}'. "
             "A module of your own must lie in the current folder or on PYTHONPATH."
         ) from error
     if not hasattr(module, attribute):
         names = _own_names(module)
-        raise ValueError(f"cannot import '{path}': " + unknown_name(f"name in module {module_name}", attribute, names))
+        raise ConfigError(f"cannot import '{path}': " + unknown_name(f"name in module {module_name}", attribute, names))
     return getattr(module, attribute)
 
 
@@ -207,21 +208,23 @@ class Registry(Generic[T]):
         """What is registered under `name`, imported if need be.
 
         Raises:
-            ValueError: unknown name; the message lists the known ones and the nearest match.
+            ConfigError: unknown name; the message lists the known ones and the nearest match.
         """
         if name not in self:
-            raise ValueError(unknown_name(self.kind, name, self))
+            raise ConfigError(unknown_name(self.kind, name, self))
         if name not in self._items:
             self._items[name] = cast(T, import_object(self._paths[name]))
         return self._items[name]
 
-    def resolve(self, name: str) -> object:
-        """What is registered under `name`; or, if that has a dot, the object at that dotted path.
+    def resolve(self, part: object) -> object:
+        """What is registered under a name, or is at a dotted path; what is no text is the part itself.
 
         Raises:
-            ValueError: unknown name, or nothing to import at that path.
+            ConfigError: unknown name, or nothing to import at that path.
         """
-        return import_object(name) if "." in name and name not in self else self.get(name)
+        if not isinstance(part, str):
+            return part
+        return import_object(part) if "." in part and part not in self else self.get(part)
 
     def __contains__(self, name: object) -> bool:
         return name in self._paths or name in self._items

@@ -148,10 +148,7 @@ def _reward(entry: Any, weight: Any) -> Reward:
 
 
 def _function(entry: Any) -> RewardFunction:
-    try:
-        function = REWARDS.resolve(entry) if isinstance(entry, str) else entry
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    function = REWARDS.resolve(entry)
     if not callable(function):
         raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
     return cast("RewardFunction", function)

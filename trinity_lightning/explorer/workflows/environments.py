@@ -50,10 +50,7 @@ def resolve_environment(environment: Any) -> Callable[..., Environment]:
     Raises:
         ConfigError: an unknown name, or something that cannot be called.
     """
-    try:
-        made_by = ENVIRONMENTS.resolve(environment) if isinstance(environment, str) else environment
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    made_by = ENVIRONMENTS.resolve(environment)
     if not callable(made_by):
         raise ConfigError(f"environment {environment!r} cannot be called: give a class, or a function that makes one.")
     return cast("Callable[..., Environment]", made_by)

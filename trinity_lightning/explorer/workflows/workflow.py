@@ -156,10 +156,7 @@ def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
     Raises:
         ConfigError: an unknown name, or something that is no Workflow.
     """
-    try:
-        found = WORKFLOWS.resolve(workflow) if isinstance(workflow, str) else workflow
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    found = WORKFLOWS.resolve(workflow)
     if not (isinstance(found, type) and issubclass(found, Workflow)):
         raise ConfigError(f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.")
     return found
