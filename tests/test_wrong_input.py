@@ -384,7 +384,7 @@ def test_a_step_of_which_nothing_succeeded_stops_the_run(run_train: RunTrain, tm
     assert "expected a finite number" in done.stdout
     assert "Traceback" not in done.stdout
     [log] = tmp_path.glob("outputs/grpo/*/train.log")
-    assert "RolloutError" in log.read_text()
+    assert "RewardError" in log.read_text()
 
 
 def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_train: RunTrain, tmp_path: Path) -> None:
