@@ -1,4 +1,5 @@
 import pytest
+from support.strategies import ListWriter
 
 from trinity_lightning.algorithm.add_strategy import (
     ADD_STRATEGY,
@@ -10,13 +11,7 @@ from trinity_lightning.algorithm.add_strategy import (
     RewardVarianceAddStrategy,
     StepWiseGRPOStrategy,
 )
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import ConfigError
-
-
-class NoWriter(BufferWriter):
-    def write(self, experiences):
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -40,9 +35,9 @@ class NoWriter(BufferWriter):
 )
 def test_default_args_are_the_constructor_s(cls, expected):
     assert cls.default_args() == expected
-    strategy = cls(NoWriter(), **cls.default_args())
+    strategy = cls(ListWriter(), **cls.default_args())
     assert {name: getattr(strategy, name) for name in expected} == expected
-    assert {name: getattr(cls(NoWriter()), name) for name in expected} == expected
+    assert {name: getattr(cls(ListWriter()), name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -83,15 +78,15 @@ def test_default_args_are_the_constructor_s(cls, expected):
         ("gigpo", {"state_key": None}, "state_key is None; give some text"),
     ],
 )
-def test_values_out_of_range_are_told(name, args, message):
+def test_values_out_of_range_are_refused(name, args, message):
     with pytest.raises(ConfigError, match=message):
-        ADD_STRATEGY.get(name)(NoWriter(), **args)
+        ADD_STRATEGY.get(name)(ListWriter(), **args)
 
 
 @pytest.mark.parametrize("name", list(ADD_STRATEGY))
 def test_unknown_arguments_list_the_valid_ones(name):
     with pytest.raises(TypeError, match=r"unknown argument of .*'epsilom'") as error:
-        ADD_STRATEGY.get(name)(NoWriter(), epsilom=1.0)
+        ADD_STRATEGY.get(name)(ListWriter(), epsilom=1.0)
     for arg in ADD_STRATEGY.get(name).default_args():
         assert arg in str(error.value)
 
@@ -103,4 +98,4 @@ def test_unknown_names_list_the_known_ones():
 
 def test_correct_bias_has_none_of_grpo_s_further_options():
     with pytest.raises(TypeError, match=r"'std_level'.*Known: epsilon, rank_penalty"):
-        ADD_STRATEGY.get("correct_bias")(NoWriter(), std_level="batch")
+        ADD_STRATEGY.get("correct_bias")(ListWriter(), std_level="batch")

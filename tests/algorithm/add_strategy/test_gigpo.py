@@ -3,21 +3,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.strategies import INVALID, add, make, scores
+from support.strategies import INVALID, add, make, runs_of, scores
 
 from trinity_lightning.common.experience import ExperienceError
 
 STEP = st.tuples(st.one_of(st.none(), st.integers(-2, 2)), st.integers(0, 2))
 RUN = st.tuples(st.lists(STEP, max_size=3), st.tuples(st.integers(-2, 2), st.integers(0, 2)))
-
-
-def runs_of(task, *runs):
-    """A task's runs, each a list of (reward, state), one a step."""
-    return [
-        make(task, run, reward, step, info={"state": state})
-        for run, steps in enumerate(runs)
-        for step, (reward, state) in enumerate(steps)
-    ]
 
 
 def normed(values, std_norm=True, lone=False):
@@ -59,7 +50,7 @@ def test_scores_equal_numpy_whatever_the_order(tasks, gamma, std_norm, random):
     assert scores(exps) == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_actions_from_the_same_state_are_told_apart():
+def test_actions_from_the_same_state_are_weighed_apart():
     """Both runs succeed; the one that turned the right way at once is worth more at the state they share."""
     exps = runs_of(0, [(0, "hall"), (1, "door")], [(0, "hall"), (0, "cellar"), (1, "hall")])
     calls, metrics = add("gigpo", exps, gamma=0.5)
@@ -106,7 +97,7 @@ def test_a_task_with_an_invalid_reward_anywhere_is_left_out(bad):
     assert metrics[INVALID] == 1
 
 
-def test_states_that_are_missing_or_cannot_be_compared_are_told():
+def test_states_that_are_missing_or_cannot_be_compared_are_named():
     exps = runs_of(0, [(0, "a")], [(1, "a")])
     del exps[1].info["state"]
     with pytest.raises(ExperienceError, match=r"experience 1/0/1/0/\w+ has no info\['state'\].*state_key"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.strategies import add, advantages, make, scores
+from support.strategies import add, advantages, make, runs_of, scores
 
 from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY, GroupAdvantageStrategy
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
@@ -16,15 +16,10 @@ BY_RUN = [
 FILTERS = ["dapo", "duplicate_informative", "reward_variance"]
 
 
-def runs(rewards, steps):
-    """A task's runs, each with so many steps of one reward."""
-    return [make(0, run, r, step=s) for run, (r, n) in enumerate(zip(rewards, steps, strict=True)) for s in range(n)]
-
-
 @pytest.mark.parametrize("name", BY_RUN)
 def test_the_scores_are_those_of_runs_of_one_step(name):
     steps = [5, 1, 2]
-    ours, plain = runs([0.0, 1.0, 0.5], steps), runs([0.0, 1.0, 0.5], [1, 1, 1])
+    ours, plain = runs_of(0, [0.0] * 5, [1.0], [0.5] * 2), runs_of(0, [0.0], [1.0], [0.5])
     (calls, metrics), (_, expected) = add(name, ours), add(name, plain)
     if name != "reinforce_plus_plus":  # whitens over tokens, of which a longer run has more
         assert scores(ours) == pytest.approx([s for s, n in zip(scores(plain), steps, strict=True) for _ in range(n)])
@@ -33,14 +28,14 @@ def test_the_scores_are_those_of_runs_of_one_step(name):
 
 
 def test_the_mean_does_not_weigh_runs_by_their_calls():
-    exps = runs([0.0, 1.0], [5, 1])
+    exps = runs_of(0, [0.0] * 5, [1.0])
     _, metrics = add("dr_grpo", exps)
     assert metrics["group_advantages/reward_mean/mean"] == 0.5
     assert scores(exps) == [-0.5] * 5 + [0.5]
 
 
 def test_whitening_counts_all_tokens_of_a_run():
-    exps = runs([0.0, 1.0], [2, 1])
+    exps = runs_of(0, [0.0] * 2, [1.0])
     add("reinforce_plus_plus", exps)
     tokens = torch.cat([advantages(exp)[[0, 2]] for exp in exps])
     assert tokens.mean() == pytest.approx(0, abs=1e-6)
@@ -49,7 +44,7 @@ def test_whitening_counts_all_tokens_of_a_run():
 
 @pytest.mark.parametrize("name", BY_RUN)
 def test_steps_with_rewards_of_their_own_are_refused(name):
-    exps = [make(0, 0, 0.0, step=0), make(0, 0, 1.0, step=1), make(0, 1, 0.0)]
+    exps = runs_of(0, [0.0, 1.0], [0.0])
     with pytest.raises(ExperienceError, match=r"run 1/0/0.*2 steps differ \(0 to 1\).*step_wise_grpo.*gigpo"):
         add(name, exps)
 
@@ -58,18 +53,17 @@ def test_steps_with_rewards_of_their_own_are_refused(name):
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_judges_a_run_by_its_last_step(name, before):
     """What weighs the steps may do without a reward of those before, as step_wise_grpo does, or refuse them."""
-    steps = [(0, before), (1, before)]
-    calls, _ = add(name, [make(0, run, r, step=s) for run in (0, 1) for s, r in [*steps, (2, float(run))]])
+    calls, _ = add(name, runs_of(0, [before, before, 0.0], [before, before, 1.0]))
     assert sum(map(len, calls)) == 6
-    calls, _ = add(name, [make(0, run, r, step=s) for run in (0, 1) for s, r in [*steps, (2, 1.0)]])
+    calls, _ = add(name, runs_of(0, [before, before, 1.0], [before, before, 1.0]))
     assert calls == []
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_compares_runs_not_calls(name):
-    calls, _ = add(name, runs([1.0], [3]))
+    calls, _ = add(name, runs_of(0, [1.0] * 3))
     assert calls == []
-    calls, _ = add(name, runs([1.0, 0.0], [3, 1]))
+    calls, _ = add(name, runs_of(0, [1.0] * 3, [0.0]))
     assert sum(map(len, calls)) == 4
 
 

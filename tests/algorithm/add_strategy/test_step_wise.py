@@ -6,17 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.strategies import INVALID, ListWriter, add, advantages, make, scores
+from support.strategies import INVALID, ListWriter, add, advantages, make, runs_of, scores
 
 from trinity_lightning.algorithm.add_strategy import StepWiseGRPOStrategy, group_by
 from trinity_lightning.common.experience import ExperienceError
 
 NAME = "step_wise_grpo"
-
-
-def runs_of(task, *runs):
-    """A task's runs, each a list of its steps' rewards."""
-    return [make(task, run, reward, step) for run, rewards in enumerate(runs) for step, reward in enumerate(rewards)]
 
 
 def test_every_step_gets_the_score_of_its_run_s_last_reward():
@@ -126,14 +121,7 @@ def test_a_subclass_may_define_the_advantage_of_a_task_itself():
 
 
 def test_groups_whose_runs_hardly_differ_are_left_out():
-    exps = [
-        make(0, 0, 0.0),
-        make(0, 0, 0.5, step=1),
-        make(0, 1, 0.5),
-        make(1, 0, 0.0),
-        make(1, 1, 1.0),
-        make(2, 0, 1.0),
-    ]
+    exps = runs_of(0, [0.0, 0.5], [0.5]) + runs_of(1, [0.0], [1.0]) + runs_of(2, [1.0])
     calls, metrics = add("step_wise_grpo", exps, std_threshold=0.1)
     assert [exp.eid.task for call in calls for exp in call] == [1, 1]
     assert metrics["filtered_count"] == 4
@@ -141,11 +129,8 @@ def test_groups_whose_runs_hardly_differ_are_left_out():
 
 
 def test_the_standard_deviation_may_be_that_of_the_batch():
-    rewards = [[0.0, 1.0], [0.0, 3.0]]
-    ours = [
-        make(task, run, r, step=s) for task, group in enumerate(rewards) for run, r in enumerate(group) for s in (0, 1)
-    ]
-    plain = [make(task, run, r) for task, group in enumerate(rewards) for run, r in enumerate(group)]
+    ours = runs_of(0, [0.0, 0.0], [1.0, 1.0]) + runs_of(1, [0.0, 0.0], [3.0, 3.0])
+    plain = runs_of(0, [0.0], [1.0]) + runs_of(1, [0.0], [3.0])
     add("step_wise_grpo", ours, std_level="batch")
     add("grpo", plain, std_level="batch")
     assert scores(ours) == pytest.approx([score for score in scores(plain) for _ in (0, 1)])

@@ -4,39 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.losses import batch, totals_of, with_gradient
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
 from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
 from trinity_lightning.errors import ConfigError
 
 EXPERT = torch.tensor([False, True, False, True, False])
-
-
-def batch(seed=0, b=5, r=6):
-    """Log-probabilities, old ones, mask, advantages [b, r]; row 2 has no trained token."""
-    generator = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(b, r, generator=generator, dtype=torch.float64)
-    old = logprobs + 0.4 * torch.randn(b, r, generator=generator, dtype=torch.float64)
-    mask = torch.arange(r) < torch.randint(1, r + 1, (b, 1), generator=generator)
-    mask[2] = False
-    return logprobs, old, mask, torch.randn(b, r, generator=generator, dtype=torch.float64)
-
-
-def totals_of(mask, expert):
-    return {
-        "num_tokens": int(mask.sum()),
-        "num_sequences": len(mask),
-        "max_response_length": mask.shape[1],
-        "num_expert_tokens": int(mask[expert].sum()),
-        "num_expert_sequences": int(expert.sum()),
-    }
-
-
-def with_gradient(tensors, **arguments):
-    leaf = tensors[0].clone().requires_grad_()
-    loss, metrics = mix(leaf, *tensors[1:], **arguments)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), gradient, metrics
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -82,12 +56,13 @@ def test_expert_data_alone_ignore_advantages():
 )
 def test_cutting_and_reordering_change_nothing(mode, seed, cut, order, marks):
     tensors, expert = batch(seed), torch.tensor(marks)
-    arguments = totals_of(tensors[2], expert) | {"loss_agg_mode": mode}
-    loss, gradient, metrics = with_gradient(tensors, expert_mask=expert, **arguments)
+    experts = {"num_expert_tokens": int(tensors[2][expert].sum()), "num_expert_sequences": int(expert.sum())}
+    arguments = totals_of(tensors[2]) | experts | {"loss_agg_mode": mode}
+    loss, gradient, metrics = with_gradient(mix, *tensors, expert_mask=expert, **arguments)
     alone, _ = mix(*tensors, expert_mask=expert, loss_agg_mode=mode)
     torch.testing.assert_close(alone, loss)
     parts = [
-        (rows, with_gradient([t[rows] for t in tensors], expert_mask=expert[rows], **arguments))
+        (rows, with_gradient(mix, *(t[rows] for t in tensors), expert_mask=expert[rows], **arguments))
         for rows in (order[:cut], order[cut:])
     ]
     torch.testing.assert_close(parts[0][1][0] + parts[1][1][0], loss)

@@ -3,33 +3,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.losses import batch, totals_of, with_gradient
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_FN, aggregate, create_policy_loss
 from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
 from trinity_lightning.errors import ConfigError
-
-
-def batch(seed=0, b=5, r=7, spread=0.5):
-    """Float64 logprobs, old logprobs, mask, advantages; row 0 has no trained token, row 1 a hole."""
-    g = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(b, r, generator=g, dtype=torch.float64)
-    old = logprobs + spread * torch.randn(b, r, generator=g, dtype=torch.float64)
-    mask = torch.arange(r) < torch.randint(2, r + 1, (b, 1), generator=g)
-    mask[0] = False
-    mask[1, 0] = False
-    return logprobs, old, mask, torch.randn(b, r, generator=g, dtype=torch.float64)
-
-
-def totals_of(mask, longest):
-    return {"num_tokens": int(mask.sum()), "num_sequences": len(mask), "max_response_length": longest}
-
-
-def with_gradient(fn, logprobs, old, mask, advantages, **totals):
-    leaf = logprobs.clone().requires_grad_()
-    loss, metrics = fn(leaf, old, mask, advantages, **totals)
-    loss.backward()
-    assert leaf.grad is not None
-    return loss.detach(), leaf.grad, metrics
 
 
 def numpy_ppo(lp, old, mask, advantages, *, low=0.2, high=0.2, c=3.0):
@@ -119,7 +97,7 @@ def test_aggregation_modes():
 def test_cutting_and_reordering_change_nothing(name, mode, seed, cut, order):
     tensors = batch(seed)
     fn = create_policy_loss(name, loss_agg_mode=mode)
-    totals = totals_of(tensors[2], tensors[2].shape[1])
+    totals = totals_of(tensors[2])
     loss, grad, metrics = with_gradient(fn, *tensors, **totals)
     alone = with_gradient(fn, *tensors)
     torch.testing.assert_close(alone[0], loss)
@@ -207,7 +185,7 @@ def test_combined_metrics_add_except_maxima():
         ("opmd", {"tau": -1}, ConfigError, "tau"),
     ],
 )
-def test_wrong_names_and_values_are_told(name, args, error, message):
+def test_wrong_names_and_values_are_refused(name, args, error, message):
     with pytest.raises(error, match=message):
         create_policy_loss(name, **args)(*batch())
 
