@@ -196,7 +196,7 @@ class ExperienceDataModule(_Unmoved):
             OperatorError: one of them failed.
         """
         self._loop = asyncio.get_running_loop()
-        await self.pipeline.prepare()
+        await self.pipeline.chain.prepare()
 
     async def close(self) -> None:
         """Close the operators; twice is allowed. Lightning's `teardown` does it too.
@@ -204,17 +204,17 @@ class ExperienceDataModule(_Unmoved):
         Raises:
             OperatorError: one of them failed; the others are closed.
         """
-        await self.pipeline.close()
+        await self.pipeline.chain.close()
 
     def teardown(self, stage: str) -> None:
         """Close the operators, on the loop they were prepared on as long as it runs."""
-        if self.pipeline.prepared:
+        if self.pipeline.chain.prepared:
             _on_loop(self.close, self._loop)
 
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
         try:
-            if self.pipeline.prepared:
+            if self.pipeline.chain.prepared:
                 _on_loop(self.close, self._loop, CLOSE_SECONDS)
         except (OperatorError, TimeoutError) as error:
             logger.warning("%s", error)

@@ -186,7 +186,7 @@ class OperatorChain:
         return bool(self._prepared)
 
     async def prepare(self) -> None:
-        """Prepare the operators that are not; where one fails, those that were are closed again.
+        """Prepare the operators that are not; if one fails, those that were are closed again. Twice is allowed.
 
         Raises:
             OperatorError: the one that failed.
@@ -203,7 +203,7 @@ class OperatorChain:
             self._prepared.append(stage)
 
     async def close(self) -> None:
-        """Close all operators, in reverse order, also when one of them fails.
+        """Close all operators, in reverse order, also when one of them fails. Twice is allowed.
 
         Raises:
             OperatorError: naming those that failed.
@@ -372,6 +372,9 @@ class ExperiencePipeline:
         auxiliary_models: clients of other models, for operators that ask them.
         folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
 
+    Attributes:
+        chain: the operators; who made the pipeline closes them.
+
     Raises:
         ValueError, TypeError: an unknown operator or strategy, or arguments it does not have.
         ConfigError: an argument's value is out of range.
@@ -388,17 +391,7 @@ class ExperiencePipeline:
     ) -> None:
         specs = [(add_strategy, {})] if isinstance(add_strategy, str) else add_strategy
         self._strategy = ComposedAddStrategy(specs, writer)
-        self._chain = OperatorChain(operators, auxiliary_models, folder)
-
-    @property
-    def operators(self) -> list[ExperienceOperatorV1]:
-        """The operators, in order."""
-        return self._chain.operators
-
-    @property
-    def prepared(self) -> bool:
-        """Whether there are operators that are prepared, and have to be closed."""
-        return self._chain.prepared
+        self.chain = OperatorChain(operators, auxiliary_models, folder)
 
     @property
     def selector_metric(self) -> dict[Any, Any]:
@@ -406,23 +399,7 @@ class ExperiencePipeline:
 
         For selectors of your own: tasksets of this library are updated by the explorer, by rewards as they came.
         """
-        return self._chain.selector_metric
-
-    async def prepare(self) -> None:
-        """Prepare the operators; `process` does it too, where it has not been done. Twice is allowed.
-
-        Raises:
-            OperatorError: one of them failed.
-        """
-        await self._chain.prepare()
-
-    async def close(self) -> None:
-        """Close the operators; twice is allowed.
-
-        Raises:
-            OperatorError: one of them failed; the others are closed.
-        """
-        await self._chain.close()
+        return self.chain.selector_metric
 
     async def process(
         self, experiences: list[Experience], step: int, more: MoreRollouts | None = None, *, all_rows: bool = False
@@ -454,14 +431,14 @@ class ExperiencePipeline:
                 forget_raw_reward(experience)
                 forget_reason(experience)
             metrics: dict[str, float] = {}
-            if len(self._chain):
+            if len(self.chain):
                 start = time.perf_counter()
-                some, metrics = await self._chain.process(some, step, copies, untrained)
+                some, metrics = await self.chain.process(some, step, copies, untrained)
                 metrics["time/operators"] = time.perf_counter() - start
             tidy_ones.extend(some)
             return some, metrics
 
-        await self._chain.prepare()
+        await self.chain.prepare()
         experiences, metrics = await tidy(experiences)
         if more is not None and self._strategy.refills:
             filled = await refill(experiences, step, more, tidy, self._strategy.survivors)
