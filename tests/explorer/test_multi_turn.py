@@ -98,9 +98,8 @@ def test_an_episode_is_an_experience_a_turn() -> None:
 
 
 def test_steps_may_have_their_own_rewards_and_states() -> None:
-    _, experiences = played(
-        answering("a", "b", "c"), mode="step_wise", step_reward="own", environment_args={"reward": 0.5, "state": True}
-    )
+    countdown = {"name": Countdown, "args": {"reward": 0.5, "state": True}}
+    _, experiences = played(answering("a", "b", "c"), mode="step_wise", step_reward="own", environment=countdown)
     assert [e.reward for e in experiences] == [0.5] * 3
     assert [e.info["state"] for e in experiences] == ["go", 2, 1]
 
@@ -317,7 +316,7 @@ def test_retry_asks_reasoning_gyms_own_verifier() -> None:
         ({}, "workflow 'multi_turn' needs workflow.args.environment"),
         ({"environment": "guess_numbr"}, "Did you mean 'guess_number'"),
         ({"environment": 3}, "environment 3 cannot be called"),
-        ({"environment": "retry", "environment_args": {"deca": 1}}, "environment 'retry': .*'deca'"),
+        ({"environment": {"name": "retry", "args": {"deca": 1}}}, "environment .*'retry'.*: .*'deca'"),
         ({"environment": "retry", "max_turn": 1}, "Did you mean 'max_turns'"),
         ({"environment": "retry", "max_turns": 0}, "max_turns is 0"),
         ({"environment": "retry", "mode": "stepwise"}, "Did you mean 'step_wise'"),
@@ -333,6 +332,6 @@ def test_wrong_arguments_are_refused_before_anything_is_tried(arguments: dict[st
 
 def test_an_environment_goes_by_its_path() -> None:
     path = f"{GuessNumber.__module__}.GuessNumber"
-    task = Task("multi_turn", {"secret": 4}, workflow_args={"environment": path, "environment_args": {"high": 9}})
+    task = Task("multi_turn", {"secret": 4}, workflow_args={"environment": {"name": path, "args": {"high": 9}}})
     _, (one,) = played(answering("4", max_model_len=200), task)
     assert (one.reward, one.metrics["completed"]) == (1.0, 1.0)

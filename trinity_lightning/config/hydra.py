@@ -224,7 +224,10 @@ _WRONG_VALUES = [
         (r"does not support deletion", "cannot be left out; give another value"),
     )
 ]
-_RENAMED = {"algorithm.policy_loss_args": "algorithm.policy_loss.args"}
+_RENAMED = {
+    "algorithm.policy_loss_args": "algorithm.policy_loss.args",
+    "workflow.args.environment_args": "workflow.args.environment.args",
+}
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 
 

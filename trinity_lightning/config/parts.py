@@ -14,7 +14,7 @@ class PartConfig:
     """A part.
 
     Attributes:
-        name: a registered name, or the dotted path of your own.
+        name: a registered name, or the dotted path of your own (in a script, for some parts, a class).
         args: its arguments.
     """
 
@@ -31,7 +31,7 @@ def part_config(key: str, given: Any) -> PartConfig:
     if isinstance(given, PartConfig):
         return given
     entry = _entry(key, given, ("name", "args"))
-    if not entry["name"]:
+    if entry["name"] is None:
         raise ConfigError(f"{key} has no name: give {key}.name.")
     return PartConfig(entry["name"], entry["args"])
 
@@ -107,4 +107,4 @@ def _entry(key: str, given: Any, keys: Sequence[str]) -> dict[str, Any]:
     args = entry.get("args") or {}
     if not isinstance(args, Mapping):
         raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
-    return {**entry, "name": str(entry.get("name") or ""), "args": dict(args)}
+    return {**entry, "name": entry.get("name"), "args": dict(args)}

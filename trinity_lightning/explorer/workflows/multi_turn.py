@@ -4,10 +4,12 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.config.parts import part_config
 from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.rewards import score
@@ -241,19 +243,26 @@ class MultiTurnArguments(EpisodeArguments):
     """Settings of the workflow `multi_turn`.
 
     Attributes:
-        environment: a registered name, or a dotted path or class of your own; see `Environment`.
-        environment_args: its arguments.
+        environment: {name, args}: a registered name, or a dotted path or class of your own, see `Environment`, and its
+            arguments. A name alone is short for {name: it}.
     """
 
     environment: Any
-    environment_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        make = self.make
         try:
-            inspect.signature(resolve_environment(self.environment)).bind(**self.environment_args)
+            inspect.signature(make.func).bind(**make.keywords)
         except TypeError as error:
             raise ConfigError(f"environment {self.environment!r}: {error}.") from error
+
+    @property
+    def make(self) -> partial[Environment]:
+        """Makes an environment, without further arguments."""
+        given = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
+        part = part_config("workflow.args.environment", given)
+        return partial(resolve_environment(part.name), **part.args)
 
 
 class EpisodeWorkflow(RewardedWorkflow):
@@ -310,4 +319,4 @@ class MultiTurnWorkflow(EpisodeWorkflow):
 
     def make_environment(self) -> Environment:
         """A new instance of the configured environment."""
-        return resolve_environment(self.arguments.environment)(**self.arguments.environment_args)
+        return self.arguments.make()
