@@ -13,25 +13,29 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
+TRAIN = "trinity_lightning.train"
 
 
 def environment() -> dict[str, str]:
     """The environment of a command: the checkout is importable, W&B stays offline and quiet."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return os.environ | {"PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 
-def train_command(*arguments: str) -> list[str]:
+def train_command(*arguments: str, program: str = TRAIN) -> list[str]:
     """The command line of a training run."""
-    return [sys.executable, "-m", "trinity_lightning.train", *arguments]
+    return [sys.executable, "-m", program, *arguments]
 
 
 @pytest.fixture(scope="session")
 def run_train() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `python -m trinity_lightning.train ARGUMENTS` in a folder; stdout and stderr are captured together."""
 
-    def run(folder: Path, *arguments: str, timeout: float = 420) -> subprocess.CompletedProcess[str]:
+    def run(
+        folder: Path, *arguments: str, timeout: float = 420, program: str = TRAIN
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            train_command(*arguments),
+            train_command(*arguments, program=program),
             cwd=folder,
             env=environment(),
             stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from conftest import environment, train_command
+from conftest import TRAIN, environment, train_command
 
 
 def quiet_trainer(folder: Path, *callbacks: lightning.Callback, **settings: Any) -> lightning.Trainer:
@@ -38,10 +38,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
         time.sleep(0.01)
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, program: str = TRAIN) -> subprocess.Popen[str]:
     with (folder / "stdout").open("w") as stdout:
         return subprocess.Popen(
-            train_command(*arguments),
+            train_command(*arguments, program=program),
             cwd=folder,
             env=environment(),
             stdout=stdout,

@@ -1,7 +1,6 @@
 """What engines of a run may use of the machine, and what a memory plan makes of a run's configuration."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from trinity_lightning import engines
 from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Training, plan
-from trinity_lightning.common.weight_folder import WeightFolder
-from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep, auxiliary_configs
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.engines import planned_engine, rollouts_of, server_cores, training_of, with_memory_plan
-from trinity_lightning.errors import ConfigError, WeightSyncError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 
 # -- the memory plan ---------------------------------------------------------------------------------------------------
@@ -241,42 +237,6 @@ def test_servers_and_trainer_share_the_cores(
     cores: list[int], engine: EngineConfig, overlaps: bool, expected: list[list[int]]
 ) -> None:
     assert server_cores(cores, engine, overlaps) == expected
-
-
-def stream(value: float) -> WeightStream:
-    tied = torch.full((2, 3), value)
-    return WeightStream.of([("embed.weight", tied), ("lm_head.weight", tied)])
-
-
-def test_weights_are_written_once_for_all_engines_and_replace_the_last(tmp_path: Path) -> None:
-    folder, first = WeightFolder(tmp_path / "weights"), stream(1.0)
-    place = folder.write(first, torch.bfloat16)
-    assert folder.write(first, torch.bfloat16) == place
-    weights = load_file(place / "model.safetensors")
-    assert weights.keys() == {"embed.weight", "lm_head.weight"}
-    assert all(tensor.dtype == torch.bfloat16 and (tensor == 1).all() for tensor in weights.values())
-    newer = [folder.write(stream(value), torch.float32) for value in (2.0, 3.0, 4.0)]
-    assert not place.exists()
-    assert [each.exists() for each in newer] == [False, True, True]  # one engine may be slow
-    folder.close()
-    assert list((tmp_path / "weights").iterdir()) == []
-
-
-def test_engines_ask_for_weights_at_once_and_runs_share_a_place(tmp_path: Path) -> None:
-    folders = [WeightFolder(tmp_path) for _ in range(2)]
-    with ThreadPoolExecutor(8) as pool:
-        for value in range(1, 20):
-            sent = stream(float(value))
-            asked = [pool.submit(folder.write, sent, torch.float32) for folder in folders for _ in range(4)]
-            places = [each.result() for each in asked]
-            assert len(set(places)) == 2
-            assert all((load_file(place / "model.safetensors")["embed.weight"] == value).all() for place in places)
-
-
-def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(WeightSyncError, match=r"file.*synchronizer\.folder"):
-        WeightFolder(tmp_path / "file" / "weights").write(stream(1.0), torch.float32)
 
 
 @pytest.mark.parametrize(

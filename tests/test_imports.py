@@ -31,18 +31,20 @@ ROOMS = (
     "algorithm",
     "trainer",
     "monitor",
+    "sync",
     "common",
     "config",
 )
 MAY_IMPORT = {
     "config": {"config"},
     "common": {"common", "config"},
-    **{room: {"common", "config", *EXPLORER_PARTS} for room in EXPLORER_PARTS},
-    "explorer": {"common", "config", *EXPLORER_PARTS, "explorer", "trainer"},
+    "sync": {"common", "config", "sync"},
+    **{room: {"common", "config", "sync", *EXPLORER_PARTS} for room in EXPLORER_PARTS},
+    "explorer": {"common", "config", "sync", *EXPLORER_PARTS, "explorer", "trainer"},
     "buffer.operators": {"common", "config", "buffer.operators"},
     "algorithm": {"common", "config", "algorithm"},
     "buffer": {"common", "config", "buffer.operators", "algorithm", "buffer"},
-    "trainer": {"common", "config", "algorithm", "trainer"},
+    "trainer": {"common", "config", "sync", "algorithm", "trainer"},
     "monitor": {"common", "config", "monitor"},
 }
 MAY_USE_LIGHTNING = {
@@ -102,8 +104,8 @@ def test_imports_go_one_way() -> None:
         ("algorithm.kl", "import trinity_lightning.buffer.operators"),
         ("explorer.tasks.task", "from trinity_lightning.explorer.scheduler import Scheduler"),
         ("explorer.scheduler", "from trinity_lightning.explorer.callback import ExplorerCallback"),
-        ("trainer.weight_sync", "def f():\n    from trinity_lightning.explorer import models"),
-        ("trainer.weight_sync", "import lightning.pytorch as pl"),
+        ("sync.proof", "def f():\n    from trinity_lightning.explorer import models"),
+        ("sync.proof", "import lightning.pytorch as pl"),
         ("common.seeds", "from .errors import TrinityError"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import TRAIN
 from run_cases import only, rows, same_metrics, start, steps_done, wait_for
 from safetensors.torch import load_file
 
@@ -69,10 +70,15 @@ def test_the_trained_policy_is_what_is_evaluated(ahead: Path) -> None:
 
 
 def interrupted_and_resumed(
-    run_train: RunTrain, folder: Path, name: str, arguments: tuple[str, ...], how: signal.Signals = signal.SIGKILL
+    run_train: RunTrain,
+    folder: Path,
+    name: str,
+    arguments: tuple[str, ...],
+    how: signal.Signals = signal.SIGKILL,
+    program: str = TRAIN,
 ) -> Path:
     """Interrupted in the middle of a step, every process of it gone, and run to its end."""
-    process = start(folder, *arguments)
+    process = start(folder, *arguments, program=program)
     checkpoints = f"outputs/{name}/*/checkpoints/*.ckpt"
     wait_for(lambda: steps_done(folder, name) >= 3 and any(folder.glob(checkpoints)), process)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -80,7 +86,7 @@ def interrupted_and_resumed(
     process.wait(timeout=120)
     assert not psutil.wait_procs(family, timeout=30)[1], "a server outlived its run"
     assert steps_done(folder, name) < STEPS
-    done = run_train(folder, *arguments, "ckpt_path=last")
+    done = run_train(folder, *arguments, "ckpt_path=last", program=program)
     assert done.returncode == 0, done.stdout[-4000:]
     return only(folder, f"outputs/{name}/*")
 
@@ -95,20 +101,21 @@ def assert_equal_runs(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "others"),
+    ("how", "others", "program"),
     # The reference has runners of its own process, and sends its weights as a folder: neither may matter.
     [
-        (signal.SIGINT, ()),
-        (signal.SIGKILL, ("synchronizer=tcp",)),
-        (signal.SIGINT, ("explorer.runner=ray", "explorer.runner_per_model=1")),
+        (signal.SIGINT, (), TRAIN),
+        (signal.SIGKILL, ("synchronizer=nccl",), "support.nccl_stand_in"),
+        (signal.SIGINT, ("explorer.runner=ray", "explorer.runner_per_model=1"), TRAIN),
     ],
-    ids=["ctrl-c", "kill-tcp", "ctrl-c-ray"],
+    ids=["ctrl-c", "kill-nccl", "ctrl-c-ray"],
 )
 def test_an_interrupted_run_with_rollouts_in_flight_equals_an_uninterrupted_one(
-    how: signal.Signals, others: tuple[str, ...], ahead: Path, run_train: RunTrain, tmp_path: Path
+    how: signal.Signals, others: tuple[str, ...], program: str, ahead: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
     arguments = (*AHEAD, *others)
-    assert_equal_runs(ahead, interrupted_and_resumed(run_train, tmp_path, "one_step_off_policy", arguments, how))
+    resumed = interrupted_and_resumed(run_train, tmp_path, "one_step_off_policy", arguments, how, program)
+    assert_equal_runs(ahead, resumed)
 
 
 def test_a_killed_run_whose_engine_has_old_weights_equals_an_uninterrupted_one(

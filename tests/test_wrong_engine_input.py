@@ -59,39 +59,21 @@ REFUSED = {
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
     # weights without a file
-    "an address of what needs none": ((*SERVER, "synchronizer.address=10.0.0.1"), "synchronizer.address is of .*tcp"),
     "a folder of what needs none": (
-        (*SERVER, "synchronizer=tcp", "synchronizer.folder=w"),
-        "synchronizer.folder is of synchronizer=checkpoint, not of synchronizer=tcp",
-    ),
-    "an address of every network": (
-        (*SERVER, "synchronizer=tcp", "synchronizer.address=0.0.0.0"),
-        "give the one address",
-    ),
-    "no address": ((*SERVER, "synchronizer=tcp", "synchronizer.address=''"), "give the one address"),
-    "an address of another machine": (
-        (*SERVER, "synchronizer=tcp", "synchronizer.address=192.0.2.1"),
-        r"synchronizer.address is '192\.0\.2\.1', and this machine cannot listen there",
-    ),
-    "an address that servers elsewhere cannot reach": (
-        (*SERVER, URLS, "synchronizer=tcp"),
-        "synchronizer.address is 127.0.0.1, where the server http://node7:8000 cannot reach",
+        (*SERVER, "synchronizer=nccl", "synchronizer.folder=w"),
+        "synchronizer.folder is of synchronizer=checkpoint, not of synchronizer=nccl",
     ),
     "a second weight transfer": (
-        (*SERVER, "synchronizer=tcp", "+engine.args.weight_transfer_config={backend: ipc}"),
+        (*SERVER, "synchronizer=nccl", "+engine.args.weight_transfer_config={backend: ipc}"),
         "sets weight_transfer_config .*leave it out of engine.args",
     ),
     "a group with an engine of this process": (
-        ("synchronizer=tcp",),
+        ("synchronizer=nccl",),
         "engine=vllm by memory: set synchronizer=memory",
     ),
     "servers by memory": (
         (*SERVER, "synchronizer=memory"),
-        "by checkpoint or nccl or tcp: set synchronizer=checkpoint",
-    ),
-    "a second worker extension": (
-        (*SERVER, "synchronizer=tcp", "+engine.args.worker_extension_cls=a.B"),
-        "leave it out of engine.args",
+        "by checkpoint or nccl: set synchronizer=checkpoint",
     ),
     "rollouts ahead, uncorrected": (
         (*AHEAD, "algorithm.rollout_correction.level=none"),
@@ -108,6 +90,10 @@ REFUSED = {
     "corrected twice": (
         ("algorithm.old_logprobs=engine",),
         "once more: set algorithm.rollout_correction.level=none",
+    ),
+    "a way that is no more": (
+        (*SERVER, "synchronizer.method=tcp"),
+        "synchronizer.method=tcp is no more: set synchronizer=checkpoint",
     ),
     "an unknown way": (
         (*SERVER, "synchronizer.method=ncll"),
@@ -284,9 +270,9 @@ def test_nccl_wants_gpus_apart_from_the_trainers(gpus: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("there", "arguments", "message"),
     [
-        (0, (), "sees none: take synchronizer=tcp"),
+        (0, (), "sees none: take synchronizer=checkpoint"),
         (1, ("engine.gpus=[0]",), "this process sees one: take synchronizer=checkpoint"),
-        (2, ("engine.gpus=[1]", "trainer.accelerator=cpu"), "trainer.accelerator is cpu: take synchronizer=tcp"),
+        (2, ("engine.gpus=[1]", "trainer.accelerator=cpu"), "trainer.accelerator is cpu: take synchronizer=checkpoint"),
     ],
 )
 def test_nccl_wants_gpus(there: int, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,14 +282,13 @@ def test_nccl_wants_gpus(there: int, arguments: tuple[str, ...], message: str, m
         validate(configured(*NCCL, *arguments))
 
 
-@pytest.mark.parametrize("method", ["tcp", "nccl"])
-def test_an_evaluation_sends_weights_as_a_folder(method: str) -> None:
-    config = configured(*SERVER, f"synchronizer={method}")
+def test_an_evaluation_sends_weights_as_a_folder() -> None:
+    config = configured(*NCCL)
     _send_as_folder(config)
     assert config.synchronizer.method == "auto"
     validate(config)
     with pytest.raises(ConfigError, match=r"engine.urls their weights as a folder: set synchronizer=checkpoint"):
-        _send_as_folder(configured(*SERVER, URLS, f"synchronizer={method}"))
+        _send_as_folder(configured(*NCCL, URLS))
 
 
 def test_nccl_wants_vllm_for_its_sending_end(monkeypatch: pytest.MonkeyPatch) -> None:

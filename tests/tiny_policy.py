@@ -21,3 +21,10 @@ def logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> list[fl
     with torch.no_grad():
         scores = (model(ids).logits[0].float() / temperature).log_softmax(-1)
     return scores[:-1].gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def train_a_little(model: Any, scale: float = 0.05) -> None:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))

@@ -32,9 +32,9 @@ from trinity_lightning.parts import (
     response_budget,
 )
 from trinity_lightning.report import write_report
+from trinity_lightning.sync.stream import checkpoint_weights
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from trinity_lightning.common.product_speed import faster_dtype
 from trinity_lightning.config.engines import EngineDtype, EngineKind
 from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.weight_sync import checkpoint_weights
+from trinity_lightning.sync.stream import checkpoint_weights
 
 
 def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:

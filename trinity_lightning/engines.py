@@ -24,11 +24,8 @@ from trinity_lightning.common.memory_plan import (
     requests_at_once,
 )
 from trinity_lightning.common.process_memory import free_memory
-from trinity_lightning.common.weight_folder import WeightFolder
-from trinity_lightning.common.weights import parameter_shapes, skeleton
 from trinity_lightning.config.engines import (
     TRAINER_GPU,
-    WEIGHT_GROUPS,
     AuxiliaryConfig,
     EngineConfig,
     EngineDtype,
@@ -46,6 +43,8 @@ from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.sync.folder import MEMORY, WeightFolder
+from trinity_lightning.sync.stream import parameter_shapes, skeleton
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
 
@@ -245,11 +244,11 @@ def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folde
 
 def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[Engine]:
     shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
-    weights = WeightFolder(config.synchronizer.folder or folder / "weights")
-    name, method = config.model.name, config.synchronizer.method
-    transfer = method if method in WEIGHT_GROUPS else None
+    chosen = config.synchronizer.folder
+    weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
+    name, nccl = config.model.name, config.synchronizer.method == "nccl"
     if engine.urls:
-        return [VLLMServerEngine(name, engine, url=url, weights=weights, transfer=transfer) for url in engine.urls]
+        return [VLLMServerEngine(name, engine, url=url, weights=weights, nccl=nccl) for url in engine.urls]
     cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
     gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
     return [
@@ -257,7 +256,7 @@ def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[En
             name,
             engine,
             weights=weights,
-            transfer=transfer,
+            nccl=nccl,
             cores=cores[i],
             gpus=gpus[i],
             log=folder / f"vllm_server_{i}.log",

@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
-from trinity_lightning.config.engines import WEIGHT_GROUPS, SynchronizerConfig
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_reward
@@ -68,13 +67,13 @@ def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
 
 def _send_as_folder(config: DictConfig) -> None:
     """An evaluation is no sync: checkpoints reach servers as a folder, also if training sends without one."""
-    if config.synchronizer.method in WEIGHT_GROUPS:
+    if config.synchronizer.method == "nccl":
         if config.engine.urls and config.synchronizer.folder is None:
             raise ConfigError(
                 "an evaluation gives the servers of engine.urls their weights as a folder: set synchronizer=checkpoint "
                 "and synchronizer.folder to one that they see."
             )
-        config.synchronizer.method, config.synchronizer.address = "auto", SynchronizerConfig.address
+        config.synchronizer.method = "auto"
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")

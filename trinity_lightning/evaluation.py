@@ -7,7 +7,6 @@ import lightning as L
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-from trinity_lightning.common.weights import WeightStream, as_checkpoint, skeleton
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.dtypes import settle_dtypes
@@ -26,8 +25,8 @@ from trinity_lightning.parts import (
     quiet_lightning,
     record_config,
 )
+from trinity_lightning.sync.stream import WeightStream, as_checkpoint, checkpoint_weights, skeleton
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.weight_sync import checkpoint_weights
 
 
 @dataclass

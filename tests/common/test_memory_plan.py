@@ -26,9 +26,9 @@ from trinity_lightning.common.memory_plan import (
     plan,
     weight_states,
 )
-from trinity_lightning.common.weights import skeleton
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.stream import skeleton
 
 SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
 QWEN_1_5B = ModelShape(1_543_714_304, 151936 * 1536, 28, 1536, 8960, 12, 1536, 256, 151936)

@@ -12,7 +12,6 @@ from run_cases import quiet_trainer, rows
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.engines import EngineDtype, SynchronizerConfig
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
@@ -24,6 +23,7 @@ from trinity_lightning.explorer.models.transformers_engine import TransformersEn
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.sync.stream import WeightStream
 from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.policy import PolicyModule
 

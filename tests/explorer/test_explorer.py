@@ -10,13 +10,13 @@ import torch
 from fake_model import FakeModel
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.explorer import Explorer, StepRollouts, TaskSource
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.sync.stream import WeightStream
 
 Reward = Callable[[str, Any], float]
 
@@ -459,7 +459,7 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
 
 def test_an_engine_that_is_no_server_joins_no_process_group() -> None:
     explored = explorer()
-    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or tcp"):
+    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl"):
         running(explored, lambda: explored.setup_weight_sync_group("127.0.0.1", 1234))
 
 

@@ -14,7 +14,6 @@ import torch
 from fake_model import FakeModel
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.weights import Shape, WeightStream
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.explorer import WorkflowRunner
@@ -23,6 +22,7 @@ from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
+from trinity_lightning.sync.stream import Shape, WeightStream
 
 
 class CountingEngine(InProcessEngine):

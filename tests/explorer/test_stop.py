@@ -19,7 +19,6 @@ from run_cases import quiet_trainer, rows, same_metrics
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.weights import WeightStream, parameter_shapes
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
@@ -33,6 +32,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 from trinity_lightning.trainer.policy import PolicyModule
 
 pytestmark = [

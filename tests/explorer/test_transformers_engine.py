@@ -15,7 +15,7 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.trainer.weight_sync import Tolerance
+from trinity_lightning.sync.proof import Tolerance
 
 PROMPT = [7, 30, 41, 12]
 CONTEXT = 128

@@ -26,7 +26,7 @@ from trinity_lightning.errors import (
 )
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.trainer.weight_sync import weight_stream
+from trinity_lightning.sync.stream import weight_stream
 
 pytest.importorskip("vllm")
 

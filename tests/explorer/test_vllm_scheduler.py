@@ -29,7 +29,7 @@ from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow
-from trinity_lightning.trainer.weight_sync import weight_stream
+from trinity_lightning.sync.stream import weight_stream
 
 pytest.importorskip("vllm")
 

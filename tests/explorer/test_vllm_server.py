@@ -18,7 +18,6 @@ from tiny_policy import logprobs, tiny_model
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.weight_folder import WeightFolder
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
@@ -35,7 +34,8 @@ from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.trainer.weight_sync import weight_stream
+from trinity_lightning.sync.folder import WeightFolder
+from trinity_lightning.sync.stream import weight_stream
 
 pytest.importorskip("vllm")
 
@@ -409,6 +409,16 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
     # Nobody was ever answered with the weights that it began with.
     assert answer == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
     host.run(elsewhere.shutdown())
+
+
+def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
+    engine: VLLMServerEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reload = tiny_model(0.7), vllm_server._reload
+    monkeypatch.setattr(vllm_server, "_reload", lambda folder: kill(engine) or reload(folder))
+    host.run(engine.sync_weights(weight_stream(model), 12))
+    assert engine.model_version == 12
+    assert host.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
 
 
 def test_a_server_that_dies_too_often_is_given_up(  # the last one

@@ -7,8 +7,8 @@ from torch._dynamo.utils import counters
 
 from trinity_lightning.config.training import Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import model as models
-from trinity_lightning.trainer.weight_sync import weight_stream
 
 # torch's own, of its compiler
 pytestmark = [

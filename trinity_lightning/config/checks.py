@@ -8,14 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config.engines import (
     PARALLEL,
     TRAINER_GPU,
-    WEIGHT_GROUPS,
     AuxiliaryConfig,
     EngineConfig,
     EngineKind,
@@ -23,7 +21,6 @@ from trinity_lightning.config.engines import (
     auxiliary_configs,
     check_one_device,
     check_speculation,
-    free_port,
     require_ray,
     require_vllm,
     visible_gpus,
@@ -354,7 +351,7 @@ def _check_synchronizer(run: TrainConfig, accelerator: str) -> None:
     """Refuse a way of sending weights that the engine does not take."""
     synchronizer, engine = run.synchronizer, run.engine
     method, kind = synchronizer.method, engine.kind
-    methods = ("checkpoint", *WEIGHT_GROUPS) if kind is EngineKind.vllm_server else ("memory",)
+    methods = ("checkpoint", "nccl") if kind is EngineKind.vllm_server else ("memory",)
     if method not in ("auto", *methods):
         raise ConfigError(
             f"synchronizer.method is {method}, and weights reach engine={kind.value} by {' or '.join(methods)}: set "
@@ -364,22 +361,12 @@ def _check_synchronizer(run: TrainConfig, accelerator: str) -> None:
         raise ConfigError(
             f"synchronizer.folder is of synchronizer=checkpoint, not of engine={kind.value}: leave it out."
         )
-    if method in WEIGHT_GROUPS:
-        for name in ("weight_transfer_config", "worker_extension_cls"):
-            if name in engine.args:
-                raise ConfigError(
-                    f"synchronizer={method} sets {name} of the servers itself: leave it out of engine.args, or take "
-                    "synchronizer=checkpoint."
-                )
-    if method == "tcp":
-        free_port(synchronizer.address)
-        elsewhere = [url for url in engine.urls if _is_elsewhere(urlsplit(url).netloc.rpartition("@")[2])]
-        if elsewhere and not _is_elsewhere(f"{synchronizer.address}:0"):
+    if method == "nccl":
+        if "weight_transfer_config" in engine.args:
             raise ConfigError(
-                f"synchronizer.address is {synchronizer.address}, where the server {elsewhere[0]} cannot reach this "
-                "machine: give the address that it can."
+                "synchronizer=nccl sets weight_transfer_config of the servers itself: leave it out of engine.args, or "
+                "take synchronizer=checkpoint."
             )
-    elif method == "nccl":
         _check_nccl(engine, accelerator)
 
 
@@ -388,9 +375,7 @@ def _check_nccl(engine: EngineConfig, accelerator: str) -> None:
     there = _gpus_here()
     if there == 0 or accelerator == "cpu":
         why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
-        raise ConfigError(
-            f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=tcp or checkpoint."
-        )
+        raise ConfigError(f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=checkpoint.")
     if engine.urls:
         return
     if there == 1:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,9 +14,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
-SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl", "tcp")
-WEIGHT_GROUPS = ("nccl", "tcp")  # of these, those that connect trainer and servers
-LOOPBACK = "127.0.0.1"
+SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
@@ -26,22 +23,6 @@ def visible_gpus() -> list[str] | None:
     """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
-
-
-def free_port(address: str) -> int:
-    """A port of that address of this machine on which nothing listens.
-
-    Raises:
-        ConfigError: it is no address of this machine.
-    """
-    try:
-        with socket.create_server((address, 0)) as probe:
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(
-            f"synchronizer.address is {address!r}, and this machine cannot listen there ({error}): give the address "
-            "of this machine that the servers reach it by."
-        ) from error
 
 
 def require_vllm() -> None:
@@ -177,13 +158,10 @@ class SynchronizerConfig:
     """How the trainer's weights reach the engine, and how that is checked.
 
     Attributes:
-        method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads;
-            `tcp`, without a file, between CPUs; or `nccl`, the same from GPU to GPU. `auto` is memory or checkpoint,
-            whichever the engine takes.
-        folder: where `checkpoint` writes; engines on other machines must see it. Null: in the run's folder.
-        address: of `tcp`: this machine's, as servers see it; another one than 127.0.0.1 for engine.urls on other
-            machines. The trainer listens there, on a free port, until all servers have joined, and lets in who was
-            invited. Nothing is encrypted. (`nccl` connects over the interface that NCCL_SOCKET_IFNAME says.)
+        method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads, or
+            `nccl`, from GPU to GPU without one. `auto` is memory or checkpoint, whichever the engine takes.
+        folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory (/dev/shm), if servers
+            are started here and there is room, else in the run's folder.
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.
@@ -194,25 +172,22 @@ class SynchronizerConfig:
 
     method: str = "auto"
     folder: str | None = None
-    address: str = LOOPBACK
     check_interval: int = 10
     drill: bool = True
     sync_timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.method == "tcp":
+            raise ConfigError(
+                "synchronizer.method=tcp is no more: set synchronizer=checkpoint, whose folder is in memory if there "
+                "is room, or nccl between GPUs."
+            )
         one_of("synchronizer.method", self.method, SYNC_METHODS)
         whole_number("synchronizer.check_interval", self.check_interval, least=1)
         number("synchronizer.sync_timeout", self.sync_timeout, above=0)
-        if self.method != "tcp" and self.address != LOOPBACK:
-            raise ConfigError(f"synchronizer.address is of synchronizer=tcp, not of {self.method}: leave it out.")
-        if self.address in ("", "0.0.0.0", "::"):
+        if self.folder is not None and self.method == "nccl":
             raise ConfigError(
-                f"synchronizer.address is {self.address!r}: give the one address of this machine that the servers "
-                "reach it by."
-            )
-        if self.folder is not None and self.method in WEIGHT_GROUPS:
-            raise ConfigError(
-                f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={self.method}: leave it out."
+                "synchronizer.folder is of synchronizer=checkpoint, not of synchronizer=nccl: leave it out."
             )
 
 

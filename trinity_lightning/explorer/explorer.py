@@ -14,14 +14,12 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.weights import WeightStream
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.policy_engines import PolicyEngines
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.runner import Status, fails_by_reward
@@ -30,6 +28,8 @@ from trinity_lightning.explorer.tasks.sources import ANSWER
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, TasksetMixture
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
+from trinity_lightning.sync.engines import PolicyEngines
+from trinity_lightning.sync.stream import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -441,25 +441,24 @@ class Explorer:
 
     async def setup_weight_sync_group(
         self,
-        master_address: str,
-        master_port: int,
+        master_address: str | None = None,
+        master_port: int | None = None,
         state_dict_meta: Iterable[tuple[str, Any, Sequence[int]]] | None = None,
     ) -> None:
         """Connect the trainer with every worker of every server: syncs go that way from then on.
 
         Args:
-            master_address: this machine's, as the servers see it; the trainer listens there.
-            master_port: a free port.
+            master_address, master_port: not needed: NCCL finds its own, on the interface that NCCL_SOCKET_IFNAME names.
             state_dict_meta: name, dtype and shape of each weight that will be sent, to be checked now; the dtype is
                 the engine's, whatever it says here.
 
         Raises:
-            ConfigError: an engine is no server that was started with a `transfer`, `nccl` or `tcp`.
+            ConfigError: an engine is no server that was started with `nccl`, or the trainer's weights are on a CPU.
             WeightSyncError: the weights do not fit the servers, or a server did not join.
             RuntimeError: `prepare` was given no weights.
         """
         shapes = None if state_dict_meta is None else {name: tuple(shape) for name, _, shape in state_dict_meta}
-        await self.engines.join(master_address, master_port, shapes)
+        await self.engines.join(shapes)
 
     async def get_weight(self, name: str) -> Tensor:
         """The weight of that name that the engines were last given.

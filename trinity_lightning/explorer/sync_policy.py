@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from trinity_lightning.common.weights import WeightStream
-from trinity_lightning.config.engines import WEIGHT_GROUPS, SynchronizerConfig, free_port
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, parameter_stream, weight_stream
+from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
+from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before
 
@@ -112,9 +112,8 @@ class SyncPolicy:
 
     def join(self) -> None:
         """Once the engines are up: connect the trainer with them, if weights are sent without a file."""
-        if self._config.method in WEIGHT_GROUPS:
-            address = self._config.address
-            self._run_in_time(self._explorer.setup_weight_sync_group(address, free_port(address)))
+        if self._config.method == "nccl":
+            self._run_in_time(self._explorer.setup_weight_sync_group())
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:
         """Before rollouts; metrics. Fresh engines are always synced, which proves them, and then given what they had.

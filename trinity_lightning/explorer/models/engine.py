@@ -5,31 +5,18 @@ import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
+from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Sleeper(Protocol):
-    """An engine that shares its device with the trainer, and can give its memory to it."""
-
-    async def sleep(self) -> None:
-        """Give the memory to the trainer until `wake_up`."""
-        ...
-
-    async def wake_up(self) -> None:
-        """Take it again: with the weights as they were, and an empty cache."""
-        ...
 
 
 class Engine(ABC):

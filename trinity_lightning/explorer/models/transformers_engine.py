@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.weights import Shape, WeightStream, check_shapes
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import InProcessEngine
+from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 # -- decoding: a batch, token by token, each sample with a generator and limits of its own -----------------------------
 

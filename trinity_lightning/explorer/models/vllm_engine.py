@@ -15,7 +15,6 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.memory_plan import GIB
 from trinity_lightning.common.process_memory import forget, trim_heap
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.config.engines import (
     PARALLEL,
     EngineConfig,
@@ -29,6 +28,8 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
+from trinity_lightning.sync.packed import PackedWeights, is_packable
+from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
 # -- how vLLM is started: the same arguments for the engine in this process and for a server's -------------------------
 
@@ -37,7 +38,6 @@ VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", Engine
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 CPU_CACHE_GB = 0.5
 CPU_BLOCK_TOKENS = 32  # the fewest that its kernels for AMX take
-TCP_EXTENSION = "trinity_lightning.explorer.models.tcp_transfer.Registered"
 
 
 def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
@@ -79,14 +79,6 @@ def parallel_args(gpus: Sequence[int] | None, config: EngineConfig) -> dict[str,
 def is_quantized(config: EngineConfig) -> bool:
     """Whether vLLM is asked to quantise the weights that it loads."""
     return config.args.get("quantization") is not None
-
-
-def transfer_args(transfer: str | None) -> dict[str, Any]:
-    """What a server needs to be sent weights: `nccl` is a backend of vLLM's own, `tcp` one of this package."""
-    if transfer is None:
-        return {}
-    arguments: dict[str, Any] = {"weight_transfer_config": {"backend": transfer}}
-    return arguments | ({"worker_extension_cls": TCP_EXTENSION} if transfer == "tcp" else {})
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -206,6 +198,9 @@ class VLLMEngine(InProcessEngine):
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
         self._tokenizer = self._engine.get_tokenizer()
+        [model] = self._engine.collective_rpc(_model_of)
+        on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+        self._packed = PackedWeights(model) if on_cpu and is_packable(model) else None
 
     def _build(self, path: str) -> Any:
         from vllm import EngineArgs
@@ -293,7 +288,10 @@ class VLLMEngine(InProcessEngine):
 
     def _take_weights(self, stream: WeightStream) -> None:
         try:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
+            if self._packed is not None:
+                self._packed.take(stream)
+            else:
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
         except Exception as error:
             raise WeightSyncError(
                 f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); build another engine."
@@ -303,7 +301,7 @@ class VLLMEngine(InProcessEngine):
     def _free(self) -> None:
         self._awake()  # its allocator cannot free what is not there
         self._engine.engine_core.shutdown()
-        del self._engine
+        del self._engine, self._packed
         self._leave_process_group()
         gc.collect()
 
@@ -314,6 +312,10 @@ class VLLMEngine(InProcessEngine):
 
             destroy_model_parallel()
             destroy_distributed_environment()
+
+
+def _model_of(worker: Any) -> Any:
+    return worker.model_runner.get_model()
 
 
 def _forget_cache(worker: Any) -> None:

@@ -14,8 +14,6 @@ import torch
 from transformers import AutoConfig
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.weight_folder import WeightFolder
-from trinity_lightning.common.weights import Shape, WeightStream, parameter_shapes
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, check_speculation, require_vllm, visible_gpus
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.values import unknown_name
@@ -27,8 +25,9 @@ from trinity_lightning.explorer.models.vllm_engine import (
     engine_args,
     is_quantized,
     parallel_args,
-    transfer_args,
 )
+from trinity_lightning.sync.folder import MEMORY, WeightFolder
+from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ HEALTH_SECONDS = 0.2
 ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # for a server that fails to end, or to answer again
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # so often within so many seconds is a server that died started again
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
-PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -77,8 +75,8 @@ class VLLMServerEngine(Engine):
         config: the engine's knobs; keyword arguments override its fields.
         url: of a server that runs already, such as http://node7:8000.
         weights: where weights are written for it; engines that share one read the same files.
-        transfer: `nccl` or `tcp`: a server started here can also be sent its weights, without a file (see
-            `WeightGroup`); one of a url can where it was started so.
+        nccl: whether a server started here can also be sent its weights, over NCCL (see `WeightGroup`), as one of a url
+            can if it was started so.
         cores: CPU cores for a server started here, where there is no GPU; None: all that this process may use.
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
@@ -100,7 +98,7 @@ class VLLMServerEngine(Engine):
         *,
         url: str | None = None,
         weights: WeightFolder | None = None,
-        transfer: str | None = None,
+        nccl: bool = False,
         cores: list[int] | None = None,
         gpus: list[int] | None = None,
         log: Path | None = None,
@@ -114,7 +112,7 @@ class VLLMServerEngine(Engine):
         self._model = model
         self._url = url
         self._weights = weights
-        self.transfer = transfer
+        self.nccl = nccl
         self._cores = cores
         self._gpus = gpus
         self._log = log
@@ -226,13 +224,12 @@ class VLLMServerEngine(Engine):
     def _flags(self, path: str) -> list[str]:
         arguments = parallel_args(self._gpus, self._config)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
-        arguments |= transfer_args(self.transfer)
+        if self.nccl:
+            arguments["weight_transfer_config"] = {"backend": "nccl"}
         return command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-        if self.transfer == "tcp":  # its workers import a module of this package
-            environment["PYTHONPATH"] = os.pathsep.join([PACKAGE_PARENT, *filter(None, [os.getenv("PYTHONPATH")])])
         if self._gpus is not None:
             visible = visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in self._gpus)
@@ -363,10 +360,15 @@ class VLLMServerEngine(Engine):
 
     async def _take(self, stream: WeightStream, version: int) -> None:
         if self._weights is None:
-            self._weights = WeightFolder()
+            self._weights = WeightFolder(memory=MEMORY if self._url is None else None)
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
         self._again = partial(self._update, [_reload(folder)], version)
-        await self._again()
+        try:
+            await self._again()
+        except WeightSyncError:
+            if self._process is None or not self._process.has_ended:
+                raise
+            await self.load()  # starts it again, with these weights
 
     async def _update(self, requests: Sequence[tuple[str, dict[str, Any]]], version: int) -> None:
         """Requests that change the weights, and the end of what the old ones have computed."""

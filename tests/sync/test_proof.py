@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import logprobs, tiny_model
+from tiny_policy import logprobs, tiny_model, train_a_little
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -16,8 +16,8 @@ from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.trainer import weight_sync
-from trinity_lightning.trainer.weight_sync import PROBE_TEXT, Synchronizer, Tolerance, compare, perturbed, weight_stream
+from trinity_lightning.sync.proof import DRILL_SCALES, PROBE_TEXT, Synchronizer, Tolerance, compare, perturbed
+from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FP32 = Tolerance.of(torch.float32)
@@ -64,13 +64,6 @@ def synchronizer(
         check_interval=check_interval,
         with_drill=drill,
     )
-
-
-def train_a_little(model: Any, scale: float = 0.05) -> None:
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
 def ignoring(*names: str) -> Callable[[str, Tensor], Tensor | None]:
@@ -224,7 +217,7 @@ def test_a_drill_begins_with_the_scale_that_was_enough_before(model: Any, probe:
     first = synchronizer(model, CopyEngine(), probe)
     first.sync()
     scale = first.drill_scale
-    assert scale in weight_sync.DRILL_SCALES[1:]
+    assert scale in DRILL_SCALES[1:]
     again = synchronizer(model, CopyEngine(), probe)
     again.drill_scale = scale
     asked: list[int] = []
@@ -312,12 +305,16 @@ def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Host, Any], probe: 
 def test_the_drill_catches_vllms_stale_tied_head(
     vllm: tuple[VLLMEngine, Host, Any], probe: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sent without the head, past the check of names: vLLM takes the weights without a word, and keeps its old head."""
+    """Sent without the head, past the check of names: vLLM takes the weights without a word, and keeps its old head.
 
-    def without_head(model: nn.Module) -> weight_sync.WeightStream:
-        return weight_sync.WeightStream.of((n, t) for n, t in weight_stream(model) if n != HEAD)
+    Its own way of taking them, that is: here the head is packed again in any case.
+    """
+
+    def without_head(model: nn.Module) -> WeightStream:
+        return WeightStream.of((n, t) for n, t in weight_stream(model) if n != HEAD)
 
     monkeypatch.setattr(engine, "check_shapes", lambda *_: None)
+    monkeypatch.setattr(vllm[0], "_packed", None)
     sync = vllm_synchronizer(vllm, probe)
     sync._send = lambda: vllm[1].run(vllm[0].sync_weights(without_head(vllm[2]), 1))
     with pytest.raises(WeightSyncError, match=f"drill.*{WRONG}"):

@@ -10,14 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from trinity_lightning.common import weights
-from trinity_lightning.common.weights import parameter_shapes
 from trinity_lightning.config.engines import EngineConfig, EngineKind
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_experts
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.weight_sync import weight_stream
+from trinity_lightning.sync import stream as streams
+from trinity_lightning.sync.stream import parameter_shapes, weight_stream
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -60,9 +59,9 @@ def test_the_stream_is_what_save_pretrained_writes(name: str, tmp_path: Path) ->
 def test_layers_are_converted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["mixtral"]()
     stream, converted = weight_stream(model), []
-    original = weights._reverted
+    original = streams._reverted
     monkeypatch.setattr(
-        weights, "_reverted", lambda tensors, plain: converted.append(len(tensors)) or original(tensors, plain)
+        streams, "_reverted", lambda tensors, plain: converted.append(len(tensors)) or original(tensors, plain)
     )
     seen = iter(stream)
     next(seen)

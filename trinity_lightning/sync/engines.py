@@ -2,21 +2,33 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.weights import Shape, WeightStream
 from trinity_lightning.config.values import nearest
-from trinity_lightning.explorer.models.engine import Engine, Sleeper
-from trinity_lightning.explorer.weight_group import WeightGroup
+from trinity_lightning.sync.nccl import WeightGroup
+from trinity_lightning.sync.stream import Shape, WeightStream
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that shares its device with the trainer, and can give its memory to it."""
+
+    async def sleep(self) -> None:
+        """Give the memory to the trainer until `wake_up`."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take it again: with the weights as they were, and an empty cache."""
+        ...
 
 
 def shares_weights(models: Iterable[InferenceModel]) -> bool:
     """Whether any of these engines generates with the trainer's own weights: there are no older ones to give it."""
-    return any(isinstance(model, Engine) and model.shares_weights for model in models)
+    return any(getattr(model, "shares_weights", False) for model in models)
 
 
 class PolicyEngines:
@@ -41,20 +53,17 @@ class PolicyEngines:
         self._restored: tuple[dict[str, Tensor], int] | None = None
         self._group: WeightGroup | None = None
 
-    async def join(self, address: str, port: int, shapes: Mapping[str, Shape] | None = None) -> None:
-        """Send weights without a file from now on; see `WeightGroup.form` for errors.
+    async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
+        """Send weights over NCCL from now on; see `WeightGroup` for errors.
 
         Args:
-            address: this machine's, as the servers see it.
-            port: a free one.
             shapes: of what is going to be sent; None: as the trainer's weights are.
         """
         stream = self._trainers()
         device = next((tensor.device for _, tensor in stream), torch.device("cpu"))
         self.leave()
-        self._group = await WeightGroup.form(
-            self.models, address, port, device, stream.shapes if shapes is None else shapes, self._present
-        )
+        self._group = WeightGroup(self.models, device, self._present)
+        await self._group.form(stream.shapes if shapes is None else shapes)
 
     def leave(self) -> None:
         """Leave the group, if there is one."""

@@ -1,6 +1,10 @@
-"""Weights without a file: two real servers and a trainer, and what happens when one of them fails."""
+"""Weights without a file: two real servers and a trainer, and what happens when one of them fails.
+
+NCCL itself needs GPUs; the stand-in for it is all that is not real here.
+"""
 
 import asyncio
+import base64
 import ctypes
 import os
 import signal
@@ -12,35 +16,35 @@ from typing import Any
 
 import pytest
 import torch
+from support import nccl_stand_in
+from support.nccl_stand_in import Communicator, join
 from tiny_policy import logprobs, tiny_model
 from torch import Tensor
 
-from trinity_lightning.common.nccl_group import NCCLGroup
-from trinity_lightning.common.tcp_group import TCPReceiver
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.common.weights import Shape, WeightStream
-from trinity_lightning.config.engines import EngineDtype, free_port
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.weight_group import WeightGroup
-from trinity_lightning.trainer.weight_sync import weight_stream
+from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, check_device
+from trinity_lightning.sync.stream import Shape, WeightStream, weight_stream
 
 pytest.importorskip("vllm")
 
-HERE = "127.0.0.1"
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
 TEXT = [7, 30, 41, 12, 5, 97, 58]
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.close()
+    with pytest.MonkeyPatch.context() as patch:
+        nccl_stand_in.install_in_trainer(patch.setattr)
+        host = Host()
+        yield host
+        host.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def servers(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
     logs = tmp_path_factory.mktemp("servers")
     cores = sorted(os.sched_getaffinity(0))
     engines = [
-        VLLMServerEngine("tiny", transfer="tcp", cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
+        VLLMServerEngine("tiny", nccl=True, cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
         for i in range(2)
     ]
 
@@ -67,7 +71,7 @@ def connected(servers: Sequence[VLLMServerEngine], stream: Callable[[], WeightSt
 
 
 async def joined(explorer: Explorer, **meta: Any) -> None:
-    await explorer.setup_weight_sync_group(HERE, free_port(HERE), **meta)
+    await explorer.setup_weight_sync_group(**meta)
 
 
 async def scores(servers: list[VLLMServerEngine]) -> list[list[float]]:
@@ -131,12 +135,12 @@ class Receiver(VLLMServerEngine):
     """Stands in for a server, which vLLM cannot mend once a sync was cut off: a thread that joins and receives."""
 
     def __init__(self) -> None:
-        super().__init__("tiny", transfer="tcp", **SETTINGS)
+        super().__init__("tiny", nccl=True, **SETTINGS)
         self._weight_shapes, self._dtype = weight_stream(tiny_model()).shapes, torch.float32
         self.received: list[Tensor] = []
         self.ended: BaseException | None = None
 
-    link: TCPReceiver | None = None
+    link: Communicator | None = None
     dead = False
     again: Callable[[], Awaitable[None]]
 
@@ -151,9 +155,13 @@ class Receiver(VLLMServerEngine):
         return 1
 
     async def join_group(self, invitation: Mapping[str, Any]) -> None:
+        self.leave()
+        name, rank = base64.b64decode(invitation["nccl_unique_id_b64"]), invitation["rank_offset"]
+        self.link = await run_in_thread(lambda: join(name, rank, invitation["world_size"]))
+
+    def leave(self) -> None:
         if self.link is not None:
-            self.link.close()
-        self.link = await run_in_thread(lambda: TCPReceiver(**invitation))
+            self.link.destroy()
 
     async def receive_weights(
         self, shapes: Mapping[str, Shape], version: int, again: Callable[[], Awaitable[None]]
@@ -165,7 +173,7 @@ class Receiver(VLLMServerEngine):
         def receive() -> None:
             try:
                 for shape in shapes.values():
-                    link.receive(tensor := torch.empty(shape))
+                    link.broadcast(tensor := torch.empty(shape), src=0)
                     self.received.append(tensor)
             except BaseException as error:
                 self.ended = error
@@ -205,8 +213,7 @@ def test_a_sync_that_is_cut_off_breaks_the_group(host: Host) -> None:
 def end(explorer: Explorer, receivers: list[Receiver]) -> None:
     explorer.engines.leave()
     for receiver in receivers:
-        if receiver.link is not None:
-            receiver.link.close()
+        receiver.leave()
 
 
 def wait_for_the_end(receivers: list[Receiver]) -> None:
@@ -255,7 +262,7 @@ def test_servers_that_died_at_once_are_sent_what_they_had_and_join_again(host: H
 async def joined_by(kind: type[ServerClient], there: VLLMServerEngine) -> None:
     """A group with that server, asked by another kind of client."""
     assert there._address is not None
-    other = VLLMServerEngine("tiny", transfer="tcp", **SETTINGS)
+    other = VLLMServerEngine("tiny", nccl=True, **SETTINGS)
     other._client, other._weight_shapes = kind(there._address), there.weight_shapes
     try:
         await joined(connected([other], lambda: weight_stream(tiny_model())))
@@ -268,7 +275,7 @@ def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEn
         async def post(self, path: str, body: Any) -> Any:
             raise ValueError(f"{path}: Weight transfer not configured")
 
-    with pytest.raises(WeightSyncError, match=r"formed no group at 127\.0\.0\.1:.*not configured.*checkpoint"):
+    with pytest.raises(WeightSyncError, match=r"formed no group: .*not configured.*checkpoint"):
         host.run(joined_by(Refusing, servers[0]))
 
 
@@ -276,22 +283,16 @@ def nothing() -> WeightStream:
     return WeightStream.of([])
 
 
-@pytest.mark.parametrize("transfers", [[None], ["tcp", None], ["tcp", "nccl"]])
-def test_servers_that_take_weights_in_different_ways(transfers: list[str | None]) -> None:
-    engines = [VLLMServerEngine("tiny", transfer=transfer, **SETTINGS) for transfer in transfers]
-    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl or tcp"):
-        asyncio.run(WeightGroup.form(engines, HERE, 1, torch.device("cpu"), {}, nothing))
+@pytest.mark.parametrize("nccl", [[False], [True, False], []])
+def test_servers_that_take_weights_in_different_ways(nccl: list[bool]) -> None:
+    engines = [VLLMServerEngine("tiny", nccl=each, **SETTINGS) for each in nccl]
+    with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl"):
+        WeightGroup(engines, torch.device("cuda"), nothing)
 
 
 def test_nccl_sends_from_no_cpu() -> None:
-    engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
-    with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take tcp"):
-        asyncio.run(WeightGroup.form([engine], HERE, 1, torch.device("cpu"), {}, nothing))
-
-
-def test_an_address_of_another_machine() -> None:
-    with pytest.raises(ConfigError, match=r"synchronizer\.address is '192\.0\.2\.1', and this machine cannot listen"):
-        free_port("192.0.2.1")
+    with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take synchronizer=checkpoint"):
+        check_device(torch.device("cpu"))
 
 
 def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +309,7 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypat
             return {"success": True}
 
     async def talk() -> None:
-        engine = VLLMServerEngine("tiny", transfer="nccl", **SETTINGS)
+        engine = VLLMServerEngine("tiny", nccl=True, **SETTINGS)
         engine._client, engine._dtype = Listening(str(tmp_path / "socket")), torch.bfloat16
         await engine.join_group(group.invitation(2))
         await engine.receive_weights({"a.weight": (2, 3), "b": (4,)}, 8, again=engine.load)

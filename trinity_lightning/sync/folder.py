@@ -1,18 +1,37 @@
 """Weights as a checkpoint folder, for engines that live in other processes."""
 
+import contextlib
+import fcntl
+import math
+import os
 import shutil
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trinity_lightning.common.weights import WeightStream
+from trinity_lightning.common.process_memory import free_memory
 from trinity_lightning.errors import WeightSyncError
+from trinity_lightning.sync.stream import WeightStream
 
 KEPT = 2  # an engine may still be reading the weights before the last
+MEMORY = Path("/dev/shm")  # files here are memory of this machine, on Linux
+PREFIX = "trinity-weights-"
+
+
+def fits_in_memory(size: int, storage: int, memory: int) -> bool:
+    """Whether weights belong into storage that is memory: there is room for twice what is there when they are written.
+
+    Args:
+        size: bytes of the weights.
+        storage: bytes that are free in the storage.
+        memory: bytes of memory that are free.
+    """
+    return 2 * (KEPT + 1) * size <= min(storage, memory)
 
 
 class WeightFolder:
@@ -24,10 +43,12 @@ class WeightFolder:
     Args:
         place: where a folder of its own is made, which the engines' processes must see too; None for the system's
             place for temporary files. Several runs may share it.
+        memory: storage that is memory, to be taken instead if it is there and large enough.
     """
 
-    def __init__(self, place: str | Path | None = None) -> None:
+    def __init__(self, place: str | Path | None = None, memory: Path | None = None) -> None:
         self._place = None if place is None else Path(place)
+        self._memory = memory
         self._lock = threading.Lock()  # engines ask from threads, all at once
         self._folder: Path | None = None
         self._stream: WeightStream | None = None
@@ -54,9 +75,7 @@ class WeightFolder:
 
     def _write(self, stream: WeightStream, dtype: torch.dtype) -> None:
         if self._folder is None:
-            if self._place is not None:
-                self._place.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self._place))
+            self._folder = self._made(sum(map(math.prod, stream.shapes.values())) * dtype.itemsize)
         self._writes += 1
         folder = self._folder / str(self._writes)
         folder.mkdir()
@@ -67,9 +86,46 @@ class WeightFolder:
         while len(self._written) > KEPT:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
+    def _made(self, size: int) -> Path:
+        """A new folder for weights of that many bytes; deleted at the latest when this object or the process ends."""
+        place, memory = self._place, self._memory
+        if memory is not None and os.access(memory, os.W_OK):
+            _delete_leftovers(memory)
+            if fits_in_memory(size, shutil.disk_usage(memory).free, free_memory()):
+                place = memory
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        lock = os.open(folder, os.O_RDONLY)
+        if place == memory:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        self._delete = weakref.finalize(self, _delete, folder, lock)
+        return folder
+
     def close(self) -> None:
         """Delete what was written; the next `write` writes everything."""
         with self._lock:
             if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self._delete()
             self._folder, self._stream, self._written = None, None, []
+
+
+def _delete(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _delete_leftovers(memory: Path) -> None:
+    """Delete what runs that were killed have left, as nothing else would give that memory back.
+
+    A run locks its folder before it writes to it, and the lock ends with the run.
+    """
+    for folder in memory.glob(f"{PREFIX}*/"):
+        with contextlib.suppress(OSError):  # another user's, or another run deletes it
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if any(folder.iterdir()):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

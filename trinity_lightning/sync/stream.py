@@ -4,13 +4,15 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trinity_lightning.config.values import nearest
-from trinity_lightning.errors import WeightSyncError
+from trinity_lightning.errors import ConfigError, WeightSyncError
 
 Shape = tuple[int, ...]
 
@@ -74,6 +76,40 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + more
 
 
+def weight_stream(model: nn.Module) -> WeightStream:
+    """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
+
+    The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale.
+    """
+    return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
+
+
+def parameter_stream(model: nn.Module) -> WeightStream:
+    """The same under the names of the model's own parameters: for an engine that generates with this very model."""
+    return _as_they_are(dict(model.named_parameters(remove_duplicate=False)))
+
+
+def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
+    """The explore step that a checkpoint was written after, and the policy's weights in it, by its parameters' names.
+
+    Raises:
+        ConfigError: not a checkpoint of a training run.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        step = _explore_step(checkpoint)
+        prefix = "model."  # PolicyModule.model
+        weights = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
+        raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
+    return step, WeightStream.of(weights.items())
+
+
+def _explore_step(checkpoint: dict[str, Any]) -> int:
+    # Not the explorer's, which may be ahead; and not "epoch", which is counted up only after a checkpoint at its end.
+    return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
+
+
 def skeleton(path: str) -> Any:
     """The Hugging Face model in a folder (or of a hub name), from its config, without any weights in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -101,9 +137,12 @@ def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
         tensors: the weights.
         model: the Hugging Face model whose names they have; its own weights are not read.
     """
-    plain = copy.copy(model)
-    plain._weight_conversions = None  # those of its class: the file it was loaded from may have lacked a prefix
     groups = _layers(tensors)
+    conversions = _conversions(model)
+    if not conversions:  # of nearly all models
+        return _as_they_are({name: tensors[name] for names in groups for name in names})
+    plain = copy.copy(model)
+    plain._weight_conversions = conversions
     shapes = _shapes(tensors, groups, plain)
     if len(groups) > 1 and shapes != (whole := _shapes(tensors, [list(tensors)], plain)):
         groups, shapes = [list(tensors)], whole
@@ -113,6 +152,23 @@ def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
             yield from _reverted({name: tensors[name].detach() for name in names}, plain).items()
 
     return WeightStream(shapes, stream)
+
+
+def _as_they_are(tensors: Mapping[str, Tensor]) -> WeightStream:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return WeightStream(shapes, lambda: ((name, tensor.detach()) for name, tensor in tensors.items()))
+
+
+def _conversions(model: Any) -> list[Any]:
+    """How transformers makes the parameters of such a model from its checkpoints.
+
+    Those of its class: the file that this one was loaded from may have lacked a prefix.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    every = get_model_conversion_mapping(model, add_legacy=False)
+    return [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
 
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""The policy's weights for the engine, and the proof that they arrived.
+"""The proof that the policy's weights arrived in its engines.
 
 Checksums cannot prove it (a CPU engine packs its weights into forms of its own), so log-probabilities do: a *probe*
 compares engine and trainer on a fixed text. A sync that does nothing would pass a probe while the weights are still
@@ -10,15 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.weights import WeightStream, as_checkpoint
-from trinity_lightning.errors import ConfigError, WeightSyncError
+from trinity_lightning.errors import WeightSyncError
 
 # 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
 PROBE_TEXT = (
@@ -70,42 +66,6 @@ class Tolerance:
         mean = min(self.mean + self.relative_mean * float(logprobs.abs().mean()), 2 * self.mean)
         limits = self.max + self.relative_max * logprobs.abs()
         return bool(difference.mean() <= mean) and bool((difference <= limits).all())
-
-
-def weight_stream(model: nn.Module) -> WeightStream:
-    """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
-
-    The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale.
-    """
-    return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
-
-
-def parameter_stream(model: nn.Module) -> WeightStream:
-    """The same under the names of the model's own parameters: for an engine that generates with this very model."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    return WeightStream(shapes, lambda: ((name, parameter.detach()) for name, parameter in parameters.items()))
-
-
-def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
-    """The explore step that a checkpoint was written after, and the policy's weights in it, by its parameters' names.
-
-    Raises:
-        ConfigError: not a checkpoint of a training run.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        step = _explore_step(checkpoint)
-        prefix = "model."  # PolicyModule.model
-        weights = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
-        raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
-    return step, WeightStream.of(weights.items())
-
-
-def _explore_step(checkpoint: dict[str, Any]) -> int:
-    # Not the explorer's, which may be ahead; and not "epoch", which is counted up only after a checkpoint at its end.
-    return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
 
 
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:

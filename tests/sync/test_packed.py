@@ -1,0 +1,67 @@
+"""Weights that are packed for vLLM's CPU build are, to the bit, what vLLM itself makes of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_policy import train_a_little
+
+from trinity_lightning.config.engines import EngineDtype
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.sync.stream import weight_stream
+
+pytest.importorskip("vllm")
+
+TEXT = [7, 30, 41, 12, 5, 97, 58]
+SIZES: dict[str, Any] = {"vocab_size": 102, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 128}
+
+
+def qwen2() -> Any:
+    """Biases, and a head of its own."""
+    config = transformers.Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=False)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def gpt2() -> Any:
+    """Weights that are stored transposed, square ones too, and queries, keys and values as one."""
+    config = transformers.GPT2Config(vocab_size=102, n_positions=128, n_embd=64, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="module", params=[qwen2, gpt2], ids=["qwen2", "gpt2"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
+    """A model and a bfloat16 engine of it that takes its weights by `PackedWeights`."""
+    torch.manual_seed(0)
+    model, folder = request.param(), tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    engine = VLLMEngine(str(folder), dtype=EngineDtype.bf16, max_model_len=32, max_num_seqs=4, kv_cache_gb=0.05)
+    host = Host([engine])
+    host.run(engine.load())
+    yield model.to(torch.bfloat16), engine, host
+    host.run(engine.shutdown())
+    host.close()
+
+
+def test_they_are_what_vllm_makes_of_them(
+    served: tuple[Any, VLLMEngine, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine, host = served
+    assert engine._packed is not None
+    before = host.run(engine.logprobs(TEXT))
+    train_a_little(model)
+    host.run(engine.sync_weights(weight_stream(model), 1))
+    packed = host.run(engine.logprobs(TEXT))
+    assert packed != before
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_packed", None)
+        host.run(engine.sync_weights(weight_stream(model), 2))
+    assert host.run(engine.logprobs(TEXT)) == packed
+    train_a_little(model, scale=-0.05)
+    host.run(engine.sync_weights(weight_stream(model), 3))  # after vLLM's own way, too
+    assert host.run(engine.logprobs(TEXT)) != packed
