@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct in bfloat16: 0.33 GB a sync, the tied head included. An engine in this process is given the
 weights and, in turns with that, buffers in memory are (`in_process_s`, `copy_s`), with as many threads as a run has.
-Of a sync, `packing_s` is what oneDNN takes to bring the weights into the layout of its matrix products.
+`of_it_packing_s` is what oneDNN takes to bring the weights into the layout of its matrix products, for vLLM.
 Then a server on one core, a trainer on the other: it reads weights that change each time from a folder in memory and,
 in turns, from one on the disk. The median of the rounds counts. Prints one JSON line.
 """
@@ -28,6 +28,7 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.sync import packed
 from trinity_lightning.sync.folder import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import weight_stream
 
@@ -45,26 +46,20 @@ def medians(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
     return {f"{name}_s": round(statistics.median(each), 3) for name, each in seconds.items()}
 
 
-def packing(model: Any) -> Callable[[], None]:
-    """Packs every weight of the model as vLLM does, one at a time."""
-    from vllm import _custom_ops as ops
-
-    weights = [tensor for _, tensor in weight_stream(model) if tensor.ndim == 2]
-
-    def pack() -> None:
-        for weight in weights:
-            ops.create_onednn_mm(weight.t(), 32)
-
-    return pack
-
-
 def in_process(model: Any, rounds: int) -> dict[str, float]:
-    """Seconds of a sync in process, of copying the same bytes, and of packing them; and the first two's ratio."""
+    """Seconds of a sync in process, of its packing, and of copying the same bytes; and the ratio of sync and copy."""
     reuse_large_buffers()  # as a run does
     engine = VLLMEngine("smollm2", **SETTINGS)
     host = Host([engine])
     host.run(engine.load())
     buffers = [tensor.clone() for _, tensor in weight_stream(model)]
+    pack, seconds = packed._pack, 0.0
+
+    def timed(layer: Any) -> None:
+        nonlocal seconds
+        start = time.perf_counter()
+        pack(layer)
+        seconds += time.perf_counter() - start
 
     def copy() -> None:
         for buffer, (_, tensor) in zip(buffers, weight_stream(model), strict=True):
@@ -73,10 +68,13 @@ def in_process(model: Any, rounds: int) -> dict[str, float]:
     def sync() -> None:
         host.run(engine.sync_weights(weight_stream(model), 1))
 
-    found = medians({"in_process": sync, "copy": copy, "packing": packing(model)}, rounds)
+    packed._pack = timed
+    found = medians({"in_process": sync, "copy": copy}, rounds)
+    packed._pack = pack
     host.run(engine.shutdown())
     host.close()
-    return found | {"in_process_over_copy": round(found["in_process_s"] / found["copy_s"], 2)}
+    ratio = found["in_process_s"] / found["copy_s"]
+    return found | {"of_it_packing_s": round(seconds / rounds, 3), "in_process_over_copy": round(ratio, 2)}
 
 
 def to_a_server(model: Any, rounds: int) -> dict[str, float]:
