@@ -13,6 +13,7 @@ from trinity_lightning.common.experience.gather import gather_attention_masks as
 from trinity_lightning.common.experience.gather import gather_experiences as gather_experiences
 from trinity_lightning.common.experience.gather import gather_multi_modal_inputs as gather_multi_modal_inputs
 from trinity_lightning.common.experience.gather import gather_response_attrs as gather_response_attrs
+from trinity_lightning.common.experience.gather import gather_rows as gather_rows
 from trinity_lightning.common.experience.gather import gather_token_ids as gather_token_ids
 from trinity_lightning.common.experience.grouping import group_by as group_by
 from trinity_lightning.common.experience.grouping import (
