@@ -1,5 +1,6 @@
 import io
 import pickle
+import pickletools
 import struct
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_objects_are_refused_by_name_and_nothing_runs(case, protocol):
     with pytest.raises(ExperienceFormatError, match=name):
         Experience.deserialize(write_version_1([experience], protocol))
     assert not Bomb.fired
+
+
+CALLING = ["REDUCE", "BUILD", "NEWOBJ", "NEWOBJ_EX", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"]
+
+
+@pytest.mark.parametrize("name", [*CALLING, "NEXT_BUFFER", "READONLY_BUFFER"])
+def test_opcodes_that_make_or_call_objects_are_refused(name):
+    code = next(opcode.code for opcode in pickletools.opcodes if opcode.name == name)
+    with pytest.raises(ExperienceFormatError, match=f"refuses the opcode {name}: not plain data"):
+        load_plain(b"\x80\x05NN" + code.encode("latin-1") + b"\x01\n.")
 
 
 def _nested(depth: int) -> list[Any]:

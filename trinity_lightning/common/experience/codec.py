@@ -65,9 +65,7 @@ _BLOCK = 1 << 18  # bytes written between two updates of the checksum: few enoug
 
 # What safetensors calls the dtypes. It knows no complex128, which is therefore stored as its bytes.
 _CODES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_CODES |= {f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)} | {
-    f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
-}
+_CODES |= {f"{sign}int{bits}": f"{code}{bits}" for sign, code in (("u", "U"), ("", "I")) for bits in (8, 16, 32, 64)}
 _CODES |= {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64", "complex128": "U8"}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _CODES}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -446,12 +444,11 @@ def _plain_columns(experiences: Sequence[Experience]) -> Columns:
     """The plain fields; ExperienceError if one has a type that it must not have."""
     columns = {name: list(map(attrgetter(name), experiences)) for name in COLUMN_TYPES}
     for name, column in columns.items():
-        if set(map(type, column)) <= set(COLUMN_TYPES[name]):
-            continue  # or else it was assigned after construction, perhaps by numpy arithmetic
-        plain = [each.item() if isinstance(each, np.generic) else each for each in column]
-        columns[name] = list(map(reward_value, column)) if name == "reward" else plain
-        if problem := find_wrong_type({name: columns[name]}):
-            raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
+        if not set(map(type, column)) <= set(COLUMN_TYPES[name]):  # assigned since, perhaps by numpy arithmetic
+            plain = [each.item() if isinstance(each, np.generic) else each for each in column]
+            columns[name] = list(map(reward_value, column)) if name == "reward" else plain
+            if problem := find_wrong_type({name: columns[name]}):
+                raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
     if any(columns["custom_fields"]):
         columns["custom_fields"] = [custom_field_rows(each) for each in columns["custom_fields"]]
     return columns
