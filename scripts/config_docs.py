@@ -67,6 +67,9 @@ sums), leave that out and give yours:
     python -m trinity_lightning.train +recipe=grpo taskset=dataset taskset.path=games.jsonl reward=countdown \\
         '~eval_tasksets.addition_heldout' '+eval_tasksets={games: {name: games, source: dataset, path: heldout.jsonl}}'
 
+A function that raises, or returns something that is no finite number, fails its rollout, which is tried again. If that
+happens to every answer of the first 16 tasks, the run ends with a sentence that names the function and the error.
+
 ## Slow rewards
 
 A plain function runs in a thread of the run's process, an async one on its event loop. That is right for what is quick,
