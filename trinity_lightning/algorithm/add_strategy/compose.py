@@ -9,34 +9,26 @@ from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import ConfigError
 
 
-class _HandOver(BufferWriter):
-    """Holds what one strategy writes until the next one takes it."""
+class _Recorder(BufferWriter):
+    """Holds what a strategy wrote until it is taken; and passes it on if it has a writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer: BufferWriter | None) -> None:
+        self._writer = writer
         self._held: list[Experience] = []
 
     def write(self, experiences: list[Experience]) -> None:
-        self._held.extend(experiences)
+        if self._writer is not None:
+            self._writer.write(experiences)
+        self._held += experiences
+
+    async def write_async(self, experiences: list[Experience]) -> None:
+        if self._writer is not None:
+            await self._writer.write_async(experiences)
+        self._held += experiences
 
     def take(self) -> list[Experience]:
         held, self._held = self._held, []
         return held
-
-
-class _Written(BufferWriter):
-    """Passes on what is written, and remembers it."""
-
-    def __init__(self, writer: BufferWriter) -> None:
-        self._writer = writer
-        self.experiences: list[Experience] = []
-
-    def write(self, experiences: list[Experience]) -> None:
-        self._writer.write(experiences)
-        self.experiences += experiences
-
-    async def write_async(self, experiences: list[Experience]) -> None:
-        await self._writer.write_async(experiences)
-        self.experiences += experiences
 
 
 class ComposedAddStrategy(AddStrategy):
@@ -63,11 +55,9 @@ class ComposedAddStrategy(AddStrategy):
             raise ConfigError(
                 f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
             )
-        self._hand_overs = [_HandOver() for _ in specs[1:]]
-        self._written = _Written(writer)
         self.stages: dict[str, list[Experience]] = {}
-        writers = [*self._hand_overs, self._written]
-        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, writers, strict=True)]
+        self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
+        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
         names = [name for name, _ in specs]
         repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
         self._labels = [name if n == 1 else f"{name}_{n}" for name, n in zip(names, repeats, strict=True)]
@@ -84,16 +74,14 @@ class ComposedAddStrategy(AddStrategy):
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, float]]:
         """Run the step through all strategies; see `AddStrategy.add`."""
-        for hand_over in self._hand_overs:
-            hand_over.take()  # left behind by a step that failed half-way
-        self._written.experiences, self.stages = [], {}
-        count, metrics = await self.strategies[0].add(experiences, step)
-        following = zip(self.strategies[1:], self._labels[1:], strict=True)
-        for before, hand_over, (strategy, label) in zip(self._labels[:-1], self._hand_overs, following, strict=True):
-            self.stages[before] = held = hand_over.take()
-            count, added = await strategy.add(held, step)
+        for recorder in self._recorders:
+            recorder.take()  # left behind by a step that failed half-way
+        self.stages = {}
+        count, metrics = 0, {}
+        for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
+            count, added = await strategy.add(experiences, step)
+            self.stages[label] = experiences = recorder.take()
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
-        self.stages[self._labels[-1]] = self._written.experiences
         return count, metrics
 
 
