@@ -11,7 +11,7 @@ import torch
 
 from trinity_lightning import engines
 from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Training, plan
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineKind, EngineSleep, auxiliary_configs
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, auxiliary_configs
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.engines import planned_engine, rollouts_of, server_cores, training_of, with_memory_plan
@@ -40,7 +40,7 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert rollouts_of(config()) == Rollouts(4, 512, 512)
     given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
     assert rollouts_of(given) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
-    assert rollouts_of(config(kind=EngineKind.vllm_server, servers=3)).servers == 3
+    assert rollouts_of(config(name="vllm_server", servers=3)).servers == 3
 
 
 def test_without_a_gpu_there_is_no_plan() -> None:
@@ -139,7 +139,7 @@ def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dic
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("engine", [{"kind": EngineKind.transformers}, {"kind": EngineKind.vllm_server, "gpus": [1]}])
+@pytest.mark.parametrize("engine", [{"name": "transformers"}, {"name": "vllm_server", "gpus": [1]}])
 def test_a_judge_has_its_share_beside_a_trainer_alone_too(engine: dict[str, Any]) -> None:
     planned, found = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
     assert found is None
@@ -165,9 +165,9 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kind": EngineKind.vllm_server, "gpus": [1]},
-        {"kind": EngineKind.vllm_server, "urls": ["http://node7:8000"]},
-        {"kind": EngineKind.vllm_server, "gpus": [1, 2], "servers": 2},
+        {"name": "vllm_server", "gpus": [1]},
+        {"name": "vllm_server", "urls": ["http://node7:8000"]},
+        {"name": "vllm_server", "gpus": [1, 2], "servers": 2},
     ],
 )
 def test_engines_elsewhere_have_no_plan_but_decode_a_step_at_once(engine: dict[str, Any]) -> None:
@@ -178,19 +178,19 @@ def test_engines_elsewhere_have_no_plan_but_decode_a_step_at_once(engine: dict[s
 
 @pytest.mark.usefixtures("gpu")
 def test_the_training_model_that_generates_itself_keeps_its_own_default() -> None:
-    assert with_memory_plan(config(kind=EngineKind.transformers)) == (config(kind=EngineKind.transformers), None)
+    assert with_memory_plan(config(name="transformers")) == (config(name="transformers"), None)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("gpus", "servers"), [([0, 1, 2, 3], 4), ([0, 1], 1)])
 def test_servers_on_the_trainers_gpu_and_others_are_refused(gpus: list[int], servers: int) -> None:
     with pytest.raises(ConfigError, match=r"engine\.gpus is \[0, 1.*the trainer uses 0.*that one alone"):
-        with_memory_plan(config(kind=EngineKind.vllm_server, gpus=gpus, servers=servers))
+        with_memory_plan(config(name="vllm_server", gpus=gpus, servers=servers))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_server_on_the_trainers_gpu_is_planned() -> None:
-    run = replace(config(kind=EngineKind.vllm_server), algorithm=AlgorithmConfig())
+    run = replace(config(name="vllm_server"), algorithm=AlgorithmConfig())
     planned, found = with_memory_plan(run)
     assert found is not None
     assert planned.engine.kv_cache_gb == found.kv_cache / GIB
@@ -257,17 +257,17 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
 
 
 @pytest.mark.parametrize(
-    ("kind", "judge", "sync_offset", "left"),
+    ("name", "judge", "sync_offset", "left"),
     [
-        (EngineKind.vllm_server, None, 1, [2, 7]),
-        (EngineKind.vllm_server, {"model": "tiny", "engine": {"cpu_cores": 3}}, 1, [1, 7]),
-        (EngineKind.vllm_server, {"model": "some-model", "url": "http://node7/v1"}, 1, [2, 7]),
-        (EngineKind.vllm_server, {"model": "tiny"}, 0, []),
-        (EngineKind.vllm, None, 0, []),
+        ("vllm_server", None, 1, [2, 7]),
+        ("vllm_server", {"model": "tiny", "engine": {"cpu_cores": 3}}, 1, [1, 7]),
+        ("vllm_server", {"model": "some-model", "url": "http://node7/v1"}, 1, [2, 7]),
+        ("vllm_server", {"model": "tiny"}, 0, []),
+        ("vllm", None, 0, []),
     ],
 )
 def test_the_trainer_has_the_threads_that_servers_leave_and_gives_them_back(
-    kind: EngineKind, judge: dict[str, Any] | None, sync_offset: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, judge: dict[str, Any] | None, sync_offset: int, left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
@@ -275,7 +275,7 @@ def test_the_trainer_has_the_threads_that_servers_leave_and_gives_them_back(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     config = TrainConfig(
-        engine=EngineConfig(kind=kind),
+        engine=EngineConfig(name=name),
         explorer=ExplorerConfig(sync_offset=sync_offset),
         auxiliary_models={} if judge is None else {"judge": judge},
     )

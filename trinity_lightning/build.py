@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import create_reader
 from trinity_lightning.common.memory_plan import MemoryPlan
-from trinity_lightning.config.engines import EngineConfig, EngineKind
+from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
 from trinity_lightning.config.parts import strategies
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -205,10 +205,10 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     rollouts = explorer.batch_size * explorer.repeat_times
     expert = config.buffer.expert.per_step
     items = _items(config)
-    dtype = (config.model if engine.kind is EngineKind.transformers else engine).dtype.value
+    dtype = (config.model if capabilities_of(engine.name).shares_weights else engine).dtype.value
     weighing = [name for name, _ in strategies(config.add_strategy)]
     return [
-        ("engine", f"{engine.kind.value} ({dtype}), context {engine.max_model_len}"),
+        ("engine", f"{engine.name} ({dtype}), context {engine.max_model_len}"),
         (
             "explore step",
             f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts, at most "

@@ -6,7 +6,7 @@ import torch
 from omegaconf import DictConfig
 
 from trinity_lightning.common.product_speed import faster_dtype
-from trinity_lightning.config.engines import EngineDtype, EngineKind
+from trinity_lightning.config.engines import EngineDtype, capabilities_of
 from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import checkpoint_weights
@@ -28,7 +28,7 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     if config.model.dtype is WeightDtype.auto:
         config.model.dtype = _dtype_of(checkpoint) if checkpoint else faster_dtype(trainer.get("accelerator", "auto"))
     config.model.dtype = weight_dtype(config.model.dtype, precision)
-    if config.engine.dtype is EngineDtype.auto and config.engine.kind is not EngineKind.transformers:
+    if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
         config.engine.dtype = EngineDtype(compute_dtype(config.model.dtype, precision).value)
 
 

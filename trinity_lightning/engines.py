@@ -2,16 +2,15 @@
 
 import logging
 import os
-import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from omegaconf import OmegaConf
 
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
     GIB,
@@ -29,21 +28,19 @@ from trinity_lightning.config.engines import (
     AuxiliaryConfig,
     EngineConfig,
     EngineDtype,
-    EngineKind,
     EngineSleep,
     auxiliary_configs,
+    capabilities_of,
 )
 from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import MIXED, WeightDtype
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
-from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.folder import MEMORY, WeightFolder
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
 from trinity_lightning.sync.stream import parameter_shapes, skeleton
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
@@ -74,12 +71,13 @@ def with_memory_plan(
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     config, beside = _with_auxiliary_shares(config, total)
-    if config.engine.kind is EngineKind.transformers:
+    can = capabilities_of(config.engine.name)
+    if not can.is_vllm:
         return config, None
     requests = config.explorer.batch_size * config.explorer.repeat_times
     engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
     config = replace(config, engine=engine)
-    if engine.urls or (engine.kind is EngineKind.vllm_server and not _on_the_trainers_gpu("engine", engine)):
+    if engine.urls or (can.overlaps_training and not _on_the_trainers_gpu("engine", engine)):
         return config, None
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config)
@@ -172,7 +170,7 @@ def rollouts_of(config: TrainConfig) -> Rollouts:
         max_num_seqs=engine.max_num_seqs,
         kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
         sleep=sleeps[engine.sleep],
-        servers=engine.servers if engine.kind is EngineKind.vllm_server else 0,
+        servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
     )
 
 
@@ -198,12 +196,13 @@ def planned_engine(engine: EngineConfig, found: MemoryPlan, total: int) -> Engin
 
 
 def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
-    """The engines that generate."""
-    engine = config.engine
-    if engine.kind is EngineKind.vllm_server:
-        return _servers(config, engine, folder)
-    kind = VLLMEngine if engine.kind is EngineKind.vllm else TransformersEngine
-    return [kind(config.model.name, engine)]
+    """The engines that generate.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    engine: Any = import_object(PARTS["engine"].get(config.engine.name, config.engine.name))
+    return list(engine.of_run(config, folder))
 
 
 def check_experts(config: TrainConfig) -> None:
@@ -216,7 +215,7 @@ def check_experts(config: TrainConfig) -> None:
         ConfigError: such a model, and an engine of vLLM that would run on this machine's CPU.
     """
     engine = config.engine
-    if engine.kind is EngineKind.transformers or engine.urls or torch.cuda.is_available():
+    if not capabilities_of(engine.name).is_vllm or engine.urls or torch.cuda.is_available():
         return
     name = config.model.name
     if any(".experts." in parameter for parameter in parameter_shapes(str(resolve_model(name)))):
@@ -226,7 +225,7 @@ def check_experts(config: TrainConfig) -> None:
         )
 
 
-def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, InferenceModel]:
+def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:
     """The models beside the policy, by name."""
     return {
         name: _auxiliary(name, auxiliary, config, folder)
@@ -234,49 +233,12 @@ def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, Inferenc
     }
 
 
-def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> InferenceModel:
+def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> HeldModel:
     if auxiliary.url is not None:
         return OpenAIModel(auxiliary.url, auxiliary.model, auxiliary.api_key_env)
     engine = auxiliary.engine
     [cores] = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
     return VLLMServerEngine(auxiliary.model, engine, cores=cores, gpus=engine.gpus, log=folder / f"{name}.log")
-
-
-def _servers(config: TrainConfig, engine: EngineConfig, folder: Path) -> list[Engine]:
-    shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
-    chosen = config.synchronizer.folder
-    weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
-    name, nccl = config.model.name, config.synchronizer.method == "nccl"
-    if engine.urls:
-        return [VLLMServerEngine(name, engine, url=url, weights=weights, nccl=nccl) for url in engine.urls]
-    cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
-    gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
-    return [
-        VLLMServerEngine(
-            name,
-            engine,
-            weights=weights,
-            nccl=nccl,
-            cores=cores[i],
-            gpus=gpus[i],
-            log=folder / f"vllm_server_{i}.log",
-        )
-        for i in range(engine.servers)
-    ]
-
-
-def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> list[list[int]]:
-    """The CPU cores of each server. Two that compute at once on the same core slow each other down many times over.
-
-    Args:
-        cores: what this process may use.
-        engine: `cpu_cores` and `servers` of it.
-        overlaps: whether the trainer computes while they do.
-    """
-    usable = cores[len(cores) // 2 :] if overlaps else cores
-    each = engine.cpu_cores or max(len(usable) // engine.servers, 1)
-    taken = list(cores)[-each * engine.servers :]
-    return [[taken[(server * each + i) % len(taken)] for i in range(each)] for server in range(engine.servers)]
 
 
 class ThreadShare(L.Callback):
@@ -310,11 +272,6 @@ class ThreadShare(L.Callback):
 def _servers_here(config: TrainConfig) -> list[EngineConfig]:
     """What is configured of the servers that are started on this machine, the policy's and those beside it."""
     beside = [model.engine for model in auxiliary_configs(config.auxiliary_models).values() if model.url is None]
-    here = config.engine.kind is EngineKind.vllm_server and not config.engine.urls
+    can = capabilities_of(config.engine.name)
+    here = can.is_vllm and can.overlaps_training and not config.engine.urls
     return [config.engine, *beside] if here else beside
-
-
-def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:
-    """The GPUs of each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
-    each = max(len(gpus) // servers, 1)
-    return [[gpus[(server * each + i) % len(gpus)] for i in range(each)] for server in range(servers)]

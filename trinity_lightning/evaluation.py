@@ -13,8 +13,7 @@ from trinity_lightning.dtypes import settle_dtypes
 from trinity_lightning.engines import auxiliary_models_of, check_experts, engines_of
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
-from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.monitor.rows import log_row
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
@@ -43,8 +42,7 @@ class Evaluation:
 
     def run(self) -> dict[int, dict[str, float]]:
         """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
-        engines = [engine for engine in self.engines if isinstance(engine, InProcessEngine)]
-        host = Host(engines)
+        host = Host(self.engines)
         try:
             host.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
             host.limit_blocking(self.explorer.config.max_timeout)
@@ -63,7 +61,7 @@ class Evaluation:
     def _weights(self, path: Path) -> tuple[int, WeightStream]:
         """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
         step, weights = checkpoint_weights(path)
-        if all(engine.shares_weights for engine in self.engines):
+        if all(engine.capabilities.shares_weights for engine in self.engines):
             return step, weights
         return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))
 
@@ -89,10 +87,11 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     if checkpoints:
         check_experts(typed)
     engines = engines_of(typed, folder)
-    if isinstance(engine := engines[0], TransformersEngine):
+    if any(engine.capabilities.shares_weights for engine in engines):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()
-        engine.bind(policy.policy)
+        for engine in engines:
+            engine.bind(policy.policy)
     loggers = loggers_of(config)
     monitor = RunMonitor(folder, total_steps=0)
     auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]

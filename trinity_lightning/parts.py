@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
 from trinity_lightning.buffer.step_files import FOLDER, folder_id, keep_step
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
@@ -58,9 +58,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def online_data(
-    config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, InferenceModel]
-) -> ExperienceDataModule:
+def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel]) -> ExperienceDataModule:
     """The buffer that this run's rollouts fill."""
     clients: dict[str | int, Any] = {
         name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
@@ -88,7 +86,7 @@ def response_budget(config: TrainConfig) -> int:
 def explorer_callback(
     config: TrainConfig,
     folder: Path,
-    auxiliary_models: Mapping[str, InferenceModel],
+    auxiliary_models: Mapping[str, HeldModel],
     monitor: RunMonitor,
     stop: StopCheckpoint,
     offload: bool,

@@ -5,24 +5,34 @@ import selectors
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.errors import PromptTooLongError
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow
 
 
-class FakeModel:
+class FakeModel(Engine):
     """Answers `answer(seed)` after `latency` seconds; keeps every call's settings and counts aborted requests."""
 
+    capabilities = Capabilities(overlaps_training=True, picklable=True)
+    tokenizer = None
+    dtype = torch.float32  # pyright: ignore
+    weight_shapes = {}  # pyright: ignore  # noqa: RUF012
+    max_model_len: Any = 100  # pyright: ignore
+    model_version: Any = 0  # pyright: ignore
+
     def __init__(self, answer: Callable[[int], str] = str, latency: float = 0.0, max_model_len: int = 100) -> None:
+        super().__init__(max_model_len)
         self.answer = answer
         self.latency = latency
         self.max_model_len = max_model_len
-        self.model_version = 0
         self.calls: list[dict[str, Any]] = []
         self.aborted = 0
         self.finish_reason = "stop"
@@ -59,8 +69,15 @@ class FakeModel:
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.model_version = version
 
+    async def load(self) -> None: ...
+
     async def shutdown(self) -> None:
         self.calls.clear()
+
+    async def _completions(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    _logprobs = _take = _completions  # pyright: ignore
 
     def _completion(self, prompt: list[int], text: str) -> Completion:
         tokens = [ord(c) for c in text]

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from trinity_lightning.config.engines import EngineConfig, EngineKind
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_experts
@@ -71,21 +71,21 @@ def test_layers_are_converted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "gpu", "refused"),
+    ("name", "engine", "gpu", "refused"),
     [
-        ("qwen3_moe", EngineKind.vllm, False, True),
-        ("qwen3_moe", EngineKind.vllm_server, False, True),
-        ("qwen3_moe", EngineKind.vllm, True, False),
-        ("qwen3_moe", EngineKind.transformers, False, False),
-        ("llama", EngineKind.vllm, False, False),
+        ("qwen3_moe", "vllm", False, True),
+        ("qwen3_moe", "vllm_server", False, True),
+        ("qwen3_moe", "vllm", True, False),
+        ("qwen3_moe", "transformers", False, False),
+        ("llama", "vllm", False, False),
     ],
 )
 def test_experts_that_would_not_arrive_in_vllm_on_a_cpu_are_refused(
-    name: str, kind: EngineKind, gpu: bool, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, engine: str, gpu: bool, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MODELS[name]().config.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    config = TrainConfig(model=ModelConfig(name=str(tmp_path)), engine=EngineConfig(kind=kind))
+    config = TrainConfig(model=ModelConfig(name=str(tmp_path)), engine=EngineConfig(name=engine))
     expected = (
         pytest.raises(ConfigError, match=r"mixture of experts.*engine=transformers") if refused else nullcontext()
     )

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.errors import ReadOnlyError
 
 
@@ -125,4 +126,23 @@ class InferenceModel(Protocol):
 
     async def shutdown(self) -> None:
         """Free what the engine holds; calling it twice is allowed."""
+        ...
+
+
+class HeldModel(InferenceModel, Protocol):
+    """An `InferenceModel` as the run sees it that holds it: an engine of the policy, or a model beside it.
+
+    Attributes:
+        capabilities: what it can do.
+    """
+
+    capabilities: Capabilities
+
+    @property
+    def restarts(self) -> int | None:
+        """How often it died and was started again; None: it cannot die alone."""
+        ...
+
+    async def load(self) -> None:
+        """Load or start it, once; the first request does it otherwise."""
         ...

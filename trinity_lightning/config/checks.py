@@ -12,13 +12,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config.engines import (
+    CAPABILITIES,
+    ENGINE_KEYS,
     PARALLEL,
     TRAINER_GPU,
     AuxiliaryConfig,
+    Capabilities,
     EngineConfig,
-    EngineKind,
     EngineSleep,
     auxiliary_configs,
+    capabilities_of,
     check_one_device,
     check_speculation,
     require_ray,
@@ -61,6 +64,7 @@ def validate(config: DictConfig) -> None:
     """
     _check_keys(config, "")
     _restore_left_out(config)
+    config.engine.name, config.engine.kind = config.engine.kind or config.engine.name, None
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_seed(config.seed)  # before explorer.seed, which follows it
@@ -236,43 +240,36 @@ def _check_trainer(config: DictConfig) -> None:
 def _check_rollouts(run: TrainConfig, accelerator: str) -> None:
     """Refuse engines, runners and models that are not there, or do not go together."""
     models, engine = auxiliary_configs(run.auxiliary_models), run.engine
-    here = engine.kind is not EngineKind.transformers and not engine.urls
-    if here or any(model.url is None for model in models.values()):
+    can = capabilities_of(engine.name)
+    if (can.is_vllm and not engine.urls) or any(model.url is None for model in models.values()):
         require_vllm()
     if run.explorer.runner == "ray":
         require_ray()
     _check_auxiliary_models(run, models)
-    _check_engine(run)
-    if engine.kind is EngineKind.vllm_server:
+    _check_engine(run, can)
+    if "servers" in can.keys:
         _check_servers(run)
-    _check_synchronizer(run, accelerator)
+    _check_synchronizer(run, can, accelerator)
     if run.explorer.runner == "ray":
         _check_ray(run, models)
 
 
-def _check_engine(run: TrainConfig) -> None:
+def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
-    engine, kind = run.engine, run.engine.kind
-    if kind is not EngineKind.vllm_server and (given := _set_ones(engine, "urls", "servers", "gpus", "cpu_cores")):
+    engine, label = run.engine, f"engine={run.engine.name}"
+    if given := _set_ones(engine, *(key for key in ENGINE_KEYS if key not in can.keys)):
+        owners = [name for name, each in CAPABILITIES.items() if given[0] in each.keys]
+        owner = f"engine={owners[0]}" if len(owners) == 1 else "vLLM"
+        why = "generates with the training model itself" if can.shares_weights else "does not read it"
+        why = why if can.shares_weights or can.overlaps_training else "computes in this process"
         raise ConfigError(
-            f"engine.{given[0]} is of engine=vllm_server, and engine={kind.value} computes in this process: "
-            "choose that engine, or leave the key out."
+            f"engine.{given[0]} is of {owner}, and {label} {why}: choose another engine, or leave the key out."
         )
-    if kind is EngineKind.transformers and (given := _set_ones(engine, "kv_cache_gb", "args", "dtype")):
-        raise ConfigError(
-            f"engine.{given[0]} is of vLLM, and engine=transformers generates with the training model itself: choose "
-            "another engine, or leave the key out."
-        )
-    if kind is not EngineKind.vllm and _set_ones(engine, "sleep"):
-        raise ConfigError(
-            f"engine.sleep is of engine=vllm, which shares a GPU with the trainer, not of engine={kind.value}: leave "
-            "it out."
-        )
-    in_process = kind is not EngineKind.vllm_server
-    run.explorer.check_engine(f"engine={kind.value}", in_process, shares_weights=kind is EngineKind.transformers)
-    run.explorer.check_runners(f"engine={kind.value}", in_process)
-    check_speculation(engine.args)
-    if kind is EngineKind.vllm:
+    run.explorer.check_engine(label, can)
+    run.explorer.check_runners(label, can)
+    if can.is_vllm:
+        check_speculation("engine", engine.args)
+    if can.is_vllm and not can.overlaps_training:
         check_one_device(engine.args)
     if engine.sleep is EngineSleep.always and not _gpus_here():
         raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
@@ -347,19 +344,18 @@ def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int)
         )
 
 
-def _check_synchronizer(run: TrainConfig, accelerator: str) -> None:
+def _check_synchronizer(run: TrainConfig, can: Capabilities, accelerator: str) -> None:
     """Refuse a way of sending weights that the engine does not take."""
     synchronizer, engine = run.synchronizer, run.engine
-    method, kind = synchronizer.method, engine.kind
-    methods = ("checkpoint", "nccl") if kind is EngineKind.vllm_server else ("memory",)
+    method, methods = synchronizer.method, can.sync_methods
     if method not in ("auto", *methods):
         raise ConfigError(
-            f"synchronizer.method is {method}, and weights reach engine={kind.value} by {' or '.join(methods)}: set "
+            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}: set "
             f"synchronizer={methods[0]}, or auto."
         )
-    if synchronizer.folder is not None and kind is not EngineKind.vllm_server:
+    if synchronizer.folder is not None and "checkpoint" not in methods:
         raise ConfigError(
-            f"synchronizer.folder is of synchronizer=checkpoint, not of engine={kind.value}: leave it out."
+            f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
         )
     if method == "nccl":
         if "weight_transfer_config" in engine.args:
@@ -400,6 +396,7 @@ def _check_auxiliary_models(run: TrainConfig, models: Mapping[str, AuxiliaryConf
             raise ConfigError(
                 f"{key}.engine.servers is {engine.servers}: an auxiliary model has one server, leave the key out."
             )
+        check_speculation(f"{key}.engine", engine.args)
         _check_gpus(f"{key}.engine", engine, servers=1)
         _check_cores(f"{key}.engine", engine, servers=1, sync_offset=run.explorer.sync_offset)
         if model.url is None:

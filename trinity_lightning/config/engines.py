@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -43,12 +44,62 @@ def require_ray() -> None:
         )
 
 
-class EngineKind(Enum):
-    """Which engine generates."""
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do: its class says it as `capabilities`.
 
-    vllm = "vllm"
-    vllm_server = "vllm_server"
-    transformers = "transformers"
+    Attributes:
+        overlaps_training: whether it may generate while the trainer trains (explorer.sync_offset).
+        shares_weights: whether it generates with the trainer's own weights, which `bind` gives it: nothing has to be
+            sent, and there are no older ones.
+        picklable: whether a copy of it works in another process (explorer.runner=ray).
+        sync_methods: how weights reach it, by the names of synchronizer.method.
+        keys: what it reads of `engine` besides name and max_model_len.
+        is_vllm: whether it is vLLM, started with the arguments that EngineConfig describes.
+    """
+
+    overlaps_training: bool = False
+    shares_weights: bool = False
+    picklable: bool = False
+    sync_methods: tuple[str, ...] = ("memory",)
+    keys: tuple[str, ...] = ("dtype", "max_num_seqs", "args")
+    is_vllm: bool = False
+
+
+# Of the engines that come along, known before anything heavy is imported; their classes have theirs from here.
+CAPABILITIES = {
+    "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs",)),
+    "vllm": Capabilities(keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "args"), is_vllm=True),
+    "vllm_server": Capabilities(
+        overlaps_training=True,
+        picklable=True,
+        sync_methods=("checkpoint", "nccl"),
+        keys=("dtype", "max_num_seqs", "kv_cache_gb", "args", "urls", "servers", "cpu_cores", "gpus"),
+        is_vllm=True,
+    ),
+}
+
+
+ENGINE_KEYS = tuple(dict.fromkeys(key for each in CAPABILITIES.values() for key in each.keys))
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """Those of an engine by its name; one with a dotted path is imported for it.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    if name in CAPABILITIES:
+        return CAPABILITIES[name]
+    try:
+        engine = import_object(PARTS["engine"].get(name, name))
+    except ValueError as error:
+        raise ConfigError(f"engine.name: {error}") from error
+    if not isinstance(found := getattr(engine, "capabilities", None), Capabilities):
+        raise ConfigError(
+            f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
+        )
+    return found
 
 
 class EngineDtype(Enum):
@@ -72,8 +123,9 @@ class EngineConfig:
     """The engine that generates rollouts.
 
     Attributes:
-        kind: `vllm` in this process; `vllm_server`, vLLM in processes of its own, which generates while the trainer
-            trains; or `transformers`, which generates with the training model itself.
+        name: `vllm` in this process; `vllm_server`, vLLM in processes of its own, which generates while the trainer
+            trains; `transformers`, which generates with the training model itself; or the dotted path of an engine of
+            your own, a subclass of `trinity_lightning.explorer.models.engine.Engine`, whose docstring is the contract.
         dtype: compute dtype of the engine; `auto`: the trainer's, which is model.dtype, or bf16 with
             trainer.precision=bf16-mixed. `transformers` computes in the dtype that the weights are held in: with
             bf16-mixed in float32, from which training differs by rounding, as from a vLLM of another dtype.
@@ -85,8 +137,8 @@ class EngineConfig:
             their own what vLLM finds free.
         sleep: of `vllm` on a GPU: whether its weights move to the host and its cache is given up while the trainer
             trains: `auto` (if the memory plan finds no room otherwise), `always` or `never`.
-        args: further arguments of vLLM's EngineArgs, by their own names. `speculative_config` is refused without a GPU,
-            and was not tried on one.
+        args: further arguments of vLLM's EngineArgs, by their own names (`speculative_config` is refused without a GPU,
+            and was not tried on one), or whatever an engine of your own reads.
         urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
         servers: of `vllm_server`: how many are started here.
         cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
@@ -94,12 +146,13 @@ class EngineConfig:
         gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; a
             server of several splits the model over them (tensor_parallel_size, unless `args` says otherwise); null:
             every server takes the first.
+        kind: what `name` was called before; not null, it is the name.
 
     Raises:
-        ConfigError: a number that no engine can work with, or a URL that is none.
+        ConfigError: an unknown engine, a number that no engine can work with, or a URL that is none.
     """
 
-    kind: EngineKind = EngineKind.vllm
+    name: str = "vllm"
     dtype: EngineDtype = EngineDtype.auto
     max_model_len: int = 1024
     max_num_seqs: int | None = None
@@ -110,8 +163,11 @@ class EngineConfig:
     servers: int = 1
     cpu_cores: int | None = None
     gpus: list[int] | None = None
+    kind: str | None = None
 
     def __post_init__(self) -> None:
+        self.name, self.kind = self.kind or self.name, None
+        one_of("engine", self.name, PARTS["engine"], with_paths=True)
         for name in ("max_model_len", "servers"):
             whole_number(f"engine.{name}", getattr(self, name), least=1)
         for name in ("max_num_seqs", "cpu_cores"):
@@ -133,7 +189,7 @@ class AuxiliaryConfig:
             that requests carry.
         url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
         api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
-        engine: knobs of a server started here; its `kind`, `urls` and `servers` have no meaning.
+        engine: knobs of a server started here; its `name`, `urls` and `servers` have no meaning.
 
     Raises:
         ConfigError: a URL that is none, or what belongs to a server together with an endpoint, or the other way round.
@@ -236,7 +292,7 @@ def check_one_device(args: Mapping[str, Any]) -> None:
             )
 
 
-def check_speculation(args: Mapping[str, Any]) -> None:
+def check_speculation(key: str, args: Mapping[str, Any]) -> None:
     """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
 
     With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
@@ -248,6 +304,6 @@ def check_speculation(args: Mapping[str, Any]) -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(
-            "engine.args.speculative_config: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
+            f"{key}.args.speculative_config: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
             "depending on the batch, and gives wrong log-probabilities: leave it out."
         )

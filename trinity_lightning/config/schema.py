@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
+from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
@@ -275,31 +275,30 @@ class ExplorerConfig:
                 "ended. Set explorer.reward_workers, or leave the time-out out."
             )
 
-    def check_engine(self, engine: str, in_process: bool, shares_weights: bool) -> None:
+    def check_engine(self, engine: str, can: Capabilities) -> None:
         """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
 
         Args:
             engine: what to call it in the message.
-            in_process: whether it computes in the trainer's process.
-            shares_weights: whether it generates with the training model itself.
+            can: what it can do.
 
         Raises:
             ConfigError: it cannot.
         """
-        if self.sync_interval > 1 and shares_weights:
+        if self.sync_interval > 1 and can.shares_weights:
             raise ConfigError(
                 f"explorer.sync_interval is {self.sync_interval}, and {engine} generates with the training model "
                 "itself, whose weights are always the present ones: leave the key out, or choose another engine."
             )
-        if self.sync_offset > 0 and in_process:
+        if self.sync_offset > 0 and not can.overlaps_training:
             raise ConfigError(
                 f"explorer.sync_offset is {self.sync_offset}: {engine} computes in this process and cannot generate "
                 "while the trainer trains. Choose engine=vllm_server."
             )
 
-    def check_runners(self, engine: str, in_process: bool) -> None:
+    def check_runners(self, engine: str, can: Capabilities) -> None:
         """Refuse an engine that the runners cannot reach; a ConfigError. Arguments as `check_engine`."""
-        if self.runner == "ray" and in_process:
+        if self.runner == "ray" and not can.picklable:
             raise ConfigError(
                 f"explorer.runner=ray: {engine} computes in this process, where Ray runners cannot reach it. Choose "
                 "engine=vllm_server, or explorer.runner=local."

@@ -25,7 +25,6 @@ from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
 from trinity_lightning.explorer.interruption import StopCheckpoint, keep_sigterm
 from trinity_lightning.explorer.lookahead import Interval, LookAhead, TrainingRollouts, Watchers
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, WeightVersions
 from trinity_lightning.monitor.rows import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
@@ -138,8 +137,7 @@ class ExplorerCallback(L.Callback):
         policy, data = _policy(pl_module), self._data(trainer)
         policy.check_trainable()
         for engine in self.explorer.engines.models:
-            if isinstance(engine, TransformersEngine):
-                engine.bind(policy.policy)
+            engine.bind(policy.policy)
         self._step = 0
         self._stop.on_fit_start(trainer, pl_module)
         self._running = rollouts = TrainingRollouts(

@@ -13,13 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
-from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
-from trinity_lightning.explorer.models.openai_api import OpenAIModel
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.runner import Status, fails_by_reward
@@ -238,10 +236,10 @@ class Explorer:
     def __init__(
         self,
         config: ExplorerConfig,
-        models: Sequence[InferenceModel],
+        models: Sequence[Engine],
         train: TaskSource | None,
         evals: Sequence[TaskSource] = (),
-        auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
+        auxiliary_models: Sequence[Sequence[HeldModel]] | None = None,
     ) -> None:
         if train is not None:
             check_trained_sampling(vars(train.sampling))
@@ -250,8 +248,7 @@ class Explorer:
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
         for model in models:
-            shares_weights = isinstance(model, Engine) and model.shares_weights
-            config.check_engine(type(model).__name__, isinstance(model, InProcessEngine), shares_weights)
+            config.check_engine(type(model).__name__, model.capabilities)
         if config.reward_workers:
             for source in [*([] if train is None else [train]), *evals]:
                 check_all_importable(resolve_rewards(source.reward_fn))
@@ -291,7 +288,7 @@ class Explorer:
         self._sink, self.engines.source = sink, weights
         self._observer, self._progress = observer or _ignore, progress or _ignore
         await self._scheduler.prepare()
-        await asyncio.gather(*(model.load() for model in self._engines() if isinstance(model, Engine | OpenAIModel)))
+        await asyncio.gather(*(model.load() for model in self._engines()))
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
@@ -304,7 +301,7 @@ class Explorer:
             if error is not None:
                 raise error
 
-    def _engines(self) -> list[InferenceModel]:
+    def _engines(self) -> list[HeldModel]:
         return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
 
     # -- explore ------------------------------------------------------------------------------------------------------
@@ -347,9 +344,9 @@ class Explorer:
 
     def _restarted(self) -> dict[str, float]:
         """How many servers died and were started again since this was last asked; nothing if there are none."""
-        servers = [engine for engine in self._engines() if isinstance(engine, VLLMServerEngine)]
-        before, self._restarts = self._restarts, sum(server.restarts for server in servers)
-        return {"rollout/engine_restarts": float(self._restarts - before)} if servers else {}
+        counts = [model.restarts for model in self._engines() if model.restarts is not None]
+        before, self._restarts = self._restarts, sum(counts)
+        return {"rollout/engine_restarts": float(self._restarts - before)} if counts else {}
 
     @property
     def _source(self) -> TaskSource:

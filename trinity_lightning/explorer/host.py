@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from trinity_lightning.explorer.loop_watch import LoopWatch
-from trinity_lightning.explorer.models.engine import InProcessEngine
+from trinity_lightning.explorer.models.engine import Engine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,13 +34,13 @@ class Host:
     """Runs coroutines to their end while it pumps the in-process engines that they wait for.
 
     Args:
-        engines: the in-process engines to drive; others need no driving.
+        engines: those to drive.
         interrupted: asked between steps; an exception that it returns stops what runs (SIGTERM, say).
     """
 
     def __init__(
         self,
-        engines: Sequence[InProcessEngine] = (),
+        engines: Sequence[Engine] = (),
         interrupted: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self._engines = list(engines)

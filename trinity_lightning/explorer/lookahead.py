@@ -13,7 +13,6 @@ from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
 from trinity_lightning.explorer.host import Host, Job
-from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, SyncPolicy, WeightVersions
 from trinity_lightning.trainer.optim import HostMemory
 
@@ -201,7 +200,7 @@ class TrainingRollouts:
         self._ahead = ahead
         self._watchers = watchers
         self._host_memory = host_memory
-        self._host = Host([each for each in explorer.engines.models if isinstance(each, InProcessEngine)], interrupted)
+        self._host = Host(explorer.engines.models, interrupted)
 
     def prepare(self, sink: Sink) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""

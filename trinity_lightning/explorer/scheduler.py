@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards.scoring import SCORER
@@ -63,8 +63,8 @@ class RunnerWrapper:
     def __init__(
         self,
         runner_id: int,
-        rollout_model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None,
+        rollout_model: HeldModel,
+        auxiliary_models: Sequence[HeldModel] | None,
         config: ExplorerConfig,
     ) -> None:
         self.runner_id = runner_id
@@ -292,8 +292,8 @@ class Scheduler:
     def __init__(
         self,
         config: ExplorerConfig,
-        rollout_model: Sequence[InferenceModel],
-        auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
+        rollout_model: Sequence[HeldModel],
+        auxiliary_models: Sequence[Sequence[HeldModel]] | None = None,
     ) -> None:
         auxiliary_models = auxiliary_models or []
         if not rollout_model or not all(auxiliary_models):
@@ -562,7 +562,7 @@ def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
     return summarize(chunk.task, [], errors, chunk.repeat_times, dict.fromkeys(_TIMES, 0.0))
 
 
-def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCluster | None":
+def _cluster(config: ExplorerConfig, models: Sequence[HeldModel]) -> "RayCluster | None":
     if config.runner != "ray":
         return None
     from trinity_lightning.explorer.ray.runner import RayCluster, check_ray

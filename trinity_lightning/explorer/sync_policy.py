@@ -10,7 +10,7 @@ from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.sync.engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 
@@ -101,13 +101,13 @@ class SyncPolicy:
         self._config = config
         self._versions = versions
         self._run = run
-        self._engines = [model for model in explorer.engines.models if isinstance(model, Engine)]
+        self._engines = explorer.engines.models
         self._synced_at: int | None = None  # global_step of the weights that the engines have; None: fresh engines
         self._sending = 0
 
     def weights(self) -> WeightStream:
         """The trainer's present weights, as the engines name them."""
-        stream = parameter_stream if all(engine.shares_weights for engine in self._engines) else weight_stream
+        stream = parameter_stream if shares_weights(self._engines) else weight_stream
         return stream(self._policy.policy)
 
     def join(self) -> None:
@@ -159,7 +159,7 @@ class SyncPolicy:
                 quantized=any(engine.quantized for engine in engines),
             ),
             check_interval=self._config.check_interval,
-            with_drill=self._config.drill and not any(engine.shares_weights for engine in engines),
+            with_drill=self._config.drill and not shares_weights(engines),
             drill_scale=self._versions.drill_scale,
         )
 

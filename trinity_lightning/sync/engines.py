@@ -2,20 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.values import nearest
 from trinity_lightning.sync.nccl import WeightGroup
 from trinity_lightning.sync.stream import Shape, WeightStream
 
 
-@runtime_checkable
-class Sleeper(Protocol):
-    """An engine that shares its device with the trainer, and can give its memory to it."""
+class PolicyEngine(HeldModel, Protocol):
+    """A model that holds the policy, and may share its device with the trainer."""
 
     async def sleep(self) -> None:
         """Give the memory to the trainer until `wake_up`."""
@@ -26,12 +25,15 @@ class Sleeper(Protocol):
         ...
 
 
-def shares_weights(models: Iterable[InferenceModel]) -> bool:
+E = TypeVar("E", bound=PolicyEngine)
+
+
+def shares_weights(models: Iterable[HeldModel]) -> bool:
     """Whether any of these engines generates with the trainer's own weights: there are no older ones to give it."""
-    return any(getattr(model, "shares_weights", False) for model in models)
+    return any(model.capabilities.shares_weights for model in models)
 
 
-class PolicyEngines:
+class PolicyEngines(Generic[E]):
     """Engines that are always given the same weights.
 
     Args:
@@ -44,7 +46,7 @@ class PolicyEngines:
         source: where the trainer's present weights come from; None: not connected yet.
     """
 
-    def __init__(self, models: Sequence[InferenceModel], keeps_copy: bool) -> None:
+    def __init__(self, models: Sequence[E], keeps_copy: bool) -> None:
         self.models = list(models)
         self.version = 0
         self.source: Callable[[], WeightStream] | None = None
@@ -92,11 +94,11 @@ class PolicyEngines:
 
     async def sleep(self) -> None:
         """Give the device's memory to the trainer, if engines can."""
-        await asyncio.gather(*(model.sleep() for model in self.models if isinstance(model, Sleeper)))
+        await asyncio.gather(*(model.sleep() for model in self.models))
 
     async def wake_up(self) -> None:
         """Take the device's memory again."""
-        await asyncio.gather(*(model.wake_up() for model in self.models if isinstance(model, Sleeper)))
+        await asyncio.gather(*(model.wake_up() for model in self.models))
 
     def weight(self, name: str) -> Tensor:
         """The weight of that name that the engines were last given, or the trainer's present one where no copy is kept.

@@ -5,12 +5,15 @@ import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.engines import Capabilities
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
@@ -22,14 +25,41 @@ logger = logging.getLogger(__name__)
 class Engine(ABC):
     """Base of the engines that hold the policy: an `InferenceModel` that takes weights.
 
-    An engine implements `load`, `shutdown`, `_completions`, `_logprobs` and `_take`, and tells its tokenizer,
-    dtype and weights.
+    One of your own is a subclass in a module that Python finds, chosen by engine.name=my_module.MyEngine. It is made
+    as `MyEngine(model, config)`, of the policy's name and the run's `EngineConfig`, whose `args` are the engine's own;
+    what is heavy waits for `load`. It implements
+
+    - `load` and `shutdown`, and has a `tokenizer`, a `dtype` and `weight_shapes`;
+    - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
+      it was drawn from (temperature applied). Sample i is drawn with `seed` + i, whatever else is asked for meanwhile;
+    - `_logprobs`: of every token but the first, given those before it, at temperature 1;
+    - `_take`: weights by their names in a Hugging Face checkpoint, a tied head as a tensor of its own. What the old
+      ones have computed is forgotten, and `_model_version` is set together with the new ones.
+
+    These are coroutines of one event loop, on which many requests wait at once: long computations belong in a thread,
+    or in an `InProcessEngine`, which the main thread drives in turns with the trainer.
+
+    Whether weights arrive is proven with `logprobs` of a fixed text. The drill, once a run, sends perturbed weights;
+    the probe, after the first sync and every synchronizer.check_interval syncs, follows the trainer's own. Each time
+    they must be the trainer's log-probabilities within the rounding of `dtype`: an engine that gives constants, or
+    keeps its first weights, stops the run. With `shares_weights` there is a probe and no drill.
     """
 
-    # Whether the engine generates with the trainer's own weights, so that there is nothing to send.
-    shares_weights = False
+    # What it can do besides; see `Capabilities`.
+    capabilities = Capabilities()
     # Whether it rounds the weights that it is sent further than to its dtype: engine.args.quantization.
     quantized = False
+
+    @classmethod
+    def of_run(cls, config: TrainConfig, folder: Path) -> "Sequence[Engine]":
+        """The engines of a run: one, unless several processes of it generate.
+
+        Args:
+            config: the run's.
+            folder: the run's.
+        """
+        make: Any = cls
+        return [make(config.model.name, config.engine)]
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
@@ -90,9 +120,39 @@ class Engine(ABC):
         """Take over the trainer's weights; see `InferenceModel.sync_weights`."""
         await self.load()
         stream = WeightStream.of(named_tensors)
-        if not self.shares_weights:
+        if not self.capabilities.shares_weights:
             check_shapes(stream.shapes, self.weight_shapes)
         await self._take(stream, version)
+
+    @property
+    def restarts(self) -> int | None:
+        """How often it died and was started again; None: it cannot die alone."""
+        return None
+
+    # -- what an engine may do besides: nothing, unless it says so ----------------------------------------------------
+
+    def bind(self, model: Any) -> None:  # noqa: B027
+        """Called before `load` with the Hugging Face model that is trained: for engines that generate with it."""
+
+    async def sleep(self) -> None:  # noqa: B027
+        """Give the memory that is shared with the trainer to it, until `wake_up`."""
+
+    async def wake_up(self) -> None:  # noqa: B027
+        """Take it again: with the weights as they were, and an empty cache."""
+
+    def attach(self, wake: Callable[[], None]) -> None:  # noqa: B027
+        """From now on `pump` is called; `wake`, from any thread, says that there is something to do."""
+
+    def detach(self) -> None:  # noqa: B027
+        """From now on nobody pumps."""
+
+    def pump(self) -> bool:
+        """Do a piece of what has to be done on the thread that drives the engines; whether there was any."""
+        return self.run_commands()
+
+    def run_commands(self) -> bool:
+        """Of that, what takes no time: start, abort, take weights; whether there was any."""
+        return False
 
     # -- what an engine implements ------------------------------------------------------------------------------------
 
@@ -200,7 +260,7 @@ class InProcessEngine(Engine):
     # -- what the driver calls ----------------------------------------------------------------------------------------
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """From now on somebody else pumps; `wake` is called (from any thread) whenever there is something to do."""
+        """From now on somebody else pumps; see `Engine.attach`."""
         self._wake = wake
 
     def detach(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import parse_tool_calls
@@ -273,6 +274,8 @@ class OpenAIModel:
             the policy can do.
     """
 
+    capabilities = Capabilities(overlaps_training=True, picklable=True, sync_methods=(), keys=())
+    restarts: int | None = None
     model_version = 0
     max_model_len = sys.maxsize  # the endpoint knows
 

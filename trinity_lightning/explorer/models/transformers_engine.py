@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import InProcessEngine
@@ -183,7 +183,7 @@ class TransformersEngine(InProcessEngine):
         ConfigError: (by a request) a sampling setting it does not know or cannot follow.
     """
 
-    shares_weights = True
+    capabilities = CAPABILITIES["transformers"]
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
@@ -196,7 +196,7 @@ class TransformersEngine(InProcessEngine):
         self._decoding: Decoding | None = None
 
     def bind(self, model: Any) -> None:
-        """Generate with this Hugging Face model from now on."""
+        """Generate with this Hugging Face model from now on; see `Engine.bind`."""
         self._model = model
 
     @property

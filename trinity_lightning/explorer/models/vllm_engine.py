@@ -16,6 +16,7 @@ from trinity_lightning.common.memory_plan import GIB
 from trinity_lightning.common.process_memory import forget, trim_heap
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import (
+    CAPABILITIES,
     PARALLEL,
     EngineConfig,
     EngineDtype,
@@ -118,11 +119,13 @@ class VLLMEngine(InProcessEngine):
         ModelLoadError: (at the first use) vLLM cannot load the model.
     """
 
+    capabilities = CAPABILITIES["vllm"]
+
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         check_one_device(self._config.args)
-        check_speculation(self._config.args)
+        check_speculation("engine", self._config.args)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._random_stream = torch.Generator().manual_seed(0).get_state()

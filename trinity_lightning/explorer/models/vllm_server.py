@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -14,8 +15,16 @@ import torch
 from transformers import AutoConfig
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, check_speculation, require_vllm, visible_gpus
+from trinity_lightning.config.engines import (
+    CAPABILITIES,
+    EngineConfig,
+    EngineDtype,
+    check_speculation,
+    require_vllm,
+    visible_gpus,
+)
 from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine
@@ -81,15 +90,31 @@ class VLLMServerEngine(Engine):
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
 
-    Attributes:
-        restarts: how often it was started again.
-
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
         ConfigError: (at the first use) it serves a shorter context, or was not started as it has to be.
         ModelLoadError: (at the first use) the server does not start or answer, or is not vLLM's. Whether it serves the
             policy's model is proven by the drill of the first weight sync.
     """
+
+    capabilities = CAPABILITIES["vllm_server"]
+
+    @classmethod
+    def of_run(cls, config: TrainConfig, folder: Path) -> "list[VLLMServerEngine]":
+        """Servers that share their weights' files; those that are started here, each with its cores and GPUs."""
+        name, engine = config.model.name, config.engine
+        shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
+        chosen, nccl = config.synchronizer.folder, config.synchronizer.method == "nccl"
+        weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
+        if engine.urls:
+            return [cls(name, engine, url=url, weights=weights, nccl=nccl) for url in engine.urls]
+        cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
+        gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
+        logs = [folder / f"vllm_server_{i}.log" for i in range(engine.servers)]
+        return [
+            cls(name, engine, weights=weights, nccl=nccl, cores=cores[i], gpus=gpus[i], log=logs[i])
+            for i in range(engine.servers)
+        ]
 
     def __init__(
         self,
@@ -107,7 +132,7 @@ class VLLMServerEngine(Engine):
         if url is None:
             require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
-        check_speculation(self._config.args)
+        check_speculation("engine", self._config.args)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._url = url
@@ -120,7 +145,7 @@ class VLLMServerEngine(Engine):
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
-        self.restarts = 0
+        self._restarts = 0
         self._deaths: list[float] = []  # when it was found dead, lately
         self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
 
@@ -173,8 +198,8 @@ class VLLMServerEngine(Engine):
         if len(lately) >= MAX_RESTARTS:
             raise RolloutError(f"the vLLM server died {len(lately) + 1} times in {RESTART_WINDOW:g} s.{why}")
         self._deaths = [*lately, now]
-        self.restarts += 1
-        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts, why)
+        self._restarts += 1
+        logger.warning("the vLLM server died and is started again (%d).%s", self._restarts, why)
         await self._disconnect()
         try:
             await process.start_again()
@@ -330,6 +355,11 @@ class VLLMServerEngine(Engine):
         return self._dtype
 
     @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return self._restarts
+
+    @property
     def quantized(self) -> bool:
         """Whether a server started here rounds the weights further than to its dtype."""
         return is_quantized(self._config)
@@ -437,3 +467,23 @@ def _completion(choice: Mapping[str, Any]) -> Completion:
         finish_reason=choice["finish_reason"],
         stop_reason=choice["stop_reason"],
     )
+
+
+def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> list[list[int]]:
+    """The CPU cores of each server. Two that compute at once on the same core slow each other down many times over.
+
+    Args:
+        cores: what this process may use.
+        engine: `cpu_cores` and `servers` of it.
+        overlaps: whether the trainer computes while they do.
+    """
+    usable = cores[len(cores) // 2 :] if overlaps else cores
+    each = engine.cpu_cores or max(len(usable) // engine.servers, 1)
+    taken = list(cores)[-each * engine.servers :]
+    return [[taken[(server * each + i) % len(taken)] for i in range(each)] for server in range(engine.servers)]
+
+
+def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:
+    """The GPUs of each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
+    each = max(len(gpus) // servers, 1)
+    return [[gpus[(server * each + i) % len(gpus)] for i in range(each)] for server in range(servers)]

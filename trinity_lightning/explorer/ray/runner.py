@@ -13,11 +13,10 @@ from functools import cache
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.engines import require_ray
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
-from trinity_lightning.explorer.models.engine import Engine, InProcessEngine
 from trinity_lightning.explorer.ray.worker import PACKAGE, Answer, RayWorker
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt
@@ -47,8 +46,8 @@ class RayRunner:
     def __init__(
         self,
         config: ExplorerConfig,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
+        model: HeldModel,
+        auxiliary_models: Sequence[HeldModel] | None = None,
         runner_id: int | None = None,
     ) -> None:
         self.config = config
@@ -130,7 +129,7 @@ class RayRunner:
     async def _start_dead_servers(self) -> None:
         """The worker's copies of the models cannot: this process has started the servers."""
         for model in (self.model, *self.auxiliary_models):
-            if isinstance(model, Engine):
+            if model.restarts is not None:
                 await model.load()
 
     async def _ask(self, task: bytes, runs: list[int], limit: float | None) -> Answer:
@@ -314,7 +313,7 @@ class RayCluster:
             ray.shutdown()
 
 
-def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
+def check_ray(config: ExplorerConfig, models: Sequence[HeldModel]) -> None:
     """Refuse what Ray runners cannot work with.
 
     Raises:
@@ -322,7 +321,7 @@ def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
     """
     require_ray()
     for model in models:
-        config.check_runners(type(model).__name__, isinstance(model, InProcessEngine))
+        config.check_runners(type(model).__name__, model.capabilities)
 
 
 def _check_reachable(address: str) -> None:

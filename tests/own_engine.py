@@ -1,0 +1,79 @@
+"""An engine as a project of its own would write it: a plain Hugging Face model, one request after the other."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.sync.stream import Shape, WeightStream
+
+
+class PlainEngine(Engine):
+    """Holds weights of its own, in float32, and does one forward pass for each token."""
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        super().__init__(config.max_model_len)
+        self._name = model
+        self._held: Any = None
+
+    async def load(self) -> None:
+        if self._held is None:
+            held: Any = AutoModelForCausalLM.from_pretrained(resolve_model(self._name), dtype=torch.float32)
+            self._held = held.eval().requires_grad_(False)
+
+    async def shutdown(self) -> None:
+        self._held = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self._name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def weight_shapes(self) -> dict[str, Shape]:
+        return {name: tuple(weight.shape) for name, weight in self._weights().items()}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return dict(self._held.named_parameters(remove_duplicate=False))
+
+    def _scores(self, token_ids: list[int], temperature: float) -> torch.Tensor:
+        """Log-probabilities of whatever may follow each token, [tokens, vocabulary]."""
+        return (self._held(torch.tensor([token_ids])).logits[0] / temperature).log_softmax(-1)
+
+    async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        return [self._sample(token_ids, sampling["seed"] + i, sampling) for i in range(n)]
+
+    def _sample(self, prompt: list[int], seed: int, sampling: dict[str, Any]) -> Completion:
+        generator = torch.Generator().manual_seed(seed)
+        tokens, logprobs = list[int](), list[float]()
+        end, limit = self.tokenizer.eos_token_id, min(sampling["max_tokens"], self.max_model_len - len(prompt))
+        while len(tokens) < limit and end not in tokens:
+            scores = self._scores([*prompt, *tokens], sampling.get("temperature", 1.0))[-1]
+            tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
+            logprobs.append(float(scores[tokens[-1]]))
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Completion(prompt, tokens, logprobs, text, "stop" if end in tokens else "length")
+
+    async def _logprobs(self, token_ids: list[int]) -> list[float]:
+        following = torch.tensor(token_ids[1:])[:, None]
+        return self._scores(token_ids, 1.0)[:-1].gather(-1, following)[:, 0].tolist()
+
+    async def _take(self, stream: WeightStream, version: int) -> None:
+        held = self._weights()
+        for name, weight in stream:
+            held[name].copy_(weight)
+        self._model_version = version
+
+
+class StaleEngine(PlainEngine):
+    """Keeps its first weights."""
+
+    async def _take(self, stream: WeightStream, version: int) -> None:
+        self._model_version = version

@@ -1,0 +1,89 @@
+"""An engine of a project's own, by one file and a dotted path."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from compose_cases import composed
+from run_cases import only, rows
+
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.engines import capabilities_of
+from trinity_lightning.errors import ConfigError
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+OWN_ENGINE = Path(__file__).with_name("own_engine.py")
+SMALL = (
+    "+recipe=grpo",
+    "model=tiny",
+    "reward=contains_digits",
+    "explorer.batch_size=4",
+    "explorer.repeat_times=4",
+    "sampling.max_tokens=8",
+)
+SMALL += ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "save_model=false")
+
+
+def test_a_run_with_an_engine_of_its_own(run_train: RunTrain, tmp_path: Path) -> None:
+    (tmp_path / "my_engine.py").write_text(OWN_ENGINE.read_text())
+    done = run_train(tmp_path, *SMALL, "engine.name=my_engine.PlainEngine", "steps=2")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "my_engine.PlainEngine (fp32)" in done.stdout
+    first, second = (
+        row for row in rows(only(tmp_path, "outputs/grpo/*")) if row["sync/probe_diff/max"] or row["actor/pg_loss"]
+    )
+    assert 0 < float(first["sync/probe_diff/max"]) < 1e-3  # two programs, the same weights
+    for step in (first, second):
+        assert float(step["actor/trained_rows"]) > 0
+        assert float(step["actor/logprob_diff/mean"]) < 1e-4
+    assert float(second["sample/lag/mean"]) == 0
+
+
+def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrain, tmp_path: Path) -> None:
+    (tmp_path / "my_engine.py").write_text(OWN_ENGINE.read_text())
+    done = run_train(tmp_path, *SMALL, "engine.name=my_engine.StaleEngine", "steps=1")
+    assert done.returncode == 1
+    assert "drill with perturbed weights: the engine's log-probabilities are not the trainer's" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("engine.name=vllmm",), "unknown engine 'vllmm'. Did you mean 'vllm'"),
+        (("engine.name=own_engine.Plain",), "engine.name: cannot import 'own_engine.Plain'"),
+        (("engine.name=no_such_module.Mine",), "engine.name: .*there is no module 'no_such_module'"),
+        (("engine.name=tiny_policy.tiny_model",), "'tiny_policy.tiny_model' is no engine: give a subclass"),
+        (
+            ("engine.name=own_engine.PlainEngine", "engine.kv_cache_gb=1"),
+            "engine.kv_cache_gb is of vLLM, and engine=own",
+        ),
+        (("engine.name=own_engine.PlainEngine", "explorer.sync_offset=1"), "engine=own_engine.PlainEngine computes in"),
+        (("engine.name=own_engine.PlainEngine", "explorer.runner=ray"), "where Ray runners cannot reach it"),
+        (("engine.name=own_engine.PlainEngine", "synchronizer=nccl"), "engine=own_engine.PlainEngine by memory"),
+    ],
+)
+def test_what_an_engine_says_that_it_cannot_do_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(composed("+recipe=grpo", "model=tiny", *arguments))
+
+
+def test_an_engine_says_what_it_can_do() -> None:
+    from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+    from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+    from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+
+    for name, engine in {
+        "transformers": TransformersEngine,
+        "vllm": VLLMEngine,
+        "vllm_server": VLLMServerEngine,
+    }.items():
+        assert capabilities_of(name) is engine.capabilities
+    assert capabilities_of("own_engine.PlainEngine").keys == ("dtype", "max_num_seqs", "args")
+
+
+def test_kind_is_what_name_was_called_before() -> None:
+    config = composed("+recipe=grpo", "model=tiny", "engine.kind=transformers")
+    validate(config)
+    assert (config.engine.name, config.engine.kind) == ("transformers", None)
