@@ -178,9 +178,9 @@ REFUSED = {
         (*AHEAD, JUDGE, f"+auxiliary_models.judge.engine.cpu_cores={CORES}"),
         "auxiliary_models.judge.engine.cpu_cores is .* leaves none",
     ),
-    "a judge by its name": (
-        ("workflow=judge", JUDGE, "+workflow.args.judge=judge"),
-        "workflow.args.judge is 'judge': .*number.*workflow.args.judge=0",
+    "a judge by a name that is not there": (
+        ("workflow=judge", JUDGE, "+workflow.args.judge=jugde"),
+        "auxiliary model 'jugde'.* Did you mean 'judge'",
     ),
     "a misspelt key of a judge": (
         (JUDGE, "+auxiliary_models.judge.urll=x"),
@@ -315,6 +315,7 @@ def test_refused(case: str) -> None:
         (*SERVER, f"engine.cpu_cores={CORES}"),
         ("engine=transformers",),
         ("workflow=judge", *ENDPOINT),
+        ("workflow=judge", JUDGE, "+workflow.args.judge=judge"),
         AHEAD,
         (*AHEAD, "algorithm.old_logprobs=engine", "algorithm.rollout_correction.level=none"),
         ("explorer.sync_interval=2", "algorithm=opmd", "algorithm.rollout_correction.level=none"),
