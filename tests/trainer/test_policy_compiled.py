@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.policy import Gradients, Prepare, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
 from trinity_lightning.config.training import Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError
@@ -37,7 +38,7 @@ def graphs():
 @pytest.mark.parametrize(
     ("layout", "checkpointing"), [(Layout.padded, False), (Layout.padded, True), (Layout.shared_prefix, True)]
 )
-def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout, checkpointing, graphs):
+def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout, checkpointing, graphs, tmp_path):
     batches = [batch_of(groups(count=12, seed=seed)) for seed in range(4)]
     _, plain = trained(batches, layout)
     policy, seen = trained(batches, layout, compile_layers=True, gradient_checkpointing=checkpointing)
@@ -52,6 +53,8 @@ def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout,
     tiny = load_tiny()
     assert policy.policy.state_dict().keys() == tiny.state_dict().keys()
     assert weight_stream(policy.policy).shapes == weight_stream(tiny).shapes
+    policy.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().keys() == tiny.state_dict().keys()
 
 
 def test_the_first_ratio_of_a_step_is_one_in_bfloat16_too(graphs):

@@ -1,5 +1,7 @@
 """PolicyModule with expert data: the mix loss on a model, however the batch is cut."""
 
+from typing import Any
+
 import torch
 from support.policy import (
     Gradients,
@@ -17,7 +19,7 @@ from support.policy import (
 
 from trinity_lightning.common.optimizer_batch import marked
 
-MIX = {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}
+MIX: dict[str, Any] = {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}
 
 
 def mixed(rollouts=8, experts=5):
