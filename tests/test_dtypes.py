@@ -13,7 +13,7 @@ import trinity_lightning.common.product_speed as product_speed
 from trinity_lightning.build import build
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.training import WeightDtype
-from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
+from trinity_lightning.engines import check_resumed_dtype, settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.machine import describe_environment
 from trinity_lightning.trainer.policy import PolicyModule

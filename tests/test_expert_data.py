@@ -12,13 +12,13 @@ from compose_cases import composed
 from safetensors.torch import load_file
 
 from trinity_lightning.buffer.step_files import keep_step, read_experiences
+from trinity_lightning.build import AnswerReader, expert_data
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import is_expert
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.experts import AnswerReader, expert_data
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

@@ -16,7 +16,7 @@ MODULES = {
 }
 
 # What joins the rooms, and may import all of them.
-TOPS = ("train", "build", "evaluate", "evaluation", "parts", "engines", "experts", "dtypes", "report")
+TOPS = ("train", "build", "evaluate", "engines", "report")
 PACKAGE_TOPS = ("explorer.callback", "buffer.datamodule")
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.

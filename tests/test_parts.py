@@ -7,9 +7,9 @@ import pytest
 from compose_cases import composed
 from omegaconf import OmegaConf
 
+from trinity_lightning.build import online_data, record_config
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import typed_config
-from trinity_lightning.parts import online_data, record_config
 
 
 def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,11 @@ from compose_cases import composed
 from conftest import environment
 from omegaconf import OmegaConf
 
+from trinity_lightning.build import instantiate
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.parts import instantiate
 from trinity_lightning.train import check, check_objective
 from trinity_lightning.trainer.layout import CPU_TOKENS
 

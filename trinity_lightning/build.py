@@ -1,42 +1,69 @@
-"""From a validated configuration to a training run: policy, data, explorer, trainer."""
+"""From a validated configuration to a training run or an evaluation: the only place where parts are put together."""
 
 import logging
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import hydra.utils
 import lightning as L
+from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
-from trinity_lightning.buffer.reader import create_reader
+from trinity_lightning.buffer.datamodule import (
+    ExperienceDataModule,
+    ExpertData,
+    OfflineExperienceDataModule,
+    StepKeeper,
+)
+from trinity_lightning.buffer.reader import BufferReader, create_reader
+from trinity_lightning.buffer.step_files import FOLDER, folder_id, keep_step
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.memory_plan import MemoryPlan
+from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
-from trinity_lightning.config.parts import strategies
-from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.dtypes import check_resumed_dtype, settle_dtypes
-from trinity_lightning.engines import ThreadShare, auxiliary_models_of, check_experts, with_memory_plan
-from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.monitor.step_line import summary_table
-from trinity_lightning.parts import (
-    explorer_callback,
-    finish,
-    instantiate,
-    loggers_of,
-    online_data,
-    quiet_lightning,
-    record_config,
-    response_budget,
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.parts import operator_configs, strategies
+from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
+from trinity_lightning.config.schema import BufferConfig, TasksetConfig, TrainConfig, typed_config
+from trinity_lightning.engines import (
+    ThreadShare,
+    auxiliary_models_of,
+    check_experts,
+    check_resumed_dtype,
+    engines_of,
+    settle_dtypes,
+    with_memory_plan,
 )
+from trinity_lightning.errors import ConfigError, TrinityError
+from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.interruption import StopCheckpoint
+from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
+from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
+from trinity_lightning.monitor.rows import log_row
+from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
 from trinity_lightning.report import write_report
-from trinity_lightning.sync.stream import checkpoint_weights
+from trinity_lightning.sync.stream import WeightStream, as_checkpoint, checkpoint_weights, skeleton
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
+
+
+# -- a training run ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -128,29 +155,6 @@ def build(config: DictConfig) -> Run:
     )
 
 
-def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
-    steps = config.optimizer.total_steps or config.steps * _items(config)
-    return PolicyModule(
-        config.model.name,
-        config.algorithm,
-        replace(config.optimizer, total_steps=steps),
-        dtype=config.model.dtype,
-        dropout=config.model.dropout,
-        compile_layers=config.model.compile,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        attn_implementation=config.model.attn_implementation,
-        planned_tokens=None if plan is None else plan.micro_batch_tokens,
-    )
-
-
-def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
-    """Write the configuration, with what `auto` and null stand for of the policy and of the memory plan."""
-    for key in ("max_num_seqs", "kv_cache_gb", "sleep"):
-        config.engine[key] = getattr(engine, key)
-    config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
-    record_config(config, folder / "config.yaml")
-
-
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
     """The checkpoint to resume from, looked into before anything is loaded.
 
@@ -174,6 +178,29 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
     if before != config.model.name:
         raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
     return str(path)
+
+
+def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
+    """Write the configuration, with what `auto` and null stand for of the policy and of the memory plan."""
+    for key in ("max_num_seqs", "kv_cache_gb", "sleep"):
+        config.engine[key] = getattr(engine, key)
+    config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
+    record_config(config, folder / "config.yaml")
+
+
+def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
+    steps = config.optimizer.total_steps or config.steps * _items(config)
+    return PolicyModule(
+        config.model.name,
+        config.algorithm,
+        replace(config.optimizer, total_steps=steps),
+        dtype=config.model.dtype,
+        dropout=config.model.dropout,
+        compile_layers=config.model.compile,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        attn_implementation=config.model.attn_implementation,
+        planned_tokens=None if plan is None else plan.micro_batch_tokens,
+    )
 
 
 def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
@@ -225,3 +252,316 @@ def _offline_steps(config: TrainConfig) -> list[tuple[str, str]]:
         ("training", f"{config.steps} optimizer steps x {config.buffer.batch_size} experiences"),
         ("objective", config.algorithm.policy_loss.name),
     ]
+
+
+# -- its rollouts and its data ----------------------------------------------------------------------------------------
+
+
+def explorer_callback(
+    config: TrainConfig,
+    folder: Path,
+    auxiliary_models: Mapping[str, HeldModel],
+    monitor: RunMonitor,
+    stop: StopCheckpoint,
+    offload: bool,
+) -> ExplorerCallback:
+    """What rolls out, watched by the monitor; stopped early, it saves by `stop`; `offload`: see ExplorerCallback."""
+    explorer = Explorer(
+        config.explorer,
+        engines_of(config, folder),
+        train_source(config),
+        eval_sources(config),
+        auxiliary_models=[[model] for model in auxiliary_models.values()],
+    )
+    return ExplorerCallback(
+        explorer,
+        config.synchronizer,
+        stop=stop,
+        observer=monitor.keep_completions,
+        progress=monitor.show_tasks,
+        measured=monitor.keep_metrics,
+        offload=offload,
+    )
+
+
+def train_source(config: TrainConfig) -> TaskSource:
+    """What is trained on."""
+    taskset = _mixture(list(config.tasksets.values())) if config.tasksets else Taskset.from_config(config.taskset)
+    return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, _arguments(config))
+
+
+def _mixture(configs: list[TasksetConfig]) -> TasksetMixture:
+    return TasksetMixture([Taskset.from_config(config) for config in configs], [config.weight for config in configs])
+
+
+def eval_sources(config: TrainConfig) -> list[TaskSource]:
+    """What is evaluated on."""
+    return [
+        TaskSource(
+            Taskset.from_config(taskset),
+            config.eval_workflow or config.workflow.name,
+            config.reward,
+            config.eval_sampling,
+            {} if config.eval_workflow else _arguments(config),
+            config.eval_repeat_times,
+        )
+        for taskset in config.eval_tasksets.values()
+    ]
+
+
+def _arguments(config: TrainConfig) -> dict[str, Any]:
+    return workflow_arguments(config.workflow, list(config.auxiliary_models))
+
+
+def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel]) -> ExperienceDataModule:
+    """The buffer that this run's rollouts fill."""
+    clients: dict[str | int, Any] = {
+        name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
+    }
+    return ExperienceDataModule(
+        strategies(config.add_strategy),
+        optimizer_steps=config.algorithm.optimizer_steps,
+        inner_epochs=config.algorithm.inner_epochs,
+        seed=config.seed,
+        operators=operator_configs(config.operators),
+        auxiliary_models=clients,
+        folder=folder,
+        keep=step_keeper(config.buffer, folder),
+        experts=expert_data(config),
+        max_response_length=response_budget(config),
+    )
+
+
+def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper | None:
+    """What keeps the experiences of every explore step of the run in that folder; None if nothing is to be kept.
+
+    Raises:
+        ConfigError: the database's URL is none, or a package for it is missing.
+        StorageError: there is no such database, or it is of something else.
+    """
+    if buffer.keep == "sql":
+        from trinity_lightning.buffer import sql
+
+        place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
+        sql.SqlStorage(place).close()  # what cannot be written to is refused before a model is loaded
+        return lambda step, experiences: sql.keep_step(place, folder_id(folder), step, experiences)
+    return partial(keep_step, folder / FOLDER) if buffer.keep else None
+
+
+def response_budget(config: TrainConfig) -> int:
+    """Longest response in tokens; with several turns, as your own workflow may have, all that the context holds."""
+    single = config.workflow.name in SINGLE_RESPONSE_WORKFLOWS
+    return config.sampling.max_tokens if single else config.engine.max_model_len
+
+
+# -- expert data ------------------------------------------------------------------------------------------------------
+
+
+def expert_data(config: TrainConfig) -> ExpertData | None:
+    """What joins the rollouts of every explore step; None where nothing does.
+
+    Raises:
+        ConfigError: a dataset, field or file is missing; or as the dataset's source says.
+        StorageError: the stored experiences cannot be opened.
+    """
+    expert = config.buffer.expert
+    if expert.per_step == 0:
+        return None
+    if expert.storage == "dataset":
+        taskset = Taskset.from_config(expert.dataset)
+        reader: BufferReader = AnswerReader(taskset, load_tokenizer(config.model.name), config.workflow.args)
+    else:
+        reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
+    return ExpertData(reader, expert.per_step)
+
+
+class AnswerReader(BufferReader):
+    """A dataset's answers as the responses of an expert, in the taskset's order, without end.
+
+    The prompt is rendered as single-turn workflows render it. The response is the entry's answer, or, where a
+    conversation ends with the assistant, that message; then the tokenizer's end token, for the policy to learn where to
+    stop.
+
+    Args:
+        taskset: the entries and their order.
+        tokenizer: the policy's.
+        workflow_args: of the run's workflow, for its system prompt.
+
+    Raises:
+        ConfigError: an entry has no answer.
+    """
+
+    def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
+        self._taskset, self._tokenizer = taskset, tokenizer
+        self._workflow_args = dict(workflow_args or {})
+        for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
+            self._conversation(taskset[i])
+
+    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+        return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
+
+    def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """The prompt's messages, and the answer."""
+        messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
+        answer = raw.get("answer")
+        if answer is None and messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            answer = last.get("content")
+        if answer is None or not str(answer).strip() or not messages:
+            raise ConfigError(
+                f"expert data '{self._taskset.name}', entry {raw['task_index']['index']}: no answer. Set "
+                "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
+            )
+        return messages, str(answer)
+
+    def _experience(self, raw: dict[str, Any]) -> Experience:
+        messages, answer = self._conversation(raw)
+        prompt = render_chat(self._tokenizer, messages)
+        response = self._tokenizer.encode(answer, add_special_tokens=False)
+        if self._tokenizer.eos_token_id is not None:
+            response = [*response, self._tokenizer.eos_token_id]
+        return Experience(
+            eid=EID(suffix=f"{self._taskset.name}-{raw['task_index']['index']}"),
+            tokens=[*prompt, *response],
+            prompt_length=len(prompt),
+            info={"task_index": raw["task_index"]},
+            prompt_text=prompt_text_of(messages),
+            response_text=answer,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The taskset's cursor."""
+        return self._taskset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; a ConfigError where that was of other data."""
+        self._taskset.load_state_dict(state)
+
+
+# -- an evaluation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Evaluation:
+    """Everything an evaluation is made of."""
+
+    model: str
+    explorer: Explorer
+    engines: list[Engine]
+    checkpoints: list[Path]
+    folder: Path
+    monitor: RunMonitor
+    loggers: list[Logger]
+
+    def run(self) -> dict[int, dict[str, float]]:
+        """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
+        host = Host(self.engines)
+        try:
+            host.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
+            host.limit_blocking(self.explorer.config.max_timeout)
+            results: dict[int, dict[str, float]] = {}
+            for weights in [self._weights(path) for path in self.checkpoints] or [None]:
+                found = host.run(self.explorer.benchmark(weights and [weights]))
+                results |= found
+                self._show(found)
+        finally:
+            host.end(self.explorer.shutdown())
+            host.close()
+            finish(self.loggers)
+        print(f"everything is in {self.folder}", flush=True)
+        return results
+
+    def _weights(self, path: Path) -> tuple[int, WeightStream]:
+        """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
+        step, weights = checkpoint_weights(path)
+        if all(engine.capabilities.shares_weights for engine in self.engines):
+            return step, weights
+        return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))
+
+    def _show(self, results: dict[int, dict[str, float]]) -> None:
+        for step, metrics in results.items():
+            log_row(self.loggers, metrics, step, row=step)
+            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics)]), flush=True)
+
+
+def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
+    """The parts of an evaluation, connected.
+
+    Raises:
+        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
+    """
+    settle_dtypes(config, checkpoints[0] if checkpoints else None)
+    typed = typed_config(config)
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet_lightning()
+    record_config(config, folder / "config.yaml")
+    L.seed_everything(typed.seed, verbose=False)
+    if checkpoints:
+        check_experts(typed)
+    engines = engines_of(typed, folder)
+    if any(engine.capabilities.shares_weights for engine in engines):
+        policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
+        policy.configure_model()
+        for engine in engines:
+            engine.bind(policy.policy)
+    loggers = loggers_of(config)
+    monitor = RunMonitor(folder, total_steps=0)
+    auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
+    explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
+    return Evaluation(typed.model.name, explorer, engines, checkpoints, folder, monitor, loggers)
+
+
+# -- loggers and records ----------------------------------------------------------------------------------------------
+
+
+def instantiate(node: Any, **arguments: Any) -> Any:
+    """`hydra.utils.instantiate`, whose errors are our own again if they were: one sentence each."""
+    try:
+        return hydra.utils.instantiate(node, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, TrinityError):
+            raise error.__cause__ from None
+        raise
+
+
+def loggers_of(config: DictConfig) -> list[Logger]:
+    """The loggers, which have been given the configuration."""
+    loggers = [instantiate(node) for node in (config.logger or {}).values()]
+    for each in loggers:
+        each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+    return loggers
+
+
+def finish(loggers: Iterable[Logger]) -> None:
+    """Write what is left, and close W&B: the next job of a sweep gets a run of its own."""
+    for each in loggers:
+        each.save()
+        if isinstance(each, WandbLogger):
+            each.experiment.finish()
+
+
+def quiet_lightning() -> None:
+    """Leave Lightning's log to the run's own handlers, and only what matters: it would print everything twice."""
+    log = logging.getLogger("lightning.pytorch")
+    log.handlers.clear()
+    log.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")  # of torch's pytrees, which Lightning uses
+
+
+def record_config(config: DictConfig, file: Path) -> None:
+    """Write the resolved configuration; of a resumed run, say what is no longer as it was."""
+    if config.ckpt_path is not None and file.is_file():
+        before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+        changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        for key in changed:
+            if key not in ("ckpt_path", "output_dir"):
+                logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
+    file.write_text(OmegaConf.to_yaml(config, resolve=True))
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
+    if not isinstance(node, dict):
+        return {prefix: node.name if isinstance(node, Enum) else node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

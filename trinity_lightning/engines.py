@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.memory_plan import (
@@ -23,6 +23,7 @@ from trinity_lightning.common.memory_plan import (
     requests_at_once,
 )
 from trinity_lightning.common.process_memory import free_memory
+from trinity_lightning.common.product_speed import faster_dtype
 from trinity_lightning.config.engines import (
     TRAINER_GPU,
     AuxiliaryConfig,
@@ -35,13 +36,13 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import MIXED, WeightDtype
+from trinity_lightning.config.training import HALF, MIXED, WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
-from trinity_lightning.sync.stream import parameter_shapes, skeleton
+from trinity_lightning.sync.stream import checkpoint_weights, parameter_shapes, skeleton
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
 
@@ -275,3 +276,51 @@ def _servers_here(config: TrainConfig) -> list[EngineConfig]:
     can = capabilities_of(config.engine.name)
     here = can.is_vllm and can.overlaps_training and not config.engine.urls
     return [config.engine, *beside] if here else beside
+
+
+# -- dtypes: what `auto` stands for, settled once at a run's start and recorded with its configuration ----------------
+
+
+def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
+    """Set `model.dtype` and `engine.dtype` where they are `auto`.
+
+    Weights are held as the checkpoint has them; without one, in the dtype that is faster here. The engine computes in
+    what the trainer computes in, which is bfloat16 under mixed precision too; engine=transformers has no dtype of its
+    own.
+
+    Args:
+        config: a validated configuration, which is changed.
+        checkpoint: what the run resumes from, or what is evaluated.
+    """
+    trainer = config.trainer or {}
+    precision = trainer.get("precision")
+    if config.model.dtype is WeightDtype.auto:
+        config.model.dtype = _dtype_of(checkpoint) if checkpoint else faster_dtype(trainer.get("accelerator", "auto"))
+    config.model.dtype = weight_dtype(config.model.dtype, precision)
+    if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
+        config.engine.dtype = EngineDtype(compute_dtype(config.model.dtype, precision).value)
+
+
+def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
+    """Refuse to go on with weights in another dtype than the checkpoint's: its optimizer state belongs to that.
+
+    Args:
+        config: a configuration whose dtypes are settled.
+        checkpoint: what the run resumes from.
+
+    Raises:
+        ConfigError: another dtype.
+    """
+    asked, held = config.model.dtype.value, _dtype_of(checkpoint).value
+    if asked != held:
+        raise ConfigError(
+            f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
+            f"'{checkpoint}' are {held}: a resumed run keeps its own, so leave model.dtype and that precision out."
+        )
+
+
+def _dtype_of(checkpoint: str | Path) -> WeightDtype:
+    """How the run that wrote a checkpoint held its weights; of bfloat16 models some layers stay in float32."""
+    _, weights = checkpoint_weights(checkpoint)
+    rounded = any(tensor.dtype == torch.bfloat16 for _, tensor in weights)
+    return WeightDtype.bf16 if rounded else WeightDtype.fp32
