@@ -43,19 +43,22 @@ def test_a_step_that_never_comes_leaves_nothing_and_is_known_at_the_start(
 ) -> None:
     fit(make_policy(), [batch_of(make_experiences())], StepProfiler(tmp_path / "profile", step=7))
     assert not (tmp_path / "profile").exists()
-    warning = "callbacks.profiler.step is 7, and this run trains steps 1 to 1: nothing will be profiled."
+    warning = "callbacks.profiler.step is 7, and this run ends with step 1: nothing will be profiled."
     assert [record.message for record in caplog.records if "profiler" in record.name] == [warning]
 
 
 @pytest.mark.parametrize(
-    ("step", "done", "last", "warned"), [(2, 0, 2, False), (2, 1, 3, False), (2, 2, 3, True), (2, 0, -1, False)]
+    ("done", "last", "warned"),
+    [(0, 2, []), (1, 3, []), (0, -1, []), (0, 1, ["ends with step 1"]), (2, 3, ["goes on with step 3"])],
 )
-def test_a_step_of_the_run_is_not_warned_of(
-    step: int, done: int, last: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_only_a_step_that_the_run_does_not_train_is_warned_of(
+    done: int, last: int, warned: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer: Any = SimpleNamespace(current_epoch=done, max_epochs=last)
-    StepProfiler(tmp_path, step=step).on_train_start(trainer, make_policy())
-    assert bool(caplog.records) == warned
+    profiler = StepProfiler(tmp_path, step=2)
+    profiler.setup(trainer, make_policy(), "fit")
+    profiler.on_train_start(trainer, make_policy())
+    assert [record.message.partition("this run ")[2].partition(":")[0] for record in caplog.records] == warned
 
 
 def test_a_step_that_raises_ends_the_profile_and_leaves_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Where the time of a training step goes: torch's profiler over one explore step."""
 
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,19 @@ class StepProfiler(L.Callback):
         self._profile: profile | None = None
         self._done = False
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Warn, before anything is loaded, if the run ends before the step: an epoch is an explore step."""
+        last = trainer.max_epochs
+        if last is not None and 0 <= last < self._step:
+            self._warn(f"ends with step {last}")
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warn if this run does not train the step: an epoch is an explore step."""
-        epochs = trainer.max_epochs
-        first, last = step_of(trainer), math.inf if epochs is None or epochs < 0 else epochs
-        if not first <= self._step <= last:
-            text = "callbacks.profiler.step is %d, and this run trains steps %d to %g: nothing will be profiled."
-            logger.warning(text, self._step, first, last)
+        """Warn if a resumed run has the step behind it."""
+        if step_of(trainer) > self._step:
+            self._warn(f"goes on with step {step_of(trainer)}")
+
+    def _warn(self, why: str) -> None:
+        logger.warning("callbacks.profiler.step is %d, and this run %s: nothing will be profiled.", self._step, why)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
