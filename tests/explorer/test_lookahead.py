@@ -112,7 +112,7 @@ def test_a_failure_that_nobody_waits_for_is_logged(host: Host, caplog: pytest.Lo
     made.ahead.begin(host, 1)
     made.ahead.settle()
     made.ahead.cancel()
-    assert "begun ahead failed: RolloutError: explore step 1" in caplog.text
+    assert "begun ahead failed: RewardError: explore step 1" in caplog.text
     assert "no reward today" in caplog.text
     made.ahead.wait()  # nothing is left of it
     host.run(made.explorer.shutdown())
