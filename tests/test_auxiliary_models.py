@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from judge_server import judge_server
 from safetensors.torch import load_file, save_file
+from support.judge_server import judge_server
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, scripted
-from judge_server import JudgeServer, judge_server
+from support.judge_server import JudgeServer, judge_server
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.seeds import rollout_seed

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from judge_server import judge_server
+from support.judge_server import judge_server
 from support.operators import make, rewards
 
 from trinity_lightning.buffer.operators import OperatorConfig, create_operators, judge
