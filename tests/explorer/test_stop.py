@@ -19,7 +19,7 @@ from run_cases import quiet_trainer, rows, same_metrics
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engines import SynchronizerConfig
+from trinity_lightning.config.engines import Capabilities, SynchronizerConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
@@ -55,6 +55,8 @@ class TornError(OSError):
 
 class Elsewhere(Engine):
     """A model of its own beside the trainer's; its answers are drawn from what it was given, without a forward pass."""
+
+    capabilities = Capabilities(overlaps_training=True)
 
     def __init__(self) -> None:
         super().__init__(max_model_len=320)
