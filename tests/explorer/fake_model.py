@@ -22,7 +22,7 @@ class FakeModel(Engine):
     """Answers `answer(seed)` after `latency` seconds; keeps every call's settings and counts aborted requests."""
 
     capabilities = Capabilities(overlaps_training=True, picklable=True)
-    tokenizer = None
+    tokenizer: Any = None  # pyright: ignore
     dtype = torch.float32  # pyright: ignore
     weight_shapes = {}  # pyright: ignore  # noqa: RUF012
     max_model_len: Any = 100  # pyright: ignore

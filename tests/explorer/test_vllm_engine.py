@@ -5,22 +5,22 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.engine_promises import EnginePromises, ask, plain_logprobs
 from tiny_policy import tiny_model
 from tiny_vllm import driven_engine, standing_still, tiny_engine
 
-from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import (
     ConfigError,
     ModelLoadError,
-    PromptTooLongError,
     RolloutError,
     WeightSyncError,
 )
@@ -107,149 +107,11 @@ def host(driven: tuple[VLLMEngine, Host]) -> Host:
     return driven[1]
 
 
-@pytest.fixture
-def other_weights(engine: VLLMEngine, host: Host) -> Iterator[Any]:
-    """A model to send; the engine has its first weights again afterwards."""
-    yield tiny_model()
-    host.run(engine.sync_weights(weight_stream(tiny_model()), 0))
+# -- generating --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return tiny_model()
-
-
-@torch.no_grad()
-def plain_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> list[float]:
-    tokens = torch.tensor([[*prompt, *response]])
-    logprobs = (model(tokens).logits[0, :-1].double() / temperature).log_softmax(-1)
-    own = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1)
-    return own[len(prompt) - 1 :].tolist()
-
-
-def ask(engine: VLLMEngine, host: Host, **sampling: Any) -> Completion:
-    return host.run(engine.generate(PROMPT, **({"seed": 3, "max_tokens": 12} | sampling)))[0]
-
-
-# -- generating -------------------------------------------------------------------------------------------------------
-
-
-def test_it_is_an_inference_model(engine: VLLMEngine) -> None:
-    assert isinstance(engine, InferenceModel)
-    assert engine.dtype == torch.float32
-    assert engine.max_model_len == CONTEXT
-
-
-def test_many_chats_at_once(engine: VLLMEngine, host: Host) -> None:
-    async def chat(i: int) -> list[Completion]:
-        return await engine.chat([{"role": "user", "content": f"{i}"}], n=1 + i % 3, seed=i, max_tokens=2 + i % 7)
-
-    async def chats() -> list[list[Completion]]:
-        return await asyncio.gather(*[chat(i) for i in range(60)])
-
-    for i, completions in enumerate(host.run(chats())):
-        assert len(completions) == 1 + i % 3
-        for completion in completions:
-            assert engine.tokenizer.decode(completion.prompt_token_ids) == (
-                f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n"
-            )
-            assert 1 <= len(completion.token_ids) <= 2 + i % 7
-            assert len(completion.logprobs) == len(completion.token_ids)
-            assert completion.text == engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-
-
-def test_a_text_is_tokenized(engine: VLLMEngine, host: Host) -> None:
-    completion = host.run(engine.generate("1+1=", max_tokens=1, seed=0))[0]
-    assert list(completion.prompt_token_ids) == engine.tokenizer.encode("1+1=")
-
-
-def test_a_seed_fixes_the_tokens(engine: VLLMEngine, host: Host) -> None:
-    assert ask(engine, host) == ask(engine, host)
-    assert ask(engine, host).token_ids != ask(engine, host, seed=4).token_ids
-
-
-def test_sample_i_of_a_request_has_its_seed_plus_i(engine: VLLMEngine, host: Host) -> None:
-    together = host.run(engine.generate(PROMPT, n=4, seed=100, max_tokens=12))
-    alone = [ask(engine, host, seed=100 + i) for i in range(4)]
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    assert len({tuple(c.token_ids) for c in together}) == 4
-
-
-def test_tokens_depend_neither_on_the_batch_nor_on_the_order(engine: VLLMEngine, host: Host) -> None:
-    generator = random.Random(0)
-    requests = [([generator.randrange(4, 99) for _ in range(1 + i % 30)], i) for i in range(24)]
-
-    async def generate(order: Sequence[int]) -> dict[int, list[int]]:
-        answers = await asyncio.gather(
-            *[engine.generate(requests[i][0], seed=requests[i][1], max_tokens=16) for i in order]
-        )
-        return {i: list(answer[0].token_ids) for i, answer in zip(order, answers, strict=True)}
-
-    forwards = host.run(generate(range(24)))
-    assert host.run(generate(generator.sample(range(24), 24))) == forwards
-    assert host.run(generate([11])) == {11: forwards[11]}
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_of_the_distribution_sampled_from(
-    engine: VLLMEngine, host: Host, reference: Any, temperature: float
-) -> None:
-    completion = ask(engine, host, temperature=temperature, max_tokens=40)
-    expected = plain_logprobs(reference, PROMPT, completion.token_ids, temperature)
-    torch.testing.assert_close(list(completion.logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_temperature_0_takes_the_likeliest_token(engine: VLLMEngine, host: Host, reference: Any) -> None:
-    completion = ask(engine, host, temperature=0.0, max_tokens=8)
-    tokens = torch.tensor([[*PROMPT, *completion.token_ids]])
-    with torch.no_grad():
-        likeliest = reference(tokens).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
-    assert likeliest.tolist() == completion.token_ids
-
-
-def test_scoring_is_a_plain_forward(engine: VLLMEngine, host: Host, reference: Any) -> None:
-    tokens = [random.Random(1).randrange(4, 99) for _ in range(200)]
-    torch.testing.assert_close(
-        host.run(engine.logprobs(tokens)), plain_logprobs(reference, tokens[:1], tokens[1:]), atol=1e-4, rtol=0
-    )
-    assert host.run(engine.logprobs([5])) == []
-
-
-def test_scoring_and_sampling_leave_the_trainers_random_state_alone(engine: VLLMEngine, host: Host) -> None:
-    before = torch.get_rng_state()
-    host.run(engine.logprobs(PROMPT))
-    host.run(engine.generate(PROMPT, n=3, seed=0, max_tokens=5))
-    unseeded = host.run(engine.generate(PROMPT, n=3, max_tokens=5))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len({tuple(completion.token_ids) for completion in unseeded}) == 3
-
-
-# -- how a response ends ----------------------------------------------------------------------------------------------
-
-
-def test_the_limit_ends_a_response(engine: VLLMEngine, host: Host) -> None:
-    completion = ask(engine, host, max_tokens=5)
-    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
-    full = ask(engine, host, max_tokens=10**6, ignore_eos=True)
-    assert (len(full.token_ids), full.finish_reason) == (CONTEXT - len(PROMPT), "length")
-
-
-def test_the_end_token_ends_a_response_and_is_part_of_it(engine: VLLMEngine, host: Host) -> None:
-    completion = ask(engine, host, max_tokens=300, logit_bias={engine.tokenizer.eos_token_id: 4.0})
-    assert completion.token_ids[-1] == engine.tokenizer.eos_token_id
-    assert len(completion.logprobs) == len(completion.token_ids) < 300
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
-    assert "<|im_end|>" not in completion.text
-
-
-def test_a_stop_string_ends_a_response_and_is_cut_from_its_text(engine: VLLMEngine, host: Host) -> None:
-    whole = ask(engine, host)
-    stop = whole.text[5]
-    completion = ask(engine, host, stop=[stop])
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert completion.text == whole.text[: whole.text.index(stop)]
-    assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
-    assert len(completion.logprobs) == len(completion.token_ids)
+class TestPromises(EnginePromises):
+    pass
 
 
 def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, host: Host) -> None:
@@ -260,9 +122,7 @@ def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, host: Hos
         assert decoded.text
 
 
-def test_samples_of_a_prompt_share_its_blocks(
-    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch, reference: Any
-) -> None:
+def test_samples_of_a_prompt_share_its_blocks(engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = engine._engine.model_executor
     execute = executor.execute_model
     computed: list[int] = []
@@ -278,19 +138,10 @@ def test_samples_of_a_prompt_share_its_blocks(
     alone = [host.run(engine.generate(prompt, seed=i, max_tokens=20, ignore_eos=True))[0] for i in range(5)]
     assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
     for sample in together:
-        expected = plain_logprobs(reference, prompt, sample.token_ids)
-        torch.testing.assert_close(list(sample.logprobs), expected, atol=1e-4, rtol=0)
+        assert list(sample.logprobs) == pytest.approx(plain_logprobs(sample), abs=1e-4)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
-def test_a_prompt_without_room_for_a_response_is_refused(engine: VLLMEngine, host: Host, length: int) -> None:
-    before = ask(engine, host)
-    with pytest.raises(PromptTooLongError, match=f"{length} tokens.*{CONTEXT}.*max_model_len"):
-        host.run(engine.generate([5] * length))
-    assert ask(engine, host) == before
 
 
 def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, host: Host) -> None:
@@ -302,7 +153,7 @@ def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, host: Host) -> N
             engine.generate(PROMPT, temperature=-1.0),
             engine.generate(PROMPT, n=0),
             engine.logprobs([]),
-            engine.generate(PROMPT, seed=3, max_tokens=12),
+            engine.generate(PROMPT, seed=5, max_tokens=12),
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -330,7 +181,7 @@ def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host, monkeyp
     async def cancel_two_of_three() -> Completion:
         all_posted = standing_still(engine)
         tasks = [asyncio.create_task(engine.generate(PROMPT, n=n, seed=3, ignore_eos=True)) for n in (1, 4)]
-        kept = asyncio.create_task(engine.generate(PROMPT, seed=3, max_tokens=12))
+        kept = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
         await asyncio.sleep(0)
         all_posted.set()
         await asyncio.to_thread(third_step.wait, 60)
@@ -385,73 +236,15 @@ def test_a_failing_step_fails_its_requests_and_no_later_ones(
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def tripled(model: Any) -> Any:
-    """Embedding times 3, and with it the head that is tied to it."""
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(3)
-    return model
-
-
-def test_a_tied_embedding_arrives_in_the_head_too(engine: VLLMEngine, host: Host, other_weights: Any) -> None:
-    model = tripled(other_weights)
-    tokens = list(range(10, 80))
-    old = host.run(engine.logprobs(tokens))
-    host.run(engine.sync_weights(weight_stream(model), 7))
-    assert engine.model_version == 7
-    new = host.run(engine.logprobs(tokens))
-    torch.testing.assert_close(new, plain_logprobs(model, tokens[:1], tokens[1:]), atol=1e-3, rtol=0)
-    assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 0.5
-
-
-def test_a_sync_forgets_cached_prefixes(engine: VLLMEngine, host: Host, other_weights: Any) -> None:
-    assert engine._engine.vllm_config.cache_config.enable_prefix_caching
-    prompt = [5 + i % 90 for i in range(CONTEXT - 20)]
-    host.run(engine.generate(prompt, seed=0, max_tokens=4))
-    with torch.no_grad():
-        for parameter in other_weights.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    host.run(engine.sync_weights(weight_stream(other_weights), 1))
-    completion = host.run(engine.generate(prompt, seed=0, max_tokens=4))[0]
-    expected = plain_logprobs(other_weights, prompt, completion.token_ids)
-    torch.testing.assert_close(list(completion.logprobs), expected, atol=1e-3, rtol=0)
-
-
-HEAD, UP = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop(HEAD), "1 missing: 'lm_head.weight'"),
-        (lambda tensors: tensors.pop(UP), f"1 missing: '{UP}'"),
-        (
-            lambda tensors: tensors.update({"model.layers.1.mlp.up_prj.weight": tensors[UP]}),
-            rf"1 unknown to the engine: 'model.layers.1.mlp.up_prj.weight' \(nearest: '{UP}'\)",
-        ),
-        (lambda tensors: tensors.update({UP: tensors[UP].T}), rf"'{UP}' \(64, 128\), expected \(128, 64\)"),
-        (dict.clear, "21 missing: 'model.embed_tokens.weight', .* and 13 more"),
-    ],
-)
-def test_weights_that_do_not_fit_leave_the_engine_as_it_was(
-    engine: VLLMEngine, host: Host, other_weights: Any, change: Any, message: str
-) -> None:
-    before = ask(engine, host), engine.model_version
-    tensors = dict(weight_stream(tripled(other_weights)))
-    change(tensors)
-    with pytest.raises(WeightSyncError, match=message):
-        host.run(engine.sync_weights(tensors.items(), 9))
-    assert (ask(engine, host), engine.model_version) == before
-
-
 def test_vllm_failing_in_the_middle_of_a_sync_is_told(
-    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch, reference: Any
+    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("too much")
 
-    monkeypatch.setattr(engine._engine, "collective_rpc", fail)
+    monkeypatch.setattr(engine._packed, "take", fail)
     with pytest.raises(WeightSyncError, match=r"MemoryError: too much.*build another engine"):
-        host.run(engine.sync_weights(weight_stream(reference), 9))
+        host.run(engine.sync_weights(weight_stream(tiny_model()), 9))
     assert engine.model_version == 0
 
 

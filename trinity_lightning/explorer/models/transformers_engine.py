@@ -264,7 +264,7 @@ class TransformersEngine(InProcessEngine):
         """The trainer's weights are this engine's already; a checkpoint's are copied in."""
         own = {name: p.detach() for name, p in self._model.named_parameters(remove_duplicate=False)}
         sent = dict(stream)
-        if all(name in own and tensor.data_ptr() == own[name].data_ptr() for name, tensor in sent.items()):
+        if sent and all(name in own and each.data_ptr() == own[name].data_ptr() for name, each in sent.items()):
             return
         check_shapes(stream.shapes, self.weight_shapes)
         for name, tensor in sent.items():
