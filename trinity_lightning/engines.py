@@ -40,8 +40,6 @@ from trinity_lightning.config.training import HALF, MIXED, WeightDtype, compute_
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.models.openai_api import OpenAIModel
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
 from trinity_lightning.sync.stream import checkpoint_weights, parameter_shapes, skeleton
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import resumed_budget
@@ -227,7 +225,7 @@ def check_experts(config: TrainConfig) -> None:
 
 
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:
-    """The models beside the policy, by name."""
+    """The models beside the policy, by name; what they are made of is imported if there are any."""
     return {
         name: _auxiliary(name, auxiliary, config, folder)
         for name, auxiliary in auxiliary_configs(config.auxiliary_models).items()
@@ -235,6 +233,9 @@ def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldMode
 
 
 def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> HeldModel:
+    from trinity_lightning.explorer.models.openai_api import OpenAIModel
+    from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
+
     if auxiliary.url is not None:
         return OpenAIModel(auxiliary.url, auxiliary.model, auxiliary.api_key_env)
     engine = auxiliary.engine
@@ -253,6 +254,8 @@ class ThreadShare(L.Callback):
         """Take fewer threads, where that is needed."""
         engines = _servers_here(self._config) if self._config.explorer.sync_offset > 0 else []
         if engines and not torch.cuda.is_available():
+            from trinity_lightning.explorer.models.vllm_server import server_cores
+
             cores = sorted(os.sched_getaffinity(0))
             shares = [share for engine in engines for share in server_cores(cores, engine, overlaps=True)]
             taken = set().union(*shares)

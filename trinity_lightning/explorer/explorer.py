@@ -19,7 +19,6 @@ from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
-from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.runner import Status, fails_by_reward
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.sources import ANSWER
@@ -250,6 +249,8 @@ class Explorer:
         for model in models:
             config.check_engine(type(model).__name__, model.capabilities)
         if config.reward_workers:
+            from trinity_lightning.explorer.rewards.workers import check_all_importable
+
             for source in [*([] if train is None else [train]), *evals]:
                 check_all_importable(resolve_rewards(source.reward_fn))
         self.config = config

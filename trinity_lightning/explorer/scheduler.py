@@ -18,12 +18,12 @@ from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards.scoring import SCORER
-from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, fails_by_reward, summarize
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.ray.runner import RayCluster, RayRunner
+    from trinity_lightning.explorer.rewards.workers import RewardWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -316,9 +316,7 @@ class Scheduler:
         self._task_numbers: dict[str, itertools.count[int]] = {}
         self._running: set[_Work] = set()
         self._times = TaskTimes(config)
-        self._reward_workers = (
-            RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
-        )
+        self._reward_workers = _reward_workers(config)
         self._started = False
         self._finished_at = 0.0
         self._succeeded = False  # whether any task has given an experience
@@ -569,3 +567,12 @@ def _cluster(config: ExplorerConfig, models: Sequence[HeldModel]) -> "RayCluster
 
     check_ray(config, models)
     return RayCluster(config.ray_address)
+
+
+def _reward_workers(config: ExplorerConfig) -> "RewardWorkers | None":
+    """The processes that reward functions run in, if any are asked for."""
+    if not config.reward_workers:
+        return None
+    from trinity_lightning.explorer.rewards.workers import RewardWorkers
+
+    return RewardWorkers(config.reward_workers, config.reward_timeout)

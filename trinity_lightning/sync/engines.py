@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.values import nearest
-from trinity_lightning.sync.nccl import WeightGroup
 from trinity_lightning.sync.stream import Shape, WeightStream
+
+if TYPE_CHECKING:
+    from trinity_lightning.sync.nccl import WeightGroup
 
 
 class PolicyEngine(HeldModel, Protocol):
@@ -61,6 +63,8 @@ class PolicyEngines(Generic[E]):
         Args:
             shapes: of what is going to be sent; None: as the trainer's weights are.
         """
+        from trinity_lightning.sync.nccl import WeightGroup
+
         stream = self._trainers()
         device = next((tensor.device for _, tensor in stream), torch.device("cpu"))
         self.leave()

@@ -16,7 +16,6 @@ from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
-from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 logger = logging.getLogger(__name__)
@@ -114,6 +113,8 @@ class Engine(ABC):
 
     def get_openai_async_client(self) -> Any:
         """An `openai.AsyncOpenAI` over this engine; see `InferenceModel.get_openai_async_client`."""
+        from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
+
         return async_client(ChatCompletions(self).answer)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
