@@ -14,9 +14,11 @@ from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Trai
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, auxiliary_configs
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
-from trinity_lightning.engines import planned_engine, rollouts_of, server_cores, training_of, with_memory_plan
+from trinity_lightning.engines import planned_engine, rollouts_of, training_of, with_memory_plan
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.vllm_engine import engine_args
+from trinity_lightning.explorer.models.vllm_server import server_cores
 
 # -- the memory plan ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +249,7 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
 ) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(engines, "VLLMServerEngine", lambda model, config, **given: started.update(given))
+    monkeypatch.setattr(vllm_server, "VLLMServerEngine", lambda model, config, **given: started.update(given))
     config = TrainConfig(
         explorer=ExplorerConfig(sync_offset=sync_offset),
         auxiliary_models={"judge": {"model": "tiny", "engine": {**engine, "gpus": [1]}}},
