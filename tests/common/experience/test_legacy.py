@@ -2,6 +2,8 @@ import io
 import pickle
 import pickletools
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -93,13 +95,53 @@ def _cycle() -> list[Any]:
     return value
 
 
+def _chains(count: int) -> list[Any]:
+    """Chains of 90 lists side by side, each of which ends in the one before it."""
+    chains: list[Any] = []
+    value: list[Any] = []
+    for _ in range(count):
+        for _ in range(90):
+            value = [value]
+        chains.append(value)
+    return chains
+
+
+def _wide_key() -> dict[Any, None]:
+    return {tuple(range(200)): None}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(_nested(200), "nested more than 100 deep"), (_laughs(), "out of all proportion"), (_cycle(), "contains itself")],
+    [
+        (_nested(200), "nested more than 100 deep"),
+        (_chains(2), "nested more than 100 deep"),
+        (_laughs(), "out of all proportion"),
+        (_cycle(), "contains itself"),
+        (_wide_key(), "key of a dict has more than 100 parts"),
+    ],
 )
 def test_limits_of_depth_and_size(value, message):
     with pytest.raises(ExperienceFormatError, match=message):
         load_plain(pickle.dumps(value))
+
+
+def test_what_is_nested_100_deep_or_has_tuples_as_keys_is_read():
+    value = [_nested(98), {(1, ("a", 2)): _nested(50)}]
+    assert load_plain(pickle.dumps(value)) == value
+
+
+# In another process: the hash of such a key overruns the stack, or takes 2**80 steps.
+@pytest.mark.parametrize("key", ["b')' + b'\\x85' * 1_000_000", "b')' + b'q\\x00h\\x00\\x86' * 80"])
+@pytest.mark.parametrize("item", ["b'}' + KEY + b'Ns.'", "b'}(' + KEY + b'Nu.'"])
+def test_keys_that_cannot_be_hashed_are_refused_and_nothing_dies(key, item):
+    script = (
+        "from trinity_lightning.common.experience.legacy import ExperienceFormatError, load_plain\n"
+        f"try:\n    load_plain({item.replace('KEY', key)})\n"
+        "except ExperienceFormatError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "nested more than 100 deep" in done.stdout or "more than 100 parts" in done.stdout
 
 
 @pytest.mark.parametrize(

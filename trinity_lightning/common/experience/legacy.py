@@ -94,6 +94,7 @@ def _is_single_turn(fields: dict[str, Any]) -> bool:
 # -- Pickles -----------------------------------------------------------------------------------------------------------
 
 _MAX_DEPTH = 100
+_MAX_KEY_PARTS = 100
 # Shared containers make a small pickle stand for a huge value; this many parts a byte is more than honest data have.
 _MAX_PARTS_PER_BYTE = 64
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
@@ -129,7 +130,20 @@ class _PlainUnpickler(pickle._Unpickler):
         (size,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(size)))
 
+    def load_setitem(self) -> None:
+        """As pickle's, of keys that can be hashed: Python's hash of a tuple follows any depth and every shared part."""
+        _check_key(self.stack[-2])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        """The same, of all items since the mark."""
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_setitems()  # type: ignore[misc]
+
     dispatch[_OPCODES["BYTEARRAY8"]] = load_bytearray8
+    dispatch[_OPCODES["SETITEM"]] = load_setitem
+    dispatch[_OPCODES["SETITEMS"]] = load_setitems
 
 
 def load_plain(data: bytes) -> Any:
@@ -149,26 +163,45 @@ def load_plain(data: bytes) -> Any:
         raise ExperienceFormatError(f"metadata: no readable pickle: {type(error).__name__}: {error}") from error
     if not ended:
         raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
-    if _parts(value, {}, 0) > _MAX_PARTS_PER_BYTE * len(data):
+    parts, _ = _measure(value, {}, 0)
+    if parts > _MAX_PARTS_PER_BYTE * len(data):
         raise ExperienceFormatError("metadata: the pickle stands for a value out of all proportion to its size.")
     return value
 
 
-def _parts(value: Any, known: dict[int, int | None], depth: int) -> int:
-    """How many values a value is made of, shared ones counted every time; `known` by identity, None while under way."""
+def _check_key(key: Any) -> None:
+    parts, _ = _measure(key, {}, 0)
+    if parts > _MAX_KEY_PARTS:
+        raise ExperienceFormatError(f"metadata: a key of a dict has more than {_MAX_KEY_PARTS} parts.")
+
+
+def _measure(value: Any, known: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
+    """How many values a value is made of, shared ones counted every time, and how many containers deep it is.
+
+    `known` holds both by identity, None while under way; `depth` containers are around the value.
+    """
     if not isinstance(value, (list, dict, tuple)):
-        return 1
+        return 1, 0
     if id(value) in known:
-        size = known[id(value)]
-        if size is None:
+        measured = known[id(value)]
+        if measured is None:
             raise ExperienceFormatError("metadata: a container contains itself.")
-        return size
-    if depth >= _MAX_DEPTH:
-        raise ExperienceFormatError(f"metadata: nested more than {_MAX_DEPTH} deep.")
+        _check_depth(depth + measured[1])
+        return measured
+    _check_depth(depth + 1)
     known[id(value)] = None
     children = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    size = known[id(value)] = 1 + sum(_parts(child, known, depth + 1) for child in children)
-    return size
+    parts, height = 1, 0
+    for child in children:
+        child_parts, child_height = _measure(child, known, depth + 1)
+        parts, height = parts + child_parts, max(height, child_height)
+    known[id(value)] = parts, height + 1
+    return parts, height + 1
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ExperienceFormatError(f"metadata: nested more than {_MAX_DEPTH} deep.")
 
 
 class _Unpickler(pickle.Unpickler):
