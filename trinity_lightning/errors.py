@@ -2,8 +2,6 @@
 
 from dataclasses import FrozenInstanceError
 
-# -- Error types that name the thing and the fix -----------------------------------------------------------------------
-
 
 class TrinityError(Exception):
     """Base of the errors this library raises on purpose: the message alone should be enough to act on."""

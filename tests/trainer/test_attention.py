@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trinity_lightning.trainer import attention as flex_prefix
+from trinity_lightning.trainer import attention as attentions
 from trinity_lightning.trainer.attention import (
     BLOCK_TOKENS,
     SHORT_TOKENS,
@@ -200,7 +200,7 @@ def test_blocks_that_are_seen_in_full_skip_the_mask() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_forward_pass_is_that_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_prefix, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's
+    monkeypatch.setattr(attentions, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's
     flex = FlexSharedPrefix.of(LONG, CPU)
     inputs = states(LONG.starts()[-1], torch.float64)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.layouts import batches, experiences
 from support.policy import batch_of, fit, make_experiences, make_policy
 
-import trinity_lightning.trainer.layout as token_budget
+import trinity_lightning.trainer.layout as layout_module
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.memory_plan import GIB, ModelShape
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
@@ -223,7 +223,7 @@ SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets how many bytes of memory are free."""
-    return lambda size: monkeypatch.setattr(token_budget, "free_memory", lambda: size)
+    return lambda size: monkeypatch.setattr(layout_module, "free_memory", lambda: size)
 
 
 # Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trinity_lightning.trainer.logprobs as logprobs
-import trinity_lightning.trainer.logprobs as vocabulary_gradients
+import trinity_lightning.trainer.logprobs as logprobs_module
 from trinity_lightning.trainer.logprobs import Head, LeanEmbedding, lean_embeddings, token_logprobs
 
 PADDING = 3
@@ -20,7 +20,7 @@ PADDING = 3
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 50 rows has several, and 24 tokens are several chunks, all but the first computed again."""
-    monkeypatch.setattr(vocabulary_gradients, "GRADIENT_BLOCK_BYTES", 4 * 16 * 20)
+    monkeypatch.setattr(logprobs_module, "GRADIENT_BLOCK_BYTES", 4 * 16 * 20)
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 50 * 7)
 
 

@@ -42,9 +42,9 @@ _MADV_DONTNEED = 4  # of madvise(2)
 def reuse_large_buffers() -> None:
     """Let the C library (where it is glibc) keep buffers of up to 256 MiB for the next ones of their kind.
 
-    It would map each buffer of more than 32 MiB anew, and every page of it would be zeroed at its first touch: logits
-    come by the hundred megabytes, and that was a sixth of a training step. A wish, not a promise: where a library lies
-    in the heap's way, glibc maps them all the same.
+    It would map each buffer of more than 32 MiB again every time, and every page of it would be zeroed at its first
+    touch: logits come by the hundred megabytes, and that was a sixth of a training step. A wish, not a promise: where a
+    library lies in the heap's way, glibc maps them all the same.
     """
     if (mallopt := _of_glibc("mallopt")) is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)

@@ -113,7 +113,7 @@ class Head:
     def of(cls, model: nn.Module) -> "Head":
         """The head of a Hugging Face causal language model, with what its config says is done to the logits.
 
-        Names of other meaning elsewhere are not looked for: `forward.logprob_function` finds out whether this is right.
+        Names of other meaning elsewhere are not looked for: `model.logprob_function` finds out whether this is right.
         """
         config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
         scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)

@@ -265,7 +265,7 @@ def _probe(model: Any) -> nn.Parameter | None:
     """The trained parameter whose gradient is compared: the first vector, or else the first matrix.
 
     A vector's gradient is small, and that of the first needs all layers. Not one of input and output embeddings, whose
-    gradient is no result of the backward pass (`vocabulary_gradients`).
+    gradient is no result of the backward pass (`logprobs.lean_embeddings`).
     """
     embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}
