@@ -1,16 +1,20 @@
 """Weights that are packed for vLLM's CPU build are, to the bit, what vLLM itself makes of them."""
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_policy import train_a_little
+from tiny_policy import logprobs, train_a_little
 
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import weight_stream
 
@@ -33,14 +37,18 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def engine_of(model: Any, folder: Path, dtype: EngineDtype) -> VLLMEngine:
+    model.save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    return VLLMEngine(str(folder), dtype=dtype, max_model_len=32, max_num_seqs=4, kv_cache_gb=0.05)
+
+
 @pytest.fixture(scope="module", params=[qwen2, gpt2], ids=["qwen2", "gpt2"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
     """A model and a bfloat16 engine of it that takes its weights by `PackedWeights`."""
     torch.manual_seed(0)
     model, folder = request.param(), tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    load_tokenizer("tiny").save_pretrained(folder)
-    engine = VLLMEngine(str(folder), dtype=EngineDtype.bf16, max_model_len=32, max_num_seqs=4, kv_cache_gb=0.05)
+    engine = engine_of(model, folder, EngineDtype.bf16)
     host = Host([engine])
     host.run(engine.load())
     yield model.to(torch.bfloat16), engine, host
@@ -65,3 +73,28 @@ def test_they_are_what_vllm_makes_of_them(
     train_a_little(model, scale=-0.05)
     host.run(engine.sync_weights(weight_stream(model), 3))  # after vLLM's own way, too
     assert host.run(engine.logprobs(TEXT)) != packed
+
+
+def test_layers_that_vllm_did_not_pack_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
+    model = qwen2()
+    engine = engine_of(model, tmp_path, EngineDtype.fp32)
+    with closing(Host([engine])) as host:
+        for version in (1, 2):
+            assert host.run(engine.logprobs(TEXT)) == pytest.approx(logprobs(model, TEXT), abs=1e-4)
+            train_a_little(model)
+            host.run(engine.sync_weights(weight_stream(model), version))
+        assert host.run(engine.logprobs(TEXT)) == pytest.approx(logprobs(model, TEXT), abs=1e-4)
+        host.run(engine.shutdown())
+
+
+def test_layers_that_cannot_be_taken_over_are_a_load_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: Any) -> None:
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(vllm_engine, "PackedWeights", refuse)
+    engine = engine_of(qwen2(), tmp_path, EngineDtype.fp32)
+    with closing(Host([engine])) as host, pytest.raises(ModelLoadError, match=r"vLLM cannot load .*no such layer"):
+        host.run(engine.load())
+    assert not torch.distributed.is_initialized()
+    assert engine._engine is None

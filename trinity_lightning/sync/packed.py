@@ -85,7 +85,8 @@ def _pack(layer: Any) -> None:
 def is_packable(model: Any) -> bool:
     """Whether this model of vLLM's CPU build has no weights that it changes when they are loaded but by packing.
 
-    Quantised layers, experts, convolutions, and attention with compressed keys are left to vLLM.
+    Quantised layers, experts, convolutions, and attention with compressed keys are left to vLLM. So is a model with a
+    linear layer that vLLM did not pack, for want of oneDNN or of support: it computes with the weight itself.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -102,6 +103,6 @@ def is_packable(model: Any) -> bool:
             return False
         if isinstance(layer, LinearBase):
             weight = get_layerwise_info(layer).restore_metadata[0].get("weight")
-            if weight is None or weight.ndim != 2:
+            if weight is None or weight.ndim != 2 or layer.get_parameter("weight").numel() > 0:
                 return False
     return True

@@ -128,6 +128,7 @@ class VLLMEngine(InProcessEngine):
         check_speculation("engine", self._config.args)
         super().__init__(self._config.max_model_len)
         self._model = model
+        self._engine: Any = None
         self._random_stream = torch.Generator().manual_seed(0).get_state()
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
 
@@ -193,17 +194,17 @@ class VLLMEngine(InProcessEngine):
                 warnings.simplefilter("ignore")  # vLLM's imports warn of its dependencies' affairs
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
+                self._tokenizer = self._engine.get_tokenizer()
+                [model] = self._engine.collective_rpc(_model_of)
+                on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+                self._packed = PackedWeights(model) if on_cpu and is_packable(model) else None
         except ConfigError:
             raise
         except Exception as error:
-            self._leave_process_group()
+            self._close()
             raise ModelLoadError(f"vLLM cannot load '{path}': {type(error).__name__}: {error}") from error
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
-        self._tokenizer = self._engine.get_tokenizer()
-        [model] = self._engine.collective_rpc(_model_of)
-        on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-        self._packed = PackedWeights(model) if on_cpu and is_packable(model) else None
 
     def _build(self, path: str) -> Any:
         from vllm import EngineArgs
@@ -303,8 +304,12 @@ class VLLMEngine(InProcessEngine):
 
     def _free(self) -> None:
         self._awake()  # its allocator cannot free what is not there
-        self._engine.engine_core.shutdown()
-        del self._engine, self._packed
+        self._close()
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+        self._engine = self._packed = None
         self._leave_process_group()
         gc.collect()
 
