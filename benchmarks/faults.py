@@ -16,7 +16,6 @@ from collections import Counter
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer.tasks import Task
@@ -35,8 +34,6 @@ class NoModel:
 
     model_version = 0
     max_model_len = 64
-    capabilities = Capabilities(picklable=True)
-    restarts = None
 
     async def generate(self, prompt: object, n: int = 1, **sampling: object) -> list[Completion]:
         return [Completion([1], [2, 3], [-0.5, -0.5], "", "stop")] * n

@@ -557,3 +557,8 @@ def test_refills_end_with_the_taskset() -> None:
         return await rollouts(2)
 
     assert asyncio.run(body()) == []
+
+
+def test_a_model_that_is_no_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"object is no engine .* a subclass of .*\.models\.engine\.Engine\."):
+        Explorer(ExplorerConfig(), [object()], source())  # type: ignore[list-item]

@@ -11,7 +11,7 @@ from fake_model import FakeModel, LeapingLoop, Scripted, ScriptedRepeatable, an_
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
-from trinity_lightning.errors import ConfigError, PromptTooLongError
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
 from trinity_lightning.explorer.scheduler import enough_of
 from trinity_lightning.explorer.workflows import PartialFailure
@@ -278,6 +278,24 @@ def test_fewer_than_min_num_are_returned_after_the_time_out(clear: bool) -> None
         assert tids((await scheduler.get_results(1))[1]) == ([] if clear else [(1, 1), (1, 2)])
 
     running(body, runner_per_model=3)
+
+
+@pytest.mark.parametrize(
+    ("min_num", "ratio"), [(None, 0.0), (None, 0.25), (30, 0.0)], ids=["all", "over_rollout", "min_num"]
+)
+def test_a_batch_whose_rewards_all_fail_is_given_up(min_num: int | None, ratio: float) -> None:
+    async def without_reward(workflow: Any) -> list[Experience]:
+        raise RewardError("no reward today")
+
+    async def body(scheduler: Scheduler) -> None:
+        start = now()
+        scheduler.schedule([scripted(without_reward)] * 16 + [scripted(hang)] * 24, 1)
+        statuses, experiences = await scheduler.get_results(1, min_num)
+        assert (len(statuses), experiences) == (16, [])
+        assert now() - start < 1  # of the 5 s after which the others would fail
+        assert not scheduler.has_step(1)
+
+    running(body, over_rollout=OverRolloutConfig(ratio=ratio))
 
 
 def test_min_num_in_time_gives_nothing_up() -> None:

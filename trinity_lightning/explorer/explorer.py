@@ -228,8 +228,8 @@ class Explorer:
 
     Raises:
         ConfigError: training rollouts would not be drawn from the policy's own distribution, two tasksets share a
-            name, an engine in this process should generate while the trainer trains (sync_offset), or a reward
-            function cannot be imported by other processes (reward_workers).
+            name, a model is no `Engine`, an engine in this process should generate while the trainer trains
+            (sync_offset), or a reward function cannot be imported by other processes (reward_workers).
     """
 
     def __init__(
@@ -247,6 +247,11 @@ class Explorer:
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
         for model in models:
+            if not isinstance(model, Engine):
+                raise ConfigError(
+                    f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
+                    f"make it a subclass of {Engine.__module__}.Engine."
+                )
             config.check_engine(type(model).__name__, model.capabilities)
         if config.reward_workers:
             from trinity_lightning.explorer.rewards.workers import check_all_importable

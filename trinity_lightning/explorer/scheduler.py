@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards.scoring import SCORER
@@ -63,8 +63,8 @@ class RunnerWrapper:
     def __init__(
         self,
         runner_id: int,
-        rollout_model: HeldModel,
-        auxiliary_models: Sequence[HeldModel] | None,
+        rollout_model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None,
         config: ExplorerConfig,
     ) -> None:
         self.runner_id = runner_id
@@ -292,8 +292,8 @@ class Scheduler:
     def __init__(
         self,
         config: ExplorerConfig,
-        rollout_model: Sequence[HeldModel],
-        auxiliary_models: Sequence[Sequence[HeldModel]] | None = None,
+        rollout_model: Sequence[InferenceModel],
+        auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
     ) -> None:
         auxiliary_models = auxiliary_models or []
         if not rollout_model or not all(auxiliary_models):
@@ -508,13 +508,16 @@ class Scheduler:
     async def _until_enough(self, batch: Batch, min_num: int | None) -> None:
         over = self.config.over_rollout
         if min_num is not None:
-            await batch.until(lambda: min_num)
+            await self._until(batch, lambda: min_num)
         elif over.ratio > 0 and not batch.key.is_eval:
-            await batch.until(lambda: enough_of(len(batch), over.ratio))
+            await self._until(batch, lambda: enough_of(len(batch), over.ratio))
             async with asyncio.timeout(over.wait_after_min):
-                await batch.until(lambda: len(batch))
+                await self._until(batch, lambda: len(batch))
         else:
-            await batch.until(lambda: len(batch.finished) if self._rewards_fail(batch) else len(batch))
+            await self._until(batch, lambda: len(batch))
+
+    async def _until(self, batch: Batch, needed: Callable[[], int]) -> None:
+        await batch.until(lambda: 0 if self._rewards_fail(batch) else needed())
 
     def _rewards_fail(self, batch: Batch) -> bool:
         """Whether nothing but errors of reward functions has come, of enough tasks to give the others up."""
@@ -560,7 +563,7 @@ def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
     return summarize(chunk.task, [], errors, chunk.repeat_times, dict.fromkeys(_TIMES, 0.0))
 
 
-def _cluster(config: ExplorerConfig, models: Sequence[HeldModel]) -> "RayCluster | None":
+def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCluster | None":
     if config.runner != "ray":
         return None
     from trinity_lightning.explorer.ray.runner import RayCluster, check_ray

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.inference import HeldModel, InferenceModel
 from trinity_lightning.config.engines import require_ray
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
@@ -46,8 +46,8 @@ class RayRunner:
     def __init__(
         self,
         config: ExplorerConfig,
-        model: HeldModel,
-        auxiliary_models: Sequence[HeldModel] | None = None,
+        model: InferenceModel,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
         runner_id: int | None = None,
     ) -> None:
         self.config = config
@@ -129,7 +129,7 @@ class RayRunner:
     async def _start_dead_servers(self) -> None:
         """The worker's copies of the models cannot: this process has started the servers."""
         for model in (self.model, *self.auxiliary_models):
-            if model.restarts is not None:
+            if isinstance(model, HeldModel) and model.restarts is not None:
                 await model.load()
 
     async def _ask(self, task: bytes, runs: list[int], limit: float | None) -> Answer:
@@ -313,7 +313,7 @@ class RayCluster:
             ray.shutdown()
 
 
-def check_ray(config: ExplorerConfig, models: Sequence[HeldModel]) -> None:
+def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
     """Refuse what Ray runners cannot work with.
 
     Raises:
@@ -321,7 +321,8 @@ def check_ray(config: ExplorerConfig, models: Sequence[HeldModel]) -> None:
     """
     require_ray()
     for model in models:
-        config.check_runners(type(model).__name__, model.capabilities)
+        if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
+            config.check_runners(type(model).__name__, model.capabilities)
 
 
 def _check_reachable(address: str) -> None:
