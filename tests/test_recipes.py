@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from compose_cases import composed
+from omegaconf import DictConfig
 from safetensors.torch import load_file
 
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import options
+from trinity_lightning.config.parts import PartConfig
+from trinity_lightning.config.schema import options, typed_config
 
 SMALL = ("reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
 QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
@@ -39,13 +41,26 @@ def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tm
     assert_trains(run_train, tmp_path, recipe)
 
 
+def composed_of_ones_own(folder: Path, text: str) -> DictConfig:
+    """The configuration of a recipe of one's own with this text."""
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    return composed("+recipe=mine", f"hydra.searchpath=[file://{folder}]")
+
+
 def test_a_recipe_of_ones_own_builds_on_another(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    text = "# @package _global_\ndefaults: [dapo, _self_]\nname: mine\nexplorer: {repeat_times: 16}\n"
-    (tmp_path / "recipe" / "mine.yaml").write_text(text)
-    config = composed("+recipe=mine", f"hydra.searchpath=[file://{tmp_path}]")
+    text = "defaults: [dapo, _self_]\nname: mine\nexplorer: {repeat_times: 16}\n"
+    config = composed_of_ones_own(tmp_path, text)
     assert (config.name, config.steps, config.explorer.repeat_times) == ("mine", 24, 16)
     assert list(config.add_strategy) == ["dapo", "grpo"]
+
+
+@pytest.mark.parametrize(
+    ("given", "args"), [("cispo", {}), ("{name: cispo, args: {clip_range_high: 0.3}}", {"clip_range_high": 0.3})]
+)
+def test_a_recipe_of_ones_own_names_its_loss(given: str, args: dict[str, float], tmp_path: Path) -> None:
+    config = composed_of_ones_own(tmp_path, f"defaults: [grpo, _self_]\nalgorithm: {{policy_loss: {given}}}\n")
+    assert typed_config(config).algorithm.policy_loss == PartConfig("cispo", args)
 
 
 def test_a_reasoning_gym_game_in_several_turns_trains(run_train: Callable[..., Any], tmp_path: Path) -> None:

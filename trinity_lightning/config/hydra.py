@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
+from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, TrinityError
 
@@ -30,7 +31,10 @@ def register() -> None:
     """Make the schema, the recipes and our resolvers known to Hydra; calling it twice is allowed."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(TrainConfig)
-    OmegaConf.set_struct(schema.algorithm.policy_loss.args, False)  # no plus sign: the loss knows its arguments
+    # A plain mapping: a PartConfig would not merge with the bare name that a recipe may give.
+    loss = OmegaConf.create(vars(AlgorithmConfig().policy_loss))
+    OmegaConf.set_struct(loss.args, False)  # no plus sign: the loss knows its arguments
+    schema.algorithm.policy_loss = loss
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
