@@ -56,6 +56,10 @@ REFUSED = {
     ),
     "greedy training": (["+recipe=grpo", "sampling.temperature=0"], ["sampling.temperature is 0.0", "above 0"]),
     "cut distribution": (["+recipe=grpo", "sampling.top_p=0.9"], ["sampling.top_p is for evaluation only"]),
+    "greedy evaluation again and again": (
+        ["+recipe=grpo", "eval_repeat_times=4"],
+        ["eval_repeat_times is 4", "eval_sampling.temperature=1"],
+    ),
     "negative temperature": (["+recipe=grpo", "eval_sampling.temperature=-1"], ["eval_sampling.temperature is -1.0"]),
     "rewards of single steps for a strategy of runs": (
         ["+recipe=multi_turn", "workflow.args.mode=step_wise", "workflow.args.step_reward=own"],

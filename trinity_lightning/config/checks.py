@@ -222,6 +222,11 @@ def _check_sampling(run: TrainConfig) -> None:
                 f"({run.engine.max_model_len})."
             )
     check_trained_sampling(vars(run.sampling))
+    if run.eval_repeat_times > 1 and run.eval_sampling.temperature == 0:
+        raise ConfigError(
+            f"eval_repeat_times is {run.eval_repeat_times}, and greedy evaluation (eval_sampling.temperature=0) gives "
+            "the same response every time: set eval_sampling.temperature=1, or eval_repeat_times=1."
+        )
 
 
 def _check_trainer(config: DictConfig) -> None:
