@@ -6,7 +6,7 @@ from support.policy import Gradients, Prepare, assert_same_gradients, batch_of, 
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from trinity_lightning.config.training import Layout, OptimizerConfig
+from trinity_lightning.config.training import KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import model as models
@@ -62,6 +62,20 @@ def test_the_first_ratio_of_a_step_is_one_in_bfloat16_too(graphs):
     settings = {"layout": Layout.shared_prefix, "optimizer_steps": 2}
     policy = make_policy(STILL, dtype="bf16", model={"compile_layers": True}, **settings)
     assert fit(policy, batches, Prepare(batches)).logged_metrics["actor/ppo_kl"] == 0.0
+    assert graphs() > 0
+
+
+@pytest.mark.parametrize("layout", [Layout.auto, Layout.padded])
+def test_many_kinds_of_graphs_stay_those_of_training(layout, graphs):
+    """Both layouts, one row and several, a reference, columns before the step: the first ratio is 1, the first KL 0."""
+    several, one = groups(), groups()[:1]
+    batches = [batch_of(rows) for rows in (several, one, several)]
+    settings = {"layout": layout, "optimizer_steps": 2, "kl": KLConfig(coef=0.01)}
+    policy = make_policy(STILL, dtype="bf16", model={"compile_layers": True}, **settings)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        logged = fit(policy, batches, Prepare(batches)).logged_metrics
+    assert logged["actor/ppo_kl"] == 0.0
+    assert logged["actor/kl_loss"] == 0.0
     assert graphs() > 0
 
 

@@ -95,6 +95,7 @@ logger = logging.getLogger(__name__)
 # the state that predicts the target.
 LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
+MOST_GRAPHS = 64  # of a compiled layer: by layout, mode, gradients or not, and one row or several
 CHECKED_TOKENS = 16
 # Mean differences that are rounding, as a share of the largest logit.
 FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
@@ -127,6 +128,9 @@ def compile_layers_of(model: Any) -> None:
     Layers of one kind share their graphs, of what is around attention: norms, projections, rotary embeddings and MLP.
     `attention` runs between them, and compiles what it can itself (FlexAttention, on a GPU).
     """
+    # All layers of a kind count as one function, and what runs beyond torch's limit of 8 graphs runs without them.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
     for layer in _layers(model):
         layer.compile(dynamic=True)
 

@@ -202,7 +202,8 @@ class PolicyModule(L.LightningModule):
             if self.hparams["gradient_checkpointing"]:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
             if self.objective.needs_reference:
-                self._reference = [self._load_model().eval().requires_grad_(False)]
+                # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
+                self._reference = [self._load_model().eval().requires_grad_(self.hparams["compile_layers"])]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
