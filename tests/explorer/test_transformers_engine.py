@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,7 +58,15 @@ def plain_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int], t
 
 
 class TestPromises(EnginePromises):
-    pass
+    misspelt_error = ConfigError
+    may_go_on: ClassVar[dict[str, Any]] = {}  # it has no ignore_eos
+
+    def test_greedy_log_probabilities_are_those_at_temperature_1(
+        self, engine: TransformersEngine, host: Host, model: Any
+    ) -> None:
+        completion = ask(engine, host, temperature=0.0)
+        expected = plain_logprobs(model, PROMPT, completion.token_ids)
+        assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
 def test_samples_follow_the_distribution(engine: TransformersEngine, host: Host, model: Any) -> None:

@@ -111,7 +111,7 @@ def host(driven: tuple[VLLMEngine, Host]) -> Host:
 
 
 class TestPromises(EnginePromises):
-    pass
+    misspelt_error = TypeError
 
 
 def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, host: Host) -> None:

@@ -70,7 +70,7 @@ def engine(host: Host, log: Path) -> Iterator[VLLMServerEngine]:
 
 
 class TestPromises(EnginePromises):
-    pass
+    misspelt_error = ConfigError
 
 
 def test_the_models_own_sampling_settings_are_not_taken(engine: VLLMServerEngine, host: Host) -> None:

@@ -6,7 +6,7 @@ The engine is one of the tiny model in float32, so that its tokens depend on see
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,6 +35,9 @@ def plain_logprobs(completion: Completion, temperature: float = 1.0, model: Any 
 
 
 class EnginePromises:
+    misspelt_error: ClassVar[type[Exception]]  # of a sampling setting that there is not
+    may_go_on: ClassVar[dict[str, Any]] = {"ignore_eos": True}  # settings with which only a limit ends a response
+
     def test_it_is_an_inference_model(self, engine: Engine, host: Host) -> None:
         host.run(engine.load())
         assert isinstance(engine, InferenceModel)
@@ -48,7 +51,7 @@ class EnginePromises:
             return await engine.chat([{"role": "user", "content": f"{i}"}], n=1 + i % 3, seed=i, max_tokens=2 + i % 7)
 
         async def chats() -> list[list[Completion]]:
-            return await asyncio.gather(*[chat(i) for i in range(24)])
+            return await asyncio.gather(*[chat(i) for i in range(60)])
 
         for i, completions in enumerate(host.run(chats())):
             assert len(completions) == 1 + i % 3
@@ -131,8 +134,10 @@ class EnginePromises:
     def test_limits(self, engine: Engine, host: Host) -> None:
         completion = ask(engine, host, max_tokens=5)
         assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
-        [last] = host.run(engine.generate([5] * (engine.max_model_len - 3), seed=0, max_tokens=50))
-        assert len(last.token_ids) == 3 or last.finish_reason == "stop"
+        for prompt in ([5] * (engine.max_model_len - 3), PROMPT):
+            [last] = host.run(engine.generate(prompt, seed=0, max_tokens=10**6, **self.may_go_on))
+            ended = last.finish_reason == "stop" and not self.may_go_on
+            assert ended or (len(last.token_ids), last.finish_reason) == (engine.max_model_len - len(prompt), "length")
 
     def test_the_end_token_ends_a_response_and_is_part_of_it(self, engine: Engine, host: Host) -> None:
         samples = host.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120))
@@ -161,6 +166,13 @@ class EnginePromises:
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
+    def test_a_prompt_without_room_for_a_response_is_refused(self, engine: Engine, host: Host) -> None:
+        before, context = ask(engine, host), engine.max_model_len
+        for length in (context, context + 1, 10 * context):
+            with pytest.raises(PromptTooLongError, match=f"{length} tokens.*{context}.*max_model_len"):
+                host.run(engine.generate([5] * length))
+        assert ask(engine, host) == before
+
     def test_a_bad_request_is_its_callers_alone(self, engine: Engine, host: Host) -> None:
         async def mixed() -> list[Any]:
             calls = [
@@ -175,8 +187,8 @@ class EnginePromises:
         too_long, unknown_token, negative, misspelt, answer = host.run(mixed())
         assert isinstance(too_long, PromptTooLongError)
         assert f"{engine.max_model_len} tokens" in str(too_long)
-        for refused in (unknown_token, negative, misspelt):
-            assert isinstance(refused, Exception)
+        for refused, error in ((unknown_token, ValueError), (negative, ValueError), (misspelt, self.misspelt_error)):
+            assert isinstance(refused, error)
             assert not isinstance(refused, RolloutError), "the engine did not fail"
         assert "temperature" in str(negative)
         assert "temprature" in str(misspelt)

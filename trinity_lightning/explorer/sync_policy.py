@@ -137,10 +137,11 @@ class SyncPolicy:
         if self._synced_at == global_step:
             return {}
         self._sending = self._versions.at(global_step)
+        synchronizer = self._synchronizer
         try:
-            metrics = self._synchronizer.sync()
+            metrics = synchronizer.sync()
         finally:
-            self._versions.drill_scale = self._synchronizer.drill_scale
+            self._versions.drill_scale = synchronizer.drill_scale
         self._synced_at = global_step
         return metrics
 
