@@ -111,6 +111,7 @@ def host(driven: tuple[VLLMEngine, Host]) -> Host:
 
 
 class TestPromises(EnginePromises):
+    value_error = "VLLMValidationError"
     misspelt_error = TypeError
 
 
