@@ -71,8 +71,8 @@ class EnginePromises:
     def test_a_seed_fixes_the_tokens(self, engine: Engine, host: Host) -> None:
         assert ask(engine, host).token_ids == ask(engine, host).token_ids != ask(engine, host, seed=4).token_ids
         before = torch.get_rng_state()
-        unseeded = host.run(engine.generate(PROMPT, n=4, max_tokens=12))
-        assert len({tuple(completion.token_ids) for completion in unseeded}) == 4
+        unseeded = host.run(engine.generate(PROMPT, n=16, max_tokens=12))
+        assert len({tuple(completion.token_ids) for completion in unseeded}) > 8  # a few may be an end token alone
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_sample_i_of_a_request_has_its_seed_plus_i(self, engine: Engine, host: Host) -> None:
