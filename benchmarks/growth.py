@@ -5,8 +5,8 @@
 Steps by `PolicyModule` under Lightning's Trainer, with its defaults, in the dtype that is faster here: 2 groups of 8
 rollouts with prompts of 64 and responses of 32 to 96 tokens; twice, four and eight times as many groups; and responses
 twice and four times as long. Sizes take turns; seconds are the median of the rounds. Prints one JSON line: `growth` is
-the time a response token relative to that of the first size. 1 is linear, below 1 is better. (Prompts are not counted:
-they are computed once a group, and stay as long while responses grow.)
+the time of a response token relative to that of the first size. 1 is linear, below 1 is better. (Prompts are not
+counted: they are computed once a group, and stay as long while responses grow.)
 """
 
 import argparse
