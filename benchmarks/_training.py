@@ -61,6 +61,7 @@ def fit(
     algorithm: AlgorithmConfig | None = None,
     callbacks: Sequence[L.Callback] = (),
     accelerator: str = "cpu",
+    compile_layers: bool = False,
 ) -> None:
     """One optimizer step a batch; the iterator goes on when it is done."""
 
@@ -89,4 +90,4 @@ def fit(
         enable_model_summary=False,
         callbacks=list(callbacks),
     )
-    trainer.fit(PolicyModule(model, algorithm, dtype=dtype), Data())
+    trainer.fit(PolicyModule(model, algorithm, dtype=dtype, compile_layers=compile_layers), Data())

@@ -1,11 +1,12 @@
 """Which share of the hardware's speed a training step reaches, for each of the cases of `vs_trl.py`.
 
-    python benchmarks/utilization.py [--model smollm2] [--rounds 2]
+    python benchmarks/utilization.py [--model smollm2] [--rounds 2] [--compile]
 
-Steps by `PolicyModule` under Lightning's Trainer, with its defaults. The peak is that of the best matrix product in the
-same dtype, timed in the same process (on a GPU that of its data sheet). Prints one JSON line, of each case the median
-over the rounds: `mfu` is the metric `perf/mfu`; `tokens_6n` counts computed tokens, padding included, times 6 times all
-weights that multiply, as if the head ran on every token, and nothing for attention.
+Steps by `PolicyModule` under Lightning's Trainer with its defaults, or with compiled layers (model.compile=true); the
+first step, which compiles, is left out. The peak is that of the best matrix product in the same dtype, timed in the
+same process (on a GPU that of its data sheet). Prints one JSON line, of each case the median over the rounds: `mfu` is
+the metric `perf/mfu`; `tokens_6n` counts computed tokens, padding included, times 6 times all weights that multiply, as
+if the head ran on every token, and nothing for attention.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from _rollouts import CASES
 GROUPS, GROUP_SIZE = 8, 8
 
 
-def measure(model: str, case: str, rounds: int, dtype: str, vocabulary: int) -> list[dict[str, float]]:
+def measure(
+    model: str, case: str, rounds: int, dtype: str, vocabulary: int, compile_layers: bool
+) -> list[dict[str, float]]:
     """Of each step but the first: seconds, and shares of the peak."""
     import lightning as L
     from _training import batch_of, fit
@@ -46,7 +49,8 @@ def measure(model: str, case: str, rounds: int, dtype: str, vocabulary: int) -> 
                 }
             )
 
-    fit(model, iter([batch] * (1 + rounds)), dtype, callbacks=[Look()], accelerator="auto")
+    batches = iter([batch] * (1 + rounds))
+    fit(model, batches, dtype, callbacks=[Look()], accelerator="auto", compile_layers=compile_layers)
     return steps[1:]
 
 
@@ -56,6 +60,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["short", "ragged", "uniform"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
 
@@ -68,7 +73,7 @@ def main() -> None:
     vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size
     found = {}
     for case in args.cases:
-        steps = measure(args.model, case, args.rounds, dtype, vocabulary)
+        steps = measure(args.model, case, args.rounds, dtype, vocabulary, args.compile)
         found[case] = {name: round(statistics.median(step[name] for step in steps), 3) for name in steps[0]}
     result = {
         "benchmark": "utilization",
