@@ -567,7 +567,7 @@ def parts(response: str, task: Task) -> dict[str, float]:
 
 def test_registered_names() -> None:
     names = "accuracy contains_digits countdown exact_match format last_number math reasoning_gym"
-    assert sorted(REWARDS) == names.split()
+    assert set(names.split()) <= set(REWARDS)
 
 
 def test_no_reward_function_gives_no_reward() -> None:

@@ -75,10 +75,6 @@ def own_loss(name: str, **arguments: Any) -> float:
     return POLICY_LOSS_FN.get(name)(logprobs, old, mask, advantages, **arguments)[0].item()
 
 
-def test_there_is_a_file_of_each_loss() -> None:
-    assert options("algorithm") == LOSSES
-
-
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("group", ["algorithm", "algorithm.policy_loss"])
 def test_a_loss_is_trained_with_its_own_defaults(name: str, group: str) -> None:

@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.config.values import nearest, unknown_name
@@ -27,8 +28,19 @@ from trinity_lightning.errors import ConfigError, TrinityError
 logger = logging.getLogger(__name__)
 
 
+# Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it has
+# arguments to show.
+CHOICES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "algorithm": ("policy loss", lambda name: {"policy_loss": {"name": name}}),
+    "add_strategy": ("add strategy", lambda name: {name: {"args": {}}}),
+    "operators": ("experience operator", lambda name: {name: {"args": {}}}),
+    "workflow": ("workflow", lambda name: {"name": name}),
+    "engine": ("engine", lambda name: {"name": name}),
+}
+
+
 def register() -> None:
-    """Make the schema, the recipes and our resolvers known to Hydra; calling it twice is allowed."""
+    """Make the schema, the recipes, the parts and our resolvers known to Hydra; calling it twice is allowed."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(TrainConfig)
     # A plain mapping: a PartConfig would not merge with the bare name that a recipe may give.
@@ -38,6 +50,9 @@ def register() -> None:
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+    for group, (kind, chosen) in CHOICES.items():
+        for name in set(PARTS[kind]).difference(options(group)):
+            store.store(group=group, name=name, node=chosen(name))
     OmegaConf.register_new_resolver("trinity.run_dir", run_dir, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("trinity.evaluation_dir", evaluation_dir, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)

@@ -92,8 +92,8 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         },
     ),
     "environment": _within(
-        "explorer.workflows.environments",
-        {"guess_number": "GuessNumber", "retry": "Retry"},
+        "explorer.workflows",
+        {"guess_number": "environments.GuessNumber", "retry": "environments.Retry"},
     ),
     "reward function": _within(
         "explorer.rewards",
