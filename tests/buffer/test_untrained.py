@@ -13,7 +13,7 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import judged
-from trinity_lightning.common.untrained import UNTRAINED
+from trinity_lightning.common.untrained import REASONS, UNTRAINED, what_helps
 from trinity_lightning.config.parts import OperatorConfig, operator_configs, strategies
 from trinity_lightning.errors import OperatorError
 from trinity_lightning.monitor.completions import CompletionsWriter
@@ -211,6 +211,21 @@ def test_a_step_of_which_nothing_is_trained_on_says_so(caplog):
     caplog.clear()
     fill(make_group(0, 2, rewards=[0.0, 1.0]), "grpo")
     assert "trained on" not in caplog.text
+
+
+def test_what_helps_is_said_once_for_each_reason(caplog):
+    data = ExperienceDataModule("grpo", operators=[OperatorConfig("reward_filter", {"threshold": 0.5})])
+    for step, rewards in enumerate(([1.0, 1.0], [1.0, 1.0], [0.0, 0.0]), start=1):
+        asyncio.run(data.fill(make_group(step, 2, rewards=rewards), step))
+    said = [message for message in caplog.messages if message.startswith("what helps")]
+    assert len(said) == 2
+    assert "'equal rewards': Tasks neither too easy nor too hard" in said[0]
+    assert "'filtered by reward_filter': Its threshold" in said[1]
+
+
+def test_every_reason_has_its_help():
+    assert [what_helps(reason) for reason in REASONS] == [helps for _, helps in REASONS.values()]
+    assert what_helps("invalid judge_score") == what_helps("invalid reward")
 
 
 def test_a_reward_that_a_judge_gives_is_the_one_before_shaping():

@@ -26,7 +26,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import forget_raw_reward, keep_raw_reward
-from trinity_lightning.common.untrained import Untrained, forget_reason
+from trinity_lightning.common.untrained import Untrained, forget_reason, what_helps
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import OperatorError
 
@@ -392,6 +392,7 @@ class ExperiencePipeline:
         specs = [(add_strategy, {})] if isinstance(add_strategy, str) else add_strategy
         self._strategy = ComposedAddStrategy(specs, writer)
         self.chain = OperatorChain(operators, auxiliary_models, folder)
+        self._explained: set[str] = set()  # reasons for untrained steps for which it was logged what helps
 
     @property
     def selector_metric(self) -> dict[Any, Any]:
@@ -407,7 +408,7 @@ class ExperiencePipeline:
         """Tidy, weigh and write an explore step; the metrics of every stage.
 
         Experiences that are not trained on get the reason in their info (`UNTRAINED`); a step of which none is trained
-        on is logged with the reasons.
+        on is logged with the reasons, and once with what helps against the most frequent.
 
         Args:
             experiences: of the step.
@@ -464,5 +465,9 @@ class ExperiencePipeline:
         if came and not trained:
             causes = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
             logger.warning("explore step %d: none of its %d responses is trained on: %s.", step, len(came), causes)
+            [(reason, _)] = reasons.most_common(1)
+            if reason not in self._explained:
+                self._explained.add(reason)
+                logger.warning("what helps where responses are left out as '%s': %s", reason, what_helps(reason))
         counts = {f"experience_pipeline/untrained/{r.replace(' ', '_')}": float(n) for r, n in reasons.items()}
         return {"experience_pipeline/trained": float(trained), **counts}

@@ -28,8 +28,8 @@ from trinity_lightning.errors import ConfigError, TrinityError
 logger = logging.getLogger(__name__)
 
 
-# Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it has
-# arguments to show.
+# Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it
+# has arguments to show.
 CHOICES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "algorithm": ("policy loss", lambda name: {"policy_loss": {"name": name}}),
     "add_strategy": ("add strategy", lambda name: {name: {"args": {}}}),

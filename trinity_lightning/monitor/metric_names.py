@@ -229,29 +229,30 @@ def metric_globs() -> list[str]:
 WHY_UNTRAINED = """\
 ## Why a step trains nothing
 
+1. The run says it. A step of which no response is trained on ends its line with `no rollout trained`; a warning above
+   the line, in `train.log` too, counts the responses for each reason, and one says what helps. `report.html` lists such
+   steps.
+2. The table below says what each reason means.
+
+In `metrics.csv` and W&B, `experience_pipeline/trained` is 0 in such a step, the reasons are counted in
+`experience_pipeline/untrained/<reason>`, `actor/trained_rows` is 0, and `actor/skipped_items` has grown. If it is
+`actor/bad_steps` that has grown, there was something to train on, and the gradient was not finite: a warning names the
+experiences.
+
 Every completion says whether it is `trained` and, if not, the `reason`: in `completions/step_<n>.jsonl`, in the W&B
-table and in `report.html`, counted in `experience_pipeline/untrained/<reason>`. A step of which no response is trained
-on is named in `train.log` and `report.html`. Where the loss needs no advantage (`policy_loss=sft`, `kl.coef` or
-`entropy_coef` not 0), responses without one are trained on, and neither of the first two reasons is given.
+table and in `report.html`. Where the loss needs no advantage (`policy_loss=sft`, `kl.coef` or `entropy_coef` not 0),
+responses without one are trained on, and neither of the first two reasons is given.
 
 | reason | meaning | what helps |
 |---|---|---|
-| `equal rewards` | All runs of the task got the same reward, and their advantages are 0. | \
-Tasks neither too easy nor too hard (`taskset.order=by_difficulty`), more `explorer.repeat_times`, a reward with steps \
-between wrong and right, or new tasks in their place: `add_strategy=[dapo,grpo] explorer.max_refills=3`. |
-| `zero advantage` | The reward is just the baseline; the task's other runs are trained on. | Nothing is wrong. |
-| `filtered by NAME` | The operator or add strategy NAME left it out. | Its threshold, or the `metric` it judges by. |
-| `truncated` | The response was cut off, and `mask_response_truncated` masks it. | A larger `sampling.max_tokens`. |
-| `no trained tokens` | The action mask is zero throughout. | The workflow, or the operator that masks. |
-| `invalid reward` | A reward of the task (`invalid METRIC`: what a filter judges by) is missing, NaN or infinite: its \
-group is left out. | \
-The reward function; `operators=invalid_reward_filter` drops the run alone. |
-| `surplus` | The step was full before this group of a refill. | Nothing is wrong. |
 """
 
 
 def metrics_page() -> str:
     """The page `docs/metrics.md`."""
+    from trinity_lightning.common.untrained import REASONS  # late: it needs torch, and reading metrics does not
+
+    reasons = [f"| `{reason}` | {meaning} | {helps} |\n" for reason, (meaning, helps) in REASONS.items()]
     rows = [f"| `{metric.pattern}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
     return "\n".join(
         [
@@ -264,7 +265,7 @@ def metrics_page() -> str:
             "|---|---|---|",
             *rows,
             "",
-            WHY_UNTRAINED,
+            WHY_UNTRAINED + "".join(reasons),
         ]
     )
 
