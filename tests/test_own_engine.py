@@ -81,9 +81,3 @@ def test_an_engine_says_what_it_can_do() -> None:
     }.items():
         assert capabilities_of(name) is engine.capabilities
     assert capabilities_of("own_engine.PlainEngine").keys == ("dtype", "max_num_seqs", "args")
-
-
-def test_kind_is_what_name_was_called_before() -> None:
-    config = composed("+recipe=grpo", "model=tiny", "engine.kind=transformers")
-    validate(config)
-    assert (config.engine.name, config.engine.kind) == ("transformers", None)

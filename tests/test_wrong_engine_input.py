@@ -164,11 +164,23 @@ REFUSED = {
     ),
     "a judge's URL in the wrong place": (
         (JUDGE, "+auxiliary_models.judge.engine.urls=[http://node7:8000]"),
-        "give the endpoint as auxiliary_models.judge.url",
+        "auxiliary_models.judge.engine.urls is not read: give the endpoint as url",
     ),
     "two servers of a judge": (
         (JUDGE, "+auxiliary_models.judge.engine.servers=2"),
         "auxiliary_models.judge.engine.servers is 2",
+    ),
+    "another engine of a judge": (
+        (JUDGE, "+auxiliary_models.judge.engine.name=transformers"),
+        "auxiliary_models.judge.engine.name is transformers, and an auxiliary model has one server of vLLM",
+    ),
+    "a judge that sleeps": (
+        (JUDGE, "+auxiliary_models.judge.engine.sleep=always"),
+        "auxiliary_models.judge.engine.sleep is always, and .* never sleeps: leave the key out",
+    ),
+    "an evaluation by a judge that is not there": (
+        ("eval_workflow=judge",),
+        "eval_workflow=judge asks auxiliary model 0, and there are 0",
     ),
     "a judge without cores": (
         (JUDGE, "+auxiliary_models.judge.engine.cpu_cores=0"),
@@ -315,6 +327,7 @@ def test_refused(case: str) -> None:
         (*SERVER, f"engine.cpu_cores={CORES}"),
         ("engine=transformers",),
         ("workflow=judge", *ENDPOINT),
+        ("eval_workflow=judge", *ENDPOINT),
         ("workflow=judge", JUDGE, "+workflow.args.judge=judge"),
         AHEAD,
         (*AHEAD, "algorithm.old_logprobs=engine", "algorithm.rollout_correction.level=none"),

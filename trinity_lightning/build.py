@@ -310,7 +310,7 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
 
 
 def _arguments(config: TrainConfig) -> dict[str, Any]:
-    return workflow_arguments(config.workflow, list(config.auxiliary_models))
+    return workflow_arguments(config.workflow.name, config.workflow.args, list(config.auxiliary_models))
 
 
 def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel]) -> ExperienceDataModule:

@@ -128,7 +128,16 @@ def test_a_database_is_read_by_its_path_or_url_in_three_orders(tmp_path, order):
         ({"storage": "sql", "path": "nowhere"}, "no file or folder 'nowhere'"),
         ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order 'newest'"),
         ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order=priority needs buffer.storage=sql"),
+        ({"storage": "sql", "url": "b"}, "buffer.url: 'b' is no database URL; give one such as .*buffer.path"),
         ({"keep": "sqll"}, "buffer.keep is 'sqll'; give true, false or sql"),
+        ({"keep": "yes"}, "buffer.keep is 'yes'; give true, false or sql"),
+        ({"keep": 1}, "buffer.keep is 1; give true, false or sql"),
+        ({"keep": "sql", "url": "foo"}, "buffer.url: 'foo' is no database URL"),
+        ({"keep": "sql", "path": "a.db", "url": "sqlite:///b.db"}, "buffer.path or buffer.url, not both"),
+        (
+            {"keep": True, "storage": "file", "path": "."},
+            "buffer.keep .*buffer.storage=file has none",
+        ),
     ],
 )
 def test_what_cannot_be_read_or_kept_is_refused_by_its_key(settings, message):

@@ -2,6 +2,8 @@
 
 from trinity_lightning.config.engines import AuxiliaryConfig as AuxiliaryConfig
 from trinity_lightning.config.engines import EngineConfig as EngineConfig
+from trinity_lightning.config.engines import EngineDtype as EngineDtype
+from trinity_lightning.config.engines import EngineSleep as EngineSleep
 from trinity_lightning.config.engines import SynchronizerConfig as SynchronizerConfig
 from trinity_lightning.config.schema import BufferConfig as BufferConfig
 from trinity_lightning.config.schema import DynamicTimeoutConfig as DynamicTimeoutConfig
@@ -13,7 +15,10 @@ from trinity_lightning.config.schema import TasksetConfig as TasksetConfig
 from trinity_lightning.config.schema import TrainConfig as TrainConfig
 from trinity_lightning.config.schema import WorkflowConfig as WorkflowConfig
 from trinity_lightning.config.training import AlgorithmConfig as AlgorithmConfig
+from trinity_lightning.config.training import Dropout as Dropout
 from trinity_lightning.config.training import KLConfig as KLConfig
+from trinity_lightning.config.training import Layout as Layout
 from trinity_lightning.config.training import ModelConfig as ModelConfig
 from trinity_lightning.config.training import OptimizerConfig as OptimizerConfig
 from trinity_lightning.config.training import RolloutCorrectionConfig as RolloutCorrectionConfig
+from trinity_lightning.config.training import WeightDtype as WeightDtype

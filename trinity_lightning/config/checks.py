@@ -28,6 +28,7 @@ from trinity_lightning.config.engines import (
     require_vllm,
     visible_gpus,
 )
+from trinity_lightning.config.keys import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.models import check_model_name, check_trainable
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import (
@@ -41,7 +42,6 @@ from trinity_lightning.config.registry import (
 from trinity_lightning.config.schema import (
     FREE,
     TrainConfig,
-    WorkflowConfig,
     check_seed,
     check_trained_sampling,
     typed_config,
@@ -63,8 +63,8 @@ def validate(config: DictConfig) -> None:
         OmegaConfBaseException: a value is missing.
     """
     _check_keys(config, "")
+    _check_choices(config)
     _restore_left_out(config)
-    config.engine.name, config.engine.kind = config.engine.kind or config.engine.name, None
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_seed(config.seed)  # before explorer.seed, which follows it
@@ -91,16 +91,23 @@ def check_checkpoint(config: DictConfig) -> None:
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:
-    """Refuse keys that the schema does not have; `+key=value` gets them past Hydra."""
+    """Refuse keys that the schema does not have, or has by another name; `+key=value` gets them past Hydra."""
     schema = OmegaConf.get_type(node)
     fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
     for key in map(str, node):
         name = f"{prefix}{key}"
-        if fields is not None and key not in fields:
-            raise ConfigError(unknown_name("key", name, [f"{prefix}{field}" for field in fields]))
+        if name in RENAMED or (fields is not None and key not in fields):
+            raise ConfigError(unknown_key(name, fields or ()))
         apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
         if not apart and isinstance(node[key], DictConfig):
             _check_keys(node[key], f"{name}.")
+
+
+def _check_choices(config: DictConfig) -> None:
+    """Refuse `logger: csv` in a recipe, which gives a free section a name for its value."""
+    for name in FREE:
+        if isinstance(config.get(name), str):
+            raise ConfigError(choice_of(name))
 
 
 def _restore_left_out(config: DictConfig) -> None:
@@ -395,12 +402,6 @@ def _check_auxiliary_models(run: TrainConfig, models: Mapping[str, AuxiliaryConf
     """Refuse models beside the policy that are not there, and whoever asks one that is not."""
     for name, model in models.items():
         key, engine = f"auxiliary_models.{name}", model.engine
-        if engine.urls:
-            raise ConfigError(f"{key}.engine.urls has no meaning: give the endpoint as {key}.url.")
-        if engine.servers != 1:
-            raise ConfigError(
-                f"{key}.engine.servers is {engine.servers}: an auxiliary model has one server, leave the key out."
-            )
         check_speculation(f"{key}.engine", engine.args)
         _check_gpus(f"{key}.engine", engine, servers=1)
         _check_cores(f"{key}.engine", engine, servers=1, sync_offset=run.explorer.sync_offset)
@@ -413,33 +414,43 @@ def _check_auxiliary_models(run: TrainConfig, models: Mapping[str, AuxiliaryConf
                 f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
                 "key, or leave api_key_env out for a server that needs none."
             )
-    workflow_arguments(run.workflow, list(models))
+    workflow_arguments(run.workflow.name, run.workflow.args, list(models))
+    if run.eval_workflow is not None:
+        workflow_arguments(run.eval_workflow, {}, list(models), "eval_workflow")
     for operator in operator_configs(run.operators):
         if operator.name == "judge" and operator.args.get("model") not in models:
             message = unknown_name("auxiliary model", str(operator.args.get("model")), list(models))
             raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
 
 
-def workflow_arguments(workflow: WorkflowConfig, models: Sequence[str]) -> dict[str, Any]:
+def workflow_arguments(
+    workflow: str, args: Mapping[str, Any], models: Sequence[str], section: str = "workflow"
+) -> dict[str, Any]:
     """A workflow's arguments; the auxiliary model that it asks, if it does, by its number, as workflows know it.
+
+    Args:
+        workflow: its name.
+        args: as configured.
+        models: names of the auxiliary models.
+        section: what to call it in messages.
 
     Raises:
         ConfigError: there is no such model.
     """
-    key = ASKING_WORKFLOWS.get(workflow.name)
+    key = ASKING_WORKFLOWS.get(workflow)
     if key is None:
-        return dict(workflow.args)
+        return dict(args)
     fix = "Give one, such as +auxiliary_models.judge.model=FOLDER."
-    asked = workflow.args.get(key, 0)
+    asked = args.get(key, 0)
     if isinstance(asked, str):
         if asked not in models:
             message = unknown_name("auxiliary model", asked, models)
-            raise ConfigError(f"workflow.args.{key}: {message} {fix}")
+            raise ConfigError(f"{section}.args.{key}: {message} {fix}")
         asked = list(models).index(asked)
-    whole_number(f"workflow.args.{key}", asked, least=0)
+    whole_number(f"{section}.args.{key}", asked, least=0)
     if asked >= len(models):
-        raise ConfigError(f"workflow={workflow.name} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
-    return {**workflow.args, key: asked}
+        raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
+    return {**args, key: asked}
 
 
 def _check_ray(run: TrainConfig, models: Mapping[str, AuxiliaryConfig]) -> None:

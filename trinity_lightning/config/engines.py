@@ -1,6 +1,5 @@
 """The typed sections that say where rollouts are generated, and how weights get there."""
 
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -9,10 +8,10 @@ from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from trinity_lightning.config.keys import Section, section_of
 from trinity_lightning.config.registry import PARTS, import_object
-from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
+from trinity_lightning.config.values import number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl")
@@ -119,7 +118,7 @@ class EngineSleep(Enum):
 
 
 @dataclass
-class EngineConfig:
+class EngineConfig(Section, key="engine"):
     """The engine that generates rollouts.
 
     Attributes:
@@ -146,7 +145,6 @@ class EngineConfig:
         gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; a
             server of several splits the model over them (tensor_parallel_size, unless `args` says otherwise); null:
             every server takes the first.
-        kind: what `name` was called before; not null, it is the name.
 
     Raises:
         ConfigError: an unknown engine, a number that no engine can work with, or a URL that is none.
@@ -163,10 +161,8 @@ class EngineConfig:
     servers: int = 1
     cpu_cores: int | None = None
     gpus: list[int] | None = None
-    kind: str | None = None
 
     def __post_init__(self) -> None:
-        self.name, self.kind = self.kind or self.name, None
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         for name in ("max_model_len", "servers"):
             whole_number(f"engine.{name}", getattr(self, name), least=1)
@@ -181,7 +177,7 @@ class EngineConfig:
 
 
 @dataclass
-class AuxiliaryConfig:
+class AuxiliaryConfig(Section):
     """A model beside the policy, for workflows and operators that ask one: a judge, a teacher.
 
     Attributes:
@@ -189,10 +185,11 @@ class AuxiliaryConfig:
             that requests carry.
         url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
         api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
-        engine: knobs of a server started here; its `name`, `urls` and `servers` have no meaning.
+        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`.
 
     Raises:
-        ConfigError: a URL that is none, or what belongs to a server together with an endpoint, or the other way round.
+        ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
+            a knob that such a server does not have.
     """
 
     model: str = MISSING
@@ -205,12 +202,20 @@ class AuxiliaryConfig:
             url("url", self.url, "http://node7:8000/v1")
         if self.url is not None and self.engine != EngineConfig():
             raise ConfigError(f"engine is of a server that is started here, and {self.url} is there: leave one out.")
+        if self.engine.urls:
+            raise ConfigError("engine.urls is not read: give the endpoint as url.")
+        for name in ("name", "servers", "sleep"):
+            if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
+                raise ConfigError(
+                    f"engine.{name} is {getattr(value, 'value', value)}, and an auxiliary model has one server of vLLM "
+                    "that never sleeps: leave the key out."
+                )
         if self.url is None and self.api_key_env is not None:
             raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
 
 
 @dataclass
-class SynchronizerConfig:
+class SynchronizerConfig(Section, key="synchronizer"):
     """How the trainer's weights reach the engine, and how that is checked.
 
     Attributes:
@@ -256,30 +261,15 @@ def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConf
     Raises:
         ConfigError: a key or a value that such a model does not have, or no model.
     """
-    return {str(name): _typed(str(name), value) for name, value in (node or {}).items()}
+    return {str(name): _typed(f"auxiliary_models.{name}", value) for name, value in (node or {}).items()}
 
 
-def _typed(name: str, value: Any) -> AuxiliaryConfig:
-    key = f"auxiliary_models.{name}"
-    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    needs = f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows."
-    if not isinstance(plain, dict):
-        raise ConfigError(needs)
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(AuxiliaryConfig), plain)
-    except ConfigKeyError as error:
-        inner = str(error.full_key).rpartition(".")[0]  # "engine", or nothing
-        fields = dataclasses.fields(EngineConfig if inner else AuxiliaryConfig)
-        known = [".".join(filter(None, (key, inner, field.name))) for field in fields]
-        raise ConfigError(unknown_name("key", f"{key}.{error.full_key}", known)) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    if OmegaConf.is_missing(typed, "model") or typed.model is None:
-        raise ConfigError(needs)
-    try:
-        return OmegaConf.to_object(typed)  # type: ignore[return-value]
-    except ConfigError as error:  # a section does not know under what name it stands
-        raise ConfigError(f"{key}.{error}") from error
+def _typed(key: str, value: Any) -> AuxiliaryConfig:
+    plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    typed = section_of(key, AuxiliaryConfig, {"model": "", **plain}) if isinstance(plain, dict) else None
+    if typed is None or not typed.model:
+        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
+    return typed
 
 
 def check_one_device(args: Mapping[str, Any]) -> None:

@@ -6,8 +6,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
+from trinity_lightning.config.keys import choice_of, sentence_of
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig
-from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, TrinityError
 
 logger = logging.getLogger(__name__)
@@ -210,10 +213,10 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
-    register()
-    if not new_folders:
-        OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
     try:
+        register()
+        if not new_folders:
+            OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
         command()
     except CONFIG_ERRORS as error:
         print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
@@ -227,80 +230,67 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
 
 
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
-_OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
-# What OmegaConf says of a wrong value, and what we say.
-_WRONG_VALUES = [
-    (re.compile(pattern), said)
-    for pattern, said in (
-        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}'; give a whole number"),
-        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}'; give a number"),
-        (r"Value '(.*)' is not a valid bool", "is '{}'; give true or false"),
-        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
-        (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
-        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
-        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
-        (r"Incompatible value 'None' for field|field '[\w.]+' is not Optional", "cannot be null; give a value"),
-        (r"does not support deletion", "cannot be left out; give another value"),
-    )
-]
-_RENAMED = {
-    "algorithm.policy_loss_args": "algorithm.policy_loss.args",
-    "workflow.args.environment_args": "workflow.args.environment.args",
-}
-CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
+_IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
+_NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
+CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
 
 def explain(error: BaseException) -> str:
-    """One readable message of a configuration error: the key, what is allowed, the nearest match."""
+    """One readable message of a configuration error: the file or the key, what is allowed, the nearest match."""
+    if isinstance(error, MarkedYAMLError):
+        return _explain_yaml(error)
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override '{error.override}': {str(error).strip().splitlines()[0]}."
-    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return unknown_name(group or "config", name, error.options)
+        return _explain_grammar(str(error.override))
+    file = _IN_A_FILE.match(str(error))
+    place = f"{file[1]}/{file[2]}.yaml: " if file else ""
+    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
+        return place + _explain_missing(str(error.missing_cfg_file), error.options)
     root = _root(error)
     if (entry := _NEW_ENTRY.match(str(error))) and "is not a subclass of" in str(root):
         group, name, key, value = entry.groups()
         whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
         return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
-        return str(root).strip()
-    key = str(root.full_key or root.key or "")
-    if isinstance(root, MissingMandatoryValue):
-        return f"{key} has no default: give it a value."
-    if root.parent_node is not None and root.key is not None and "not in" in str(root):
-        return _unknown_key(root, key)
-    first_line = str(root).strip().splitlines()[0]
-    if _OF_A_RESOLVER in first_line:  # one of ours, which says it all
-        return first_line.partition(_OF_A_RESOLVER)[2]
-    return _wrong_value(key, first_line)
+        return " ".join(str(root).split()) if isinstance(root, YAMLError) else str(root).strip()
+    if file and root.full_key == file[1]:
+        return f"{place}write '# @package _global_' as its first line, for its keys to be those of the whole run."
+    group, _, name = str(root.full_key).rpartition(".")
+    if group in _groups() and name in options(group):
+        return f"'{group}.{name}' is not there: choose it first, {group}={name}."
+    return place + (_explain_choice(root) or sentence_of(root))
 
 
-def _unknown_key(root: OmegaConfBaseException, key: str) -> str:
-    """What to write for a key that is not there: a choice of its group, an argument, or the nearest key."""
-    parent = root.parent_node
-    allowed = [str(k) for k in parent] if isinstance(parent, DictConfig) else []
-    prefix, _, name = key.rpartition(".")
-    if key in _RENAMED:
-        return f"unknown key '{key}'. It is {_RENAMED[key]} now."
-    if prefix in _groups() and name in options(prefix):
-        return f"'{key}' is not there: choose it first, {prefix}={name}."
-    if match := nearest(name, allowed):
-        meant = f"{prefix}.{match}" if prefix else match
-        return f"unknown key '{key}'. Did you mean '{meant}'? Known here: {', '.join(sorted(allowed))}."
-    if name == "args":
-        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME beside {key}."
-    if "args" in allowed:
-        return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
-    if OmegaConf.get_type(parent) is dict:
-        return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
-    return unknown_name("key", key, allowed)
+def _explain_yaml(error: MarkedYAMLError) -> str:
+    mark, problem = error.problem_mark, str(error.problem)
+    if r"'\t'" in problem:
+        problem = "there is a tab, and YAML takes spaces only"
+    elif problem.startswith("found duplicate key"):
+        problem = f"the key '{problem.rpartition(' ')[2]}' is there twice: leave one of them out"
+    return f"{mark.name}, line {mark.line + 1}: {problem}." if mark else f"{problem}."
 
 
-def _wrong_value(key: str, message: str) -> str:
-    for pattern, said in _WRONG_VALUES:
-        if found := pattern.search(message):
-            return f"{key} {said.format(*found.groups())}."
-    return f"{key}: {message}" if key else message
+def _explain_grammar(override: str) -> str:
+    if "=" not in override:
+        return f"cannot read the override '{override}': give KEY=VALUE."
+    return (
+        f"cannot read the override '{override}': close every bracket and quote, and quote a value with other "
+        "characters that mean something to Hydra: 'KEY=\"VALUE\"'."
+    )
+
+
+def _explain_missing(path: str, there: Sequence[str] | None) -> str:
+    group, _, name = path.partition("/")
+    own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
+    return unknown_name(group, name, options(group) if there is None else there) + own
+
+
+def _explain_choice(error: OmegaConfBaseException) -> str | None:
+    """What to write if a recipe gives the name of a choice as the value of its group; None for another error."""
+    if not (found := _NAME_FOR_KEYS.search(str(error))):
+        return None
+    sections = {getattr(each.type, "__name__", ""): each.name for each in fields(TrainConfig)}
+    group = sections.get(found[1], str(error.full_key))
+    return choice_of(group) if group in _groups() else None
 
 
 def _groups() -> set[str]:
@@ -308,7 +298,9 @@ def _groups() -> set[str]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The innermost configuration error: Hydra wraps OmegaConf's, which wrap resolvers' own."""
+    """The innermost configuration error: Hydra wraps OmegaConf's (in a file as its context), which wrap resolvers'."""
     cause = error.__cause__
+    if cause is None and isinstance(error, ConfigCompositionException):
+        cause = error.__context__
     wrapped = isinstance(error, ConfigCompositionException | OmegaConfBaseException)
     return _root(cause) if wrapped and isinstance(cause, CONFIG_ERRORS) else error

@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.config.keys import unknown_key
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -69,10 +72,12 @@ def operator_configs(config: Mapping[str, Any] | None) -> list[OperatorConfig]:
     """
     operators = []
     for key, entry in _entries("operators", config, ("name", "args", "on_error")):
-        on_error, choices = str(entry.get("on_error", "stop")), [each.value for each in OnError]
-        if on_error not in choices:
-            raise ConfigError(unknown_name(f"{key}.on_error", on_error, choices))
-        operators.append(OperatorConfig(entry["name"], entry["args"], OnError(on_error)))
+        given = entry.get("on_error", OnError.stop)
+        try:
+            on_error = OnError(given)
+        except ValueError:
+            raise ConfigError(unknown_name(f"{key}.on_error", given, [each.value for each in OnError])) from None
+        operators.append(OperatorConfig(entry["name"], entry["args"], on_error))
     return operators
 
 
@@ -90,6 +95,10 @@ def strategies(config: Mapping[str, Any] | None) -> list[tuple[str, dict[str, An
 
 def _entries(group: str, config: Mapping[str, Any] | None, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The key of each part of a group, and what is given under it; without a name the last part of the key is it."""
+    if isinstance(config, DictConfig):
+        for missing in sorted(OmegaConf.missing_keys(config)):
+            raise ConfigError(f"{group}.{missing} has no default: give it a value.")
+        config = cast(Mapping[str, Any], OmegaConf.to_container(config, resolve=True))
     for label, given in (config or {}).items():
         key = f"{group}.{label}"
         entry = _entry(key, given, keys)
@@ -102,8 +111,9 @@ def _entry(key: str, given: Any, keys: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(keys)}}}, each of them optional.")
     for name in entry:
         if name not in keys:
-            hint = f" Arguments go into {key}.args: {key}.args.{name}."
-            raise ConfigError(unknown_name("key", f"{key}.{name}", [f"{key}.{each}" for each in keys]) + hint)
+            raise ConfigError(f"{unknown_key(f'{key}.{name}', keys)} Arguments go into {key}.args: {key}.args.{name}.")
+    if not (entry.get("name") is None or isinstance(entry["name"], str) or callable(entry["name"])):
+        raise ConfigError(f"{key}.name is {entry['name']!r}; give a registered name, or a dotted path.")
     args = entry.get("args") or {}
     if not isinstance(args, Mapping):
         raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")

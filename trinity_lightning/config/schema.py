@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
+from trinity_lightning.config.keys import Section
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
@@ -33,7 +34,7 @@ EVALUATION_ONLY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_pen
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(Section, key="sampling"):
     """How tokens are sampled; names as in vLLM's SamplingParams. Null leaves the engine's default.
 
     Training rollouts are drawn from the whole distribution at a temperature above 0, for log-probabilities to be those
@@ -97,7 +98,7 @@ def check_trained_sampling(settings: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class TasksetConfig:
+class TasksetConfig(Section, key="taskset"):
     """What to try: one of the three sources, and which fields of an entry mean what.
 
     Attributes:
@@ -144,7 +145,7 @@ class TasksetConfig:
 
 
 @dataclass
-class OverRolloutConfig:
+class OverRolloutConfig(Section, key="explorer.over_rollout"):
     """Finish a step when most of its tasks are in.
 
     Attributes:
@@ -167,7 +168,7 @@ class OverRolloutConfig:
 
 
 @dataclass
-class DynamicTimeoutConfig:
+class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
     """Time-out of train tasks from how long they usually take.
 
     Attributes:
@@ -194,7 +195,7 @@ class DynamicTimeoutConfig:
 
 
 @dataclass
-class ExplorerConfig:
+class ExplorerConfig(Section, key="explorer"):
     """How an explore step is run.
 
     Attributes:
@@ -316,7 +317,7 @@ class ExplorerConfig:
 
 
 @dataclass
-class WorkflowConfig:
+class WorkflowConfig(Section, key="workflow"):
     """How a task is tried.
 
     Attributes:
@@ -338,7 +339,7 @@ class WorkflowConfig:
 
 
 @dataclass
-class ExpertConfig:
+class ExpertConfig(Section, key="buffer.expert"):
     """Expert data that join the rollouts of every explore step, for `algorithm.policy_loss=mix`.
 
     Attributes:
@@ -375,7 +376,7 @@ class ExpertConfig:
 
 
 @dataclass
-class BufferConfig:
+class BufferConfig(Section, key="buffer"):
     """Where experiences wait for the trainer, and what is kept of them.
 
     Attributes:
@@ -413,9 +414,15 @@ class BufferConfig:
         one_of("buffer.storage", self.storage, BUFFER_STORAGES)
         one_of("buffer.order", self.order, BUFFER_ORDERS)
         whole_number("buffer.batch_size", self.batch_size, least=1)
-        if self.keep not in (True, False, "sql"):
+        if not isinstance(self.keep, bool) and self.keep != "sql":
             raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
+        if self.keep == "sql":
+            _check_place("buffer", self.path, self.url)
         if not self.has_rollouts:
+            if self.keep:
+                raise ConfigError(
+                    f"buffer.keep is of rollouts, and buffer.storage={self.storage} has none: leave it out."
+                )
             _check_stored("buffer", self)
         if self.order != "fifo" and self.storage != "sql":
             raise ConfigError(f"buffer.order={self.order} needs buffer.storage=sql, not {self.storage}.")
@@ -431,8 +438,7 @@ def _check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
     storage, path, url = section.storage, section.path, section.url
     if storage == "file" and url is not None:
         raise ConfigError(f"{key}.storage=file has no {key}.url: give {key}.path, or {key}.storage=sql.")
-    if path is not None and url is not None:
-        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
+    _check_place(key, path, url)
     if path is None and url is None:
         raise ConfigError(
             f"{key}.storage={storage} reads what another run wrote: give {key}.path=PLACE, such as the folder "
@@ -442,8 +448,18 @@ def _check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
         raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
 
 
+def _check_place(key: str, path: str | None, url: str | None) -> None:
+    if path is not None and url is not None:
+        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
+    if url is not None and "://" not in url:
+        raise ConfigError(
+            f"{key}.url: '{url}' is no database URL; give one such as postgresql://USER@HOST/NAME, or a file as "
+            f"{key}.path."
+        )
+
+
 @dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """A whole training run.
 
     Attributes:

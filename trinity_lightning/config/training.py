@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.config.keys import Section
 from trinity_lightning.config.parts import part_config
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
@@ -47,7 +48,7 @@ class Layout(Enum):
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section, key="model"):
     """The policy.
 
     Attributes:
@@ -72,7 +73,7 @@ class ModelConfig:
 
 
 @dataclass
-class KLConfig:
+class KLConfig(Section, key="algorithm.kl"):
     """KL penalty against the frozen initial policy, as a loss term.
 
     Attributes:
@@ -92,7 +93,7 @@ class KLConfig:
 
 
 @dataclass
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
     """Importance weights exp(trainer - engine log-probability) for the mismatch between engine and trainer.
 
     Attributes:
@@ -123,7 +124,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Section, key="algorithm"):
     """The objective, and how a step's experiences become optimizer steps.
 
     Attributes:
@@ -214,7 +215,7 @@ class AlgorithmConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section, key="optimizer"):
     """AdamW and its learning rate.
 
     Attributes:

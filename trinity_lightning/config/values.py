@@ -1,10 +1,8 @@
 """Checks of single values and names: each refuses with the name and the fix."""
 
-import copy
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -108,13 +106,6 @@ def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = Fal
     if (optional and value is None) or is_path or (isinstance(value, str) and value in names):
         return value
     raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
-
-
-def checked_copy(section: T) -> T:
-    """A copy of a section that shares nothing with it; all of its dataclasses are checked as when they were made."""
-    values: dict[str, Any] = {each.name: getattr(section, each.name) for each in fields(section)}  # type: ignore[arg-type]
-    copies = {name: checked_copy(v) if is_dataclass(v) else copy.deepcopy(v) for name, v in values.items()}
-    return type(section)(**copies)
 
 
 def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> None:

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +27,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.process_memory import reuse_large_buffers, trim_heap
 from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.config.keys import section_of
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.training import (
     HALF,
@@ -38,7 +38,7 @@ from trinity_lightning.config.training import (
     WeightDtype,
     check_trainer_settings,
 )
-from trinity_lightning.config.values import AUTO, check_version, checked_copy
+from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, step_costs
 from trinity_lightning.trainer.layout import (
@@ -65,7 +65,6 @@ from trinity_lightning.trainer.optim import MasterWeights, adamw, learning_rate_
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
 BUDGET = "max_tokens"  # there, too
@@ -129,8 +128,8 @@ class PolicyModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model_name = model
-        self.algorithm = _section(AlgorithmConfig, algorithm)
-        self.optimizer_config = _section(OptimizerConfig, optimizer)
+        self.algorithm = section_of("algorithm", AlgorithmConfig, algorithm)
+        self.optimizer_config = section_of("optimizer", OptimizerConfig, optimizer)
         self.objective = Objective(self.algorithm)
         if self.objective.caveat is not None:
             logger.warning(self.objective.caveat)
@@ -503,13 +502,6 @@ class PolicyModule(L.LightningModule):
         if self._random_state is not None:
             restore_random_state(self._random_state)
             self._random_state = None
-
-
-def _section(kind: type[T], given: T | Mapping[str, Any] | None) -> T:
-    """A copy of this section, checked again (a dataclass can be changed after it was made), or one of these values."""
-    if isinstance(given, kind):
-        return checked_copy(given)
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given or {}))  # type: ignore[return-value]
 
 
 def _plain(section: Any) -> dict[str, Any]:

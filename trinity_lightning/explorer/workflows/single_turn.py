@@ -10,7 +10,7 @@ import torch
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.judge import check_prompt, filled, read_score
-from trinity_lightning.config.values import number
+from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward, score
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
@@ -131,7 +131,7 @@ class JudgeArguments:
             conversation, its reference answer ("none" without one) and the response.
         judge_sampling: how the judge's verdict is sampled, by vLLM's names.
         judge_weight: the score is multiplied by it.
-        judge: which of the auxiliary models judges.
+        judge: number of the auxiliary model that judges (a run's configuration may give its name).
         system_prompt: first message if the entry has a prompt only.
     """
 
@@ -144,6 +144,7 @@ class JudgeArguments:
     def __post_init__(self) -> None:
         check_prompt("judge_prompt", self.judge_prompt)
         number("judge_weight", self.judge_weight)
+        whole_number("judge", self.judge, least=0)
 
 
 class JudgeWorkflow(SimpleWorkflow):
@@ -181,12 +182,15 @@ class DistillArguments:
     """Settings of the workflow `on_policy_distill`.
 
     Attributes:
-        teacher: which of the auxiliary models teaches.
+        teacher: number of the auxiliary model that teaches (a run's configuration may give its name).
         system_prompt: first message if the entry has a prompt only.
     """
 
     teacher: int = 0
     system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("teacher", self.teacher, least=0)
 
 
 class OnPolicyDistillWorkflow(SimpleWorkflow):

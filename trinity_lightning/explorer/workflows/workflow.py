@@ -139,7 +139,7 @@ class RewardedWorkflow(Workflow):
 
     def auxiliary_model(self, index: int) -> InferenceModel:
         """One of the auxiliary models; ConfigError if there are not so many."""
-        if index >= len(self.auxiliary_models):
+        if not 0 <= index < len(self.auxiliary_models):
             raise ConfigError(
                 f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}: "
                 "give the explorer auxiliary models."

@@ -1,0 +1,128 @@
+"""A key that is not there, or a file that is no configuration: one sentence, by every way that it can come in."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compose_cases import composed
+
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.engines import AuxiliaryConfig, EngineConfig
+from trinity_lightning.config.hydra import CONFIG_ERRORS, explain
+from trinity_lightning.config.keys import RENAMED, section_of
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.errors import ConfigError
+
+GLOBAL = "# @package _global_\n"
+
+
+def refusal(*overrides: str) -> str:
+    """The sentence that refuses a run with these overrides."""
+    with pytest.raises(CONFIG_ERRORS) as refused:
+        validate(composed("model=tiny", *overrides))
+    return explain(refused.value)
+
+
+def refused_recipe(folder: Path, text: str) -> str:
+    """The sentence that refuses a recipe `mine` of that text."""
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "mine.yaml").write_text(text)
+    return refusal(f"hydra.searchpath=[{folder}]", "+recipe=mine")
+
+
+@pytest.mark.parametrize("key", RENAMED)
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_an_old_key_is_refused_with_the_new_one(plus: str, key: str) -> None:
+    assert refusal(f"{plus}{key}=1") == f"unknown key '{key}'. It is {RENAMED[key]} now."
+
+
+@pytest.mark.parametrize("key", RENAMED)
+def test_an_old_key_in_a_recipe_too(key: str, tmp_path: Path) -> None:
+    text = GLOBAL
+    for depth, name in enumerate(key.split(".")):
+        text += f"{'  ' * depth}{name}:\n"
+    assert f"unknown key '{key}'. It is {RENAMED[key]} now." in refused_recipe(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: AlgorithmConfig(policy_loss_args={}), "It is algorithm.policy_loss.args now"),  # type: ignore[call-arg]
+        (lambda: EngineConfig(kind="vllm"), "It is engine.name now"),  # type: ignore[call-arg]
+        (lambda: EngineConfig(max_seqs=3), "'engine.max_seqs'. Did you mean 'engine.max_num_seqs'"),  # type: ignore[call-arg]
+        (lambda: TrainConfig(sede=3), "unknown key 'sede'. Did you mean 'seed'"),  # type: ignore[call-arg]
+        (
+            lambda: section_of("algorithm", AlgorithmConfig, {"policy_loss_args": {}}),
+            "It is algorithm.policy_loss.args",
+        ),
+        (lambda: section_of("algorithm", AlgorithmConfig, {"kl": {"coeff": 1}}), "Did you mean 'algorithm.kl.coef'"),
+        (lambda: section_of("algorithm", AlgorithmConfig, {"kl": {"coef": -1}}), "^algorithm.kl.coef is -1"),
+        (
+            lambda: section_of("algorithm", AlgorithmConfig, {"inner_epochs": "x"}),
+            "algorithm.inner_epochs is 'x'; give",
+        ),
+        (lambda: section_of("mine", AuxiliaryConfig, {"model": "x", "url": "y"}), "^mine.url: 'y' is no URL"),
+    ],
+)
+def test_a_scripts_keys_are_refused_alike(made: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"{GLOBAL}sede: 1\n", "recipe/mine.yaml: unknown key 'sede'. Did you mean 'seed'?"),
+        (f"{GLOBAL}explorer:\n  batch_sise: 1\n", "Did you mean 'explorer.batch_size'?"),
+        (f"{GLOBAL}steps: many\n", "recipe/mine.yaml: steps is 'many'; give a whole number."),
+        ("steps: 3\n", "recipe/mine.yaml: write '# @package _global_' as its first line"),
+        (f"{GLOBAL}steps: 3\n\tname: x\n", "recipe/mine.yaml, line 3: there is a tab, and YAML takes spaces only."),
+        (f"{GLOBAL}steps: 3\nsteps: 4\n", "recipe/mine.yaml, line 3: the key 'steps' is there twice: leave one"),
+        (f"{GLOBAL}steps: [3\n", "recipe/mine.yaml, line 3: expected ',' or ']'"),
+        (f'{GLOBAL}name: "a\x01b"\n', "unacceptable character #x0001"),
+        (f"{GLOBAL}- steps\n", "recipe/mine.yaml: holds a list where keys belong"),
+        (f"{GLOBAL}algorithm:\n  kl: k3\n", "recipe/mine.yaml: holds 'k3' where keys belong; give {KEY: VALUE}."),
+        *(
+            (
+                f"{GLOBAL}{group}: {name}\n",
+                f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: ",
+            )
+            for group, name in (
+                ("logger", "csv"),
+                ("engine", "vllm_server"),
+                ("operators", "judge"),
+                ("trainer", "cpu"),
+            )
+        ),
+        (f"{GLOBAL}defaults:\n  - grop\n", "recipe/mine.yaml: unknown recipe 'grop'. Did you mean 'grpo'?"),
+        (f"{GLOBAL}defaults:\n  - override /engine: vlm\n", "unknown engine 'vlm'. Did you mean 'vllm'?"),
+    ],
+)
+def test_a_recipe_that_is_wrong(text: str, sentence: str, tmp_path: Path) -> None:
+    said = refused_recipe(tmp_path, text)
+    assert sentence in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["mine", "/nowhere/mine", "./mine.yaml", ""])
+def test_a_recipe_that_is_not_there(name: str) -> None:
+    said = refusal(f"+recipe={name}")
+    assert said.startswith(f"unknown recipe '{name}'.")
+    assert said.endswith("Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER.")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("seed=[1", "close every bracket and quote"),
+        ('name="x', "close every bracket and quote"),
+        ("name=a=b", "quote a value with other characters that mean something to Hydra: 'KEY=\"VALUE\"'"),
+        ("seed", "give KEY=VALUE."),
+        ("buffer.keep=1", "buffer.keep is '1'; give true, false or a name."),
+        ("algorithm.max_tokens_per_micro_batch=1.5", "is '1.5'; give a whole number or a name."),
+    ],
+)
+def test_an_override_that_cannot_be_read(override: str, fix: str) -> None:
+    assert fix in refusal(override)
