@@ -43,6 +43,15 @@ def engine_of(model: Any, folder: Path, dtype: EngineDtype) -> VLLMEngine:
     return VLLMEngine(str(folder), dtype=dtype, max_model_len=32, max_num_seqs=4, kv_cache_gb=0.05)
 
 
+def packed_vocabularies(engine: VLLMEngine) -> list[str]:
+    """Kinds of the matrices as large as the vocabulary that the engine keeps packed."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    assert engine._packed is not None
+    layers: list[Any] = [each for each in engine._packed._model.modules() if isinstance(each, VocabParallelEmbedding)]
+    return [type(each).__name__ for each in layers if each.cpu_linear is not torch.nn.functional.linear]
+
+
 @pytest.fixture(scope="module", params=[qwen2, gpt2], ids=["qwen2", "gpt2"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
     """A model and a bfloat16 engine of it that takes its weights by `PackedWeights`."""
@@ -60,7 +69,7 @@ def test_they_are_what_vllm_makes_of_them(
     served: tuple[Any, VLLMEngine, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, engine, host = served
-    assert engine._packed is not None
+    assert packed_vocabularies(engine) == ["ParallelLMHead"]  # and not the embeddings, which are looked up
     before = host.run(engine.logprobs(TEXT))
     train_a_little(model)
     host.run(engine.sync_weights(weight_stream(model), 1))
