@@ -4,6 +4,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import trinity_lightning  # noqa: F401  first: torch and OpenMP read what it sets when they are loaded
+
+# isort: split
 import lightning as L
 import torch
 from _rollouts import Rollout

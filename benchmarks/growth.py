@@ -21,6 +21,8 @@ from typing import Any
 from _rollouts import Case
 from _turns import spread
 
+import trinity_lightning  # noqa: F401  before torch, which reads what it sets
+
 GROUPS, GROUP_SIZE = 2, 8
 SIZES = {"1": (1, 1), "rollouts x2": (2, 1), "rollouts x4": (4, 1), "rollouts x8": (8, 1)}
 SIZES |= {"responses x2": (1, 2), "responses x4": (1, 4)}

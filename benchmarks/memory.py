@@ -14,6 +14,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import trinity_lightning  # noqa: F401  first: torch and OpenMP read what it sets when they are loaded
+
+# isort: split
 import lightning as L
 import torch
 from _rollouts import CASES

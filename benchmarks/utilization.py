@@ -18,6 +18,8 @@ from typing import Any
 
 from _rollouts import CASES
 
+import trinity_lightning  # noqa: F401  before torch, which reads what it sets
+
 GROUPS, GROUP_SIZE = 8, 8
 
 

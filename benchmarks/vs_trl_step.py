@@ -9,8 +9,8 @@ masters, TRL's is autocast over float32 weights. TRL's other settings are its de
 them; `--trl` changes them, as JSON. Each side is a process of its own, and they take turns. Each begins with the same
 model and learns, so that completions become shorter on both sides; the first step warms up. Prints one JSON line:
 seconds a step (median, least, largest), peak memory of each process in these steps, `ratio` is TRL's time divided by
-ours, `trained_rows` the share of completions that each side computed gradients of: ours leaves out groups whose rewards
-are all equal, which have none.
+ours, `completion_tokens` the mean length of what each side generated, `trained_rows` the share of completions that it
+computed gradients of: ours leaves out groups whose rewards are all equal, which have none.
 """
 
 import argparse
@@ -53,13 +53,17 @@ class Turns:
             raise EnoughError
         self._started = clock()
 
-    def end(self, trained_rows: float) -> None:
-        """Answer with the seconds of the step, and how many of its rows were trained on."""
+    def end(self, completion_tokens: float, trained_rows: float) -> None:
+        """Answer with the seconds of the step, the mean length of completions, and the share that was trained on."""
         if self._started is not None:
-            self._requests.answer({"seconds": clock() - self._started, "trained_rows": trained_rows})
+            means = {"completion_tokens": completion_tokens, "trained_rows": trained_rows}
+            self._requests.answer({"seconds": clock() - self._started} | means)
 
 
 def train_ours(spec: dict[str, Any], folder: str) -> None:
+    import trinity_lightning  # noqa: F401  first: torch and OpenMP read what it sets when they are loaded
+
+    # isort: split
     import lightning as L
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -75,7 +79,9 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
 
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             if trainer.current_epoch > 1:
-                turns.end(float(trainer.callback_metrics["actor/trained_rows"]))
+                metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+                rows = PROMPTS * COMPLETIONS
+                turns.end(metrics["response_length/mean"], metrics["actor/trained_rows"] / rows)
             turns.begin(trainer.current_epoch)
 
     compose.register()
@@ -97,8 +103,12 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     turns = Turns()
+    lengths: list[int] = []  # of the latest completions, in tokens
 
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+    def reward(
+        completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float | None]:
+        lengths[:] = map(len, completion_ids)
         numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
         return [float(found[-1:] == [expected]) for found, expected in zip(numbers, answer, strict=True)]
 
@@ -124,7 +134,8 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
         train_dataset=Dataset.from_list(json.loads(Path(spec["tasks"]).read_text())),
         callbacks=[
             OnStep(
-                before=lambda: turns.begin(trainer.state.global_step), after=lambda: turns.end(PROMPTS * COMPLETIONS)
+                before=lambda: turns.begin(trainer.state.global_step),
+                after=lambda: turns.end(statistics.mean(lengths), trained_rows=1.0),
             )
         ],
     )
@@ -162,16 +173,16 @@ def compare(spec: dict[str, Any], steps: int) -> dict[str, Any]:
         for side in sides.values():
             side.close()
     seconds = {name: [each["seconds"] for each in values] for name, values in answers.items()}
-    shares = {
-        name: statistics.mean(each["trained_rows"] for each in values) / (PROMPTS * COMPLETIONS)
-        for name, values in answers.items()
+    means = {
+        key: {name: round(statistics.mean(each[key] for each in values), 2) for name, values in answers.items()}
+        for key in ("completion_tokens", "trained_rows")
     }
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "seconds": {name: spread(values) for name, values in seconds.items()},
         "ratio": round(median["trl"] / median["ours"], 2),
         "peak_gb": {name: round(value, 2) for name, value in peaks.items()},
-        "trained_rows": {name: round(share, 2) for name, share in shares.items()},
+        **means,
     }
 
 

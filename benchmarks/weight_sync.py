@@ -19,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import trinity_lightning  # noqa: F401  first: torch and OpenMP read what it sets when they are loaded
+
+# isort: split
 import torch
 from transformers import AutoModelForCausalLM
 
