@@ -117,6 +117,16 @@ def test_utilization_is_that_of_the_metric() -> None:
     assert case["peak_tflops"] > 0
 
 
+def test_step_profile_accounts_for_the_whole_step() -> None:
+    found = run_benchmark("step_profile.py", "--model", "tiny")
+    assert sum(found["share"].values()) == pytest.approx(1, abs=0.01)
+    assert all(share >= 0 for share in found["share"].values())
+    assert {"products", "attention", "head", "optimizer", "gradients into float32"} <= set(found["share"])
+    of_shapes = sum(product["share"] for product in found["products"].values())
+    assert 0 < of_shapes <= found["share"]["products"] + 0.01
+    assert found["mfu"] < found["ceiling"]
+
+
 @pytest.mark.parametrize("norms", [{"a": 1.0, "b": 2.001}, {"a": 1.0}, {"a": 1.0, "b": float("nan")}])
 def test_vs_trl_refuses_sides_that_compute_something_else(
     norms: dict[str, float], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,162 @@
+"""Where the time of a training step goes: torch's profiler over one step of each case of `vs_trl.py`, by kind of work.
+
+    python benchmarks/step_profile.py [--model smollm2] [--cases short] [--tokens 512] [--compile]
+
+One JSON line a case: `seconds` of the step and, of each kind of work, `share`: all shares make 1, and what no operator
+took is Python's and Lightning's. A matrix product is one wherever it stands, so that `attention` and `head` are all the
+rest of those. `products` are the shapes that took most, T being the tokens of a micro-batch: their share, and the speed
+that they ran at as a share of `peak_tflops`, the best product's. `mfu` is `perf/mfu` of a step without the profiler,
+and `ceiling` what it would be if products took as long as they do, and all else no time.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from _rollouts import CASES
+
+import trinity_lightning  # noqa: F401  before torch, which reads what it sets
+
+GROUPS, GROUP_SIZE = 8, 8
+WARM_UP = 2  # steps
+SHAPES = 8  # of products, in the line
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+OPTIMIZER, CLIPPING, ACCUMULATION, COPIES = "optimizer", "norm and clipping", "gradients into float32", "copies, casts"
+# The kind of everything that an event with such a name takes or calls, the first that fits.
+KINDS = (
+    (OPTIMIZER, ("Optimizer.",)),
+    (CLIPPING, ("aten::_foreach",)),
+    (ACCUMULATION, ("torch::autograd::AccumulateGrad",)),
+    ("attention", ("_Attention", "aten::_scaled_dot_product", "aten::scaled_dot_product")),
+    ("head", ("_LogSoftmax", "Projection", "_Lookup")),
+    (COPIES, ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::cat")),
+)
+ENGINE = "autograd::engine::evaluate_function"
+
+
+def kind_of(event: Any) -> str:
+    """What kind of work an event's own time is."""
+    if event.name in PRODUCTS:
+        return "products"
+    names = [each.name for each in lineage(event)]
+    for kind, beginnings in KINDS:
+        if any(name.startswith(beginnings) for name in names):
+            cast = kind == COPIES and event.cpu_parent is not None and is_for_accumulation(event)
+            return ACCUMULATION if cast else kind
+    return "element-wise and the rest"
+
+
+def lineage(event: Any) -> Iterator[Any]:
+    """The event, what called it, and so on."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def is_for_accumulation(copy: Any) -> bool:
+    """Whether autograd's engine itself called for this cast: to the dtype that gradients are kept in."""
+    outermost = next(each for each in lineage(copy) if each.cpu_parent is None or ENGINE in each.cpu_parent.name)
+    return outermost.name == "aten::to" and outermost.cpu_parent is not None
+
+
+def shape_of(product: Any, sizes: set[int]) -> str:
+    """Its rows, inner dimension and columns, T in place of what is no size of a weight."""
+    (rows, inner), (_, columns) = product.input_shapes[-2:]
+    if any(each.name.startswith("Projection") for each in lineage(product)):
+        return "head"
+    return " x ".join(str(size) if size in sizes else "T" for size in (rows, inner, columns))
+
+
+def operations(product: Any) -> int:
+    """Floating-point operations of a product of two matrices."""
+    left, right = product.input_shapes[-2:]
+    return 2 * math.prod(left) * right[-1]
+
+
+def summary(events: Sequence[Any], sizes: set[int], seconds: float, peak: float) -> dict[str, Any]:
+    kinds: dict[str, float] = defaultdict(float)
+    shapes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        own = event.self_cpu_time_total / 1e6
+        kinds[kind_of(event)] += own
+        if event.name in PRODUCTS:
+            shape = shapes[shape_of(event, sizes)]
+            shape[0], shape[1] = shape[0] + own, shape[1] + operations(event)
+    kinds["Python and Lightning"] = seconds - sum(kinds.values())
+    most = sorted(shapes.items(), key=lambda item: -item[1][0])[:SHAPES]
+    return {
+        "share": {kind: round(own / seconds, 3) for kind, own in sorted(kinds.items(), key=lambda item: -item[1])},
+        "products": {
+            shape: {"share": round(own / seconds, 3), "of_peak": round(flops / own / peak, 2)}
+            for shape, (own, flops) in most
+        },
+        "products_s": kinds["products"],
+    }
+
+
+def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | str, compile_layers: bool) -> Any:
+    """What is printed of a case."""
+    import lightning as L
+    from _training import batch_of, fit
+    from torch.profiler import ProfilerActivity, profile
+
+    from trinity_lightning.config.training import AlgorithmConfig
+    from trinity_lightning.trainer.flops import peak_flops
+
+    batch = batch_of(CASES[case].rollouts(GROUPS, GROUP_SIZE, vocabulary))
+    seen: dict[str, Any] = {}
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen["sizes"] = {size for weight in pl_module.policy.parameters() for size in weight.shape}
+            seen["peak"] = peak_flops(pl_module.device, pl_module.policy.dtype)
+            if batch_idx == WARM_UP:
+                seen.update({name: float(trainer.callback_metrics[name]) for name in ("perf/mfu", "time/train")})
+
+    def steps() -> Iterator[Any]:
+        for _ in range(WARM_UP + 1):
+            yield batch
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen["profile"]:
+            start = time.perf_counter()
+            yield batch
+            seen["seconds"] = time.perf_counter() - start
+
+    fit(model, steps(), dtype, AlgorithmConfig(max_tokens_per_micro_batch=tokens), [Look()], "cpu", compile_layers)
+    found = summary(seen["profile"].events(), seen["sizes"], seen["seconds"], seen["peak"])
+    ceiling = seen["perf/mfu"] * seen["time/train"] / found.pop("products_s")
+    numbers = {"seconds": seen["seconds"], "mfu": seen["perf/mfu"], "ceiling": ceiling}
+    numbers["peak_tflops"] = seen["peak"] / 1e12
+    return {name: round(value, 3) for name, value in numbers.items()} | found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["short"])
+    parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch; +recipe=grpo has 512")
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    from transformers import AutoConfig
+
+    from trinity_lightning.common.product_speed import faster_dtype
+    from trinity_lightning.config.models import resolve_model
+
+    dtype = faster_dtype("cpu").value
+    vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size
+    for case in args.cases:
+        found = measure(args.model, case, dtype, vocabulary, args.tokens, args.compile)
+        head = {"benchmark": "step_profile", "model": args.model, "case": case, "tokens": args.tokens, "dtype": dtype}
+        head |= {"compile": args.compile, "cores": len(os.sched_getaffinity(0))}
+        print(json.dumps(head | found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
