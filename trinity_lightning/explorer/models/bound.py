@@ -4,79 +4,19 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.seeds import rollout_seed
 from trinity_lightning.config.schema import DEFAULT_TEMPERATURE, check_trained_sampling
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer.models.openai_api import ChatCompletions, OpenAIModel, async_client, blocking_client
-from trinity_lightning.explorer.tasks.task import prompt_text_of
 
-# -- calls through OpenAI's client, as experiences ---------------------------------------------------------------------
-
-
-class History:
-    """An Experience a response, in the order in which the calls ended, with the engine's own tokens.
-
-    Call i has `eid.step` i; its n responses are runs `run`, `run + 1`, ..., as they would be had each been asked for
-    alone.
-
-    Args:
-        run: of the first response of a call.
-    """
-
-    def __init__(self, run: int) -> None:
-        self._run = run
-        self._calls = 0
-        self._experiences: list[Experience] = []
-
-    def record(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        temperature: float,
-        completions: Sequence[Completion],
-    ) -> None:
-        """Keep what came of a call."""
-        for i, completion in enumerate(completions):
-            self._experiences.append(
-                Experience(
-                    eid=EID(run=self._run + i, step=self._calls),
-                    tokens=[*completion.prompt_token_ids, *completion.token_ids],
-                    prompt_length=len(completion.prompt_token_ids),
-                    logprobs=list(completion.logprobs),
-                    truncate_status="response_truncated" if completion.finish_reason == "length" else None,
-                    info={"finish_reason": completion.finish_reason, "temperature": temperature},
-                    prompt_text=prompt_text_of(messages),
-                    response_text=completion.text,
-                    messages=messages,
-                    tools=tools,
-                )
-            )
-        self._calls += 1
-
-    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
-        """What the run was worth: the reward of every call kept that has none yet, and metrics of the last of them."""
-        unrewarded = [experience for experience in self._experiences if experience.reward is None]
-        for experience in unrewarded:
-            experience.reward = float(reward)
-        if unrewarded and metrics:
-            unrewarded[-1].metrics |= metrics
-
-    def extract(self, clear: bool = True) -> list[Experience]:
-        """The experiences kept; they are forgotten unless `clear` is false."""
-        kept = list(self._experiences)
-        if clear:
-            self._experiences.clear()
-        return kept
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
-
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.models.openai_api import RecordedCalls
 
 T = TypeVar("T")
 
@@ -117,10 +57,8 @@ class BoundModel:
         self._sampling = dict(sampling or {})
         self._turn = 0
         self._oldest_version: int | None = None
-        self._client: Any = None
         self._blocking: BlockingModel | None = None
-        self._history = History(run)
-        self._completions = ChatCompletions(self, self._sampling, self._keep)
+        self._kept: list[Experience] = []  # of calls through OpenAI's client
 
     @property
     def model_version(self) -> int:
@@ -135,7 +73,7 @@ class BoundModel:
     @property
     def used_temperature(self) -> float | None:
         """The sampling temperature of all calls so far; None where they differ."""
-        used = self._temperatures or {_temperature(self._sampling)}
+        used = self._temperatures or {temperature_of(self._sampling)}
         return next(iter(used)) if len(used) == 1 else None
 
     @property
@@ -170,15 +108,19 @@ class BoundModel:
         """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
         return await self._model.logprobs(token_ids)
 
+    @cached_property
+    def _calls(self) -> "RecordedCalls":
+        from trinity_lightning.explorer.models.openai_api import RecordedCalls  # few workflows ask for a client
+
+        return RecordedCalls(self, self._model, self._next_call, self._sampling, self._run, self._kept)
+
     def get_openai_async_client(self) -> Any:
         """An `openai.AsyncOpenAI` whose calls are this run's: with its seed and sampling settings, and kept.
 
         A workflow that returns no experiences of its own has those of these calls: `set_reward` says what they were
         worth. See `InferenceModel.get_openai_async_client`.
         """
-        if self._client is None:
-            self._client = async_client(self.openai_answer)
-        return self._client
+        return self._calls.client
 
     def get_openai_client(self) -> Any:
         """An `openai.OpenAI` for code that the workflow runs in threads (`asyncio.to_thread`); its calls are kept too.
@@ -191,18 +133,20 @@ class BoundModel:
 
     async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of the response to a request of OpenAI's API."""
-        if isinstance(self._model, OpenAIModel):  # it tells no tokens to keep
-            return await self._model.answer(path, self._next_call(body) if body else body)
-        return await self._completions.answer(path, body)
+        return await self._calls.answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
         """What the calls through OpenAI's client were worth: each of those made so far that has no reward gets this.
 
         Args:
             reward: of the run, or of what was done since the last reward.
-            metrics: numbers to be logged.
+            metrics: numbers to be logged, of the last of these calls.
         """
-        self._history.set_reward(reward, metrics)
+        unrewarded = [experience for experience in self._kept if experience.reward is None]
+        for experience in unrewarded:
+            experience.reward = float(reward)
+        if unrewarded and metrics:
+            unrewarded[-1].metrics |= metrics
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them.
@@ -210,7 +154,10 @@ class BoundModel:
         Args:
             clear_history: forget them here.
         """
-        return self._history.extract(clear_history)
+        kept = list(self._kept)
+        if clear_history:
+            self._kept.clear()
+        return kept
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Refused: RuntimeError. A run must not change the model that others generate with."""
@@ -225,28 +172,19 @@ class BoundModel:
         if self._blocking is not None:
             self._blocking.close()
 
-    def _keep(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        settings: dict[str, Any],
-        completions: list[Completion],
-    ) -> None:
-        temperature = _temperature({**self._sampling, **settings})
-        self._history.record(messages, tools, temperature, completions)
-
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         settings = {name: value for name, value in {**self._sampling, **sampling}.items() if value is not None}
         if self._trained:
             check_trained_sampling(settings)
-        self._temperatures.add(_temperature(settings))
+        self._temperatures.add(temperature_of(settings))
         settings.setdefault("seed", rollout_seed(*self._identity, turn=self._turn, run=self._run))
         self._turn += 1
         self._oldest_version = min(self.used_version, self.model_version)
         return settings
 
 
-def _temperature(settings: Mapping[str, Any]) -> float:
+def temperature_of(settings: Mapping[str, Any]) -> float:
+    """The sampling temperature that these settings mean."""
     value = settings.get("temperature")
     return DEFAULT_TEMPERATURE if value is None else float(value)
 
@@ -309,10 +247,13 @@ class BlockingModel:
 
     def get_openai_client(self) -> Any:
         """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""
+        from trinity_lightning.explorer.models.openai_api import blocking_client
+
         return blocking_client(lambda path, body: self._wait(lambda: self._model.openai_answer(path, body)))
 
     def get_openai_async_client(self) -> Any:
         """An `openai.AsyncOpenAI` for an event loop of the thread's own, whose calls are kept."""
+        from trinity_lightning.explorer.models.openai_api import async_client
 
         async def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
             future = self._submit(lambda: self._model.openai_answer(path, body))

@@ -9,23 +9,25 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
+from trinity_lightning.explorer.models.bound import temperature_of
 from trinity_lightning.explorer.models.chat import parse_tool_calls
+from trinity_lightning.explorer.tasks.task import prompt_text_of
 
 # -- its client over a model of this process: an ordinary `openai.AsyncOpenAI` whose requests never leave it -----------
 
 
 # Path and body of a request -> HTTP status and body of the response.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
-# Called for every call: messages, tools, sampling settings, completions.
-Record = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any], list[Completion]], None]
 
 ROOT = "/v1"  # of the paths of requests
 MODEL_ID = "policy"  # there is one model: whatever `model=` says, it answers
@@ -63,15 +65,11 @@ class ChatCompletions:
     Args:
         model: what generates.
         sampling: settings of calls that do not give them themselves.
-        record: called for every call that succeeded.
     """
 
-    def __init__(
-        self, model: InferenceModel, sampling: Mapping[str, Any] | None = None, record: Record | None = None
-    ) -> None:
+    def __init__(self, model: InferenceModel, sampling: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self._sampling = dict(sampling or {})
-        self._record = record
         self._responses = itertools.count()
         self._tool_calls = itertools.count()
 
@@ -103,9 +101,11 @@ class ChatCompletions:
         completions = await self._model.generate(prompt, n, **settings)
         if any(completion.finish_reason == "abort" for completion in completions):
             raise RolloutError("the engine aborted the request before its end")
-        if self._record is not None:
-            self._record(messages, tools, settings, completions)
+        self._record(messages, tools, settings, completions)
         return self._response(body, completions, reads_tools=tools is not None)
+
+    def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
+        """A call succeeded; `RecordedCalls` keeps it."""
 
     def _response(self, body: dict[str, Any], completions: Sequence[Completion], reads_tools: bool) -> dict[str, Any]:
         prompt = list(completions[0].prompt_token_ids)
@@ -248,6 +248,71 @@ def _model_card() -> dict[str, Any]:
 def api_error(message: str, code: str) -> dict[str, Any]:
     """The body of a response of OpenAI's API that says what failed."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code, "param": None}}
+
+
+# -- the calls of a run, as experiences --------------------------------------------------------------------------------
+
+
+class RecordedCalls(ChatCompletions):
+    """Answers the requests of a run, and keeps an Experience a response, in the order in which the calls ended.
+
+    Call i has `eid.step` i; its n responses are runs `run`, `run + 1`, ..., as if each had been asked for alone. Calls
+    of an endpoint are passed on and not kept: it gives no tokens.
+
+    Args:
+        bound: the run's view of the model.
+        model: the model itself.
+        next_call: a call's settings, completed by the run's.
+        sampling: the run's settings.
+        run: of the first response of a call.
+        kept: where the experiences go.
+    """
+
+    def __init__(
+        self,
+        bound: InferenceModel,
+        model: InferenceModel,
+        next_call: Callable[[Mapping[str, Any]], dict[str, Any]],
+        sampling: Mapping[str, Any],
+        run: int,
+        kept: list[Experience],
+    ) -> None:
+        super().__init__(bound, sampling)
+        self._endpoint = model if isinstance(model, OpenAIModel) else None
+        self._next_call = next_call
+        self._run = run
+        self._kept = kept
+        self._calls = 0
+
+    @cached_property
+    def client(self) -> Any:
+        """The client whose requests these are."""
+        return async_client(self.answer)
+
+    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of the response."""
+        if self._endpoint is not None:
+            return await self._endpoint.answer(path, self._next_call(body) if body else body)
+        return await super().answer(path, body)
+
+    def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
+        temperature = temperature_of({**self._sampling, **settings})
+        for i, completion in enumerate(completions):
+            self._kept.append(
+                Experience(
+                    eid=EID(run=self._run + i, step=self._calls),
+                    tokens=[*completion.prompt_token_ids, *completion.token_ids],
+                    prompt_length=len(completion.prompt_token_ids),
+                    logprobs=list(completion.logprobs),
+                    truncate_status="response_truncated" if completion.finish_reason == "length" else None,
+                    info={"finish_reason": completion.finish_reason, "temperature": temperature},
+                    prompt_text=prompt_text_of(messages),
+                    response_text=completion.text,
+                    messages=messages,
+                    tools=tools,
+                )
+            )
+        self._calls += 1
 
 
 # -- a model behind an endpoint: a judge, a user, a teacher that only talks --------------------------------------------

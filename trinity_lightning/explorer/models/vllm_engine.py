@@ -2,10 +2,9 @@
 
 import dataclasses
 import gc
-import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,6 @@ from trinity_lightning.common.process_memory import forget, trim_heap
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import (
     CAPABILITIES,
-    PARALLEL,
     EngineConfig,
     EngineDtype,
     EngineSleep,
@@ -72,29 +70,9 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     return arguments | dict(config.args)
 
 
-def parallel_args(gpus: Sequence[int] | None, config: EngineConfig) -> dict[str, Any]:
-    """The model is split over all GPUs of a server, unless `config.args` says how to spread it."""
-    return {"tensor_parallel_size": len(gpus)} if gpus and not set(PARALLEL) & set(config.args) else {}
-
-
 def is_quantized(config: EngineConfig) -> bool:
     """Whether vLLM is asked to quantise the weights that it loads."""
     return config.args.get("quantization") is not None
-
-
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """The same arguments as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
-    flags = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
-            flags += [f"--{flag}", text]
-    return flags
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ from transformers import AutoConfig
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import (
     CAPABILITIES,
+    PARALLEL,
     EngineConfig,
     EngineDtype,
     check_speculation,
@@ -30,10 +32,8 @@ from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, 
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import (
-    command_line,
     engine_args,
     is_quantized,
-    parallel_args,
 )
 from trinity_lightning.sync.folder import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
@@ -247,11 +247,11 @@ class VLLMServerEngine(Engine):
         return self._client
 
     def _flags(self, path: str) -> list[str]:
-        arguments = parallel_args(self._gpus, self._config)
+        arguments = _parallel_args(self._gpus, self._config)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         if self.nccl:
             arguments["weight_transfer_config"] = {"backend": "nccl"}
-        return command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
+        return _command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -451,6 +451,26 @@ class VLLMServerEngine(Engine):
         update = ("/update_weights", {"update_info": announced})
         await self._update([("/start_weight_update", {}), update, ("/finish_weight_update", {})], version)
         self._again = again
+
+
+def _parallel_args(gpus: Sequence[int] | None, config: EngineConfig) -> dict[str, Any]:
+    """The model is split over all GPUs of a server, unless `config.args` says how to spread it."""
+    return {"tensor_parallel_size": len(gpus)} if gpus and not set(PARALLEL) & set(config.args) else {}
+
+
+def _command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """The same arguments as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
+    flags = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+            flags += [f"--{flag}", text]
+    return flags
 
 
 def _reload(folder: Path) -> tuple[str, dict[str, Any]]:

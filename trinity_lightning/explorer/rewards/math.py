@@ -4,7 +4,6 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from trinity_lightning.explorer.rewards.math_verifier import MathVerifier
 from trinity_lightning.explorer.rewards.text import (
     answer_text,
     find_last_answer,
@@ -59,8 +58,6 @@ _LONGEST_ANSWER = 1000  # characters
 _AROUND = "*` \t\n"
 _END = 2000  # characters of a response in which an answer without tags and box is looked for
 
-_VERIFIER = MathVerifier()
-
 
 class _Box(NamedTuple):
     start: int
@@ -113,7 +110,9 @@ def same_answer(given: str, expected: str) -> bool:
         return texts[0].casefold() == texts[1].casefold()
     if not all(texts) or max(len(given), len(expected)) > _LONGEST_ANSWER:
         return False
-    return _VERIFIER.same(expected, given)
+    from trinity_lightning.explorer.rewards.math_verifier import VERIFIER  # numbers are compared without it
+
+    return VERIFIER.same(expected, given)
 
 
 @reads_answer
@@ -163,8 +162,10 @@ def accuracy(response: str, task: Task) -> float:
         if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
             return 0.0
         text = _INTRODUCTION.split(tagged)[-1]
+    from trinity_lightning.explorer.rewards.math_verifier import VERIFIER
+
     end = _end_of(text)
-    found = _VERIFIER.find(end)
+    found = VERIFIER.find(end)
     if found is None or _is_part_of_a_term(end, found) or (tagged is not None and _hedges(text, found)):
         return 0.0
     return float(same_answer(found, expected))

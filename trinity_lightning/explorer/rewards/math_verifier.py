@@ -136,6 +136,9 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
+VERIFIER = MathVerifier()  # of this process: all rewards share its processes
+
+
 # -- in such a process: math-verify is imported late throughout, for what it prints then to be no reply either -------
 
 
