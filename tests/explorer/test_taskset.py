@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
-from trinity_lightning.explorer.tasks.sources import Formatter
+from trinity_lightning.explorer.tasks.task import Formatter
 from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 

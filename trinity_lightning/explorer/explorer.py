@@ -21,8 +21,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.runner import Status, fails_by_reward
 from trinity_lightning.explorer.scheduler import Scheduler
-from trinity_lightning.explorer.tasks.sources import ANSWER
-from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.task import ANSWER, Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, TasksetMixture
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 from trinity_lightning.sync.engines import PolicyEngines

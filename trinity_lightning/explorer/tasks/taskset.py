@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.sources import (
-    FILE_FORMATS,
-    Entries,
-    Formatter,
-    ReasoningGymEntries,
-    addition_entries,
-    dataset_entries,
-)
+from trinity_lightning.explorer.tasks.task import Formatter
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+# Of the split between train and held-out sums, and of nothing else: no other seed may move a sum across it.
+_SPLIT_SEED = 0
+
+
+class Entries(Protocol):
+    """Entries by position: a list of dicts, a Hugging Face dataset, or a generator of entries by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def addition_entries(split: str, low: int, high: int, heldout: int) -> list[dict[str, Any]]:
+    """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart.
+
+    Raises:
+        ConfigError: an unknown split, low > high, or a number of held-out sums that leaves none to train on.
+    """
+    if split not in ("train", "heldout"):
+        raise ConfigError(unknown_name("split", split, ("train", "heldout")))
+    if low > high:
+        raise ConfigError(f"low = {low} is above high = {high}: there is no sum to ask for.")
+    pairs = list(itertools.product(range(low, high + 1), repeat=2))
+    if not 0 <= heldout < len(pairs):
+        raise ConfigError(f"heldout = {heldout}: there are {len(pairs)} sums, hold out 0 to {len(pairs) - 1} of them.")
+    random.Random(_SPLIT_SEED).shuffle(pairs)
+    chosen = pairs[heldout:] if split == "train" else pairs[:heldout]
+    return [{"prompt": f"What is {a} + {b}? Reply with only the number.", "answer": str(a + b)} for a, b in chosen]
+
 
 # -- what the explorer asks for ---------------------------------------------------------------------------------------
 
@@ -226,6 +254,8 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown dataset, or an argument that it does not know or refuses.
         """
+        from trinity_lightning.explorer.tasks.sources import ReasoningGymEntries
+
         entries = ReasoningGymEntries(name, size, seed, kwargs)
         return cls(entries, name=taskset_name or name, formatter=formatter, order=order, seed=seed, epochs=epochs)
 
@@ -254,6 +284,8 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: nothing there, an unknown format, split or field, or no entries.
         """
+        from trinity_lightning.explorer.tasks.sources import FILE_FORMATS, dataset_entries
+
         entries = dataset_entries(str(path), split, subset)
         last = Path(path)
         name = name or (last.stem if last.suffix in FILE_FORMATS else last.name)
