@@ -27,10 +27,10 @@ from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer import Scheduler, Status
+from trinity_lightning.explorer import ray as ray_runner_module
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.explorer.ray import runner as ray_runner_module
-from trinity_lightning.explorer.ray.runner import RayRunner
+from trinity_lightning.explorer.ray import RayRunner
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflows import WORKFLOWS, Workflow

@@ -22,7 +22,7 @@ from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, 
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
-    from trinity_lightning.explorer.ray.runner import RayCluster, RayRunner
+    from trinity_lightning.explorer.ray import RayCluster, RayRunner
     from trinity_lightning.explorer.rewards.workers import RewardWorkers
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RunnerWrapper:
 
 def _runner_class(config: ExplorerConfig) -> "type[WorkflowRunner | RayRunner]":
     if config.runner == "ray":
-        from trinity_lightning.explorer.ray.runner import RayRunner
+        from trinity_lightning.explorer.ray import RayRunner
 
         return RayRunner
     return WorkflowRunner
@@ -566,7 +566,7 @@ def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
 def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCluster | None":
     if config.runner != "ray":
         return None
-    from trinity_lightning.explorer.ray.runner import RayCluster, check_ray
+    from trinity_lightning.explorer.ray import RayCluster, check_ray
 
     check_ray(config, models)
     return RayCluster(config.ray_address)

@@ -1,1 +1,0 @@
-"""Runners in Ray actors; imported only with `explorer.runner=ray`."""
