@@ -1,5 +1,8 @@
 """Weights as a folder: written once for all engines, kept for those that are slow, and removed."""
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,8 +105,39 @@ def test_memory_is_given_back_after_an_error(tmp_path: Path) -> None:
 def test_what_killed_runs_have_left_is_deleted_and_what_others_hold_is_not(tmp_path: Path) -> None:
     left = tmp_path / f"{PREFIX}left" / "1"
     left.mkdir(parents=True)
+    empty = tmp_path / f"{PREFIX}empty"
+    empty.mkdir()
     other, folder = (WeightFolder(memory=tmp_path) for _ in range(2))
     held = other.write(stream(1.0), torch.float32)
     assert not left.parent.exists()
+    assert not empty.exists()
     folder.write(stream(2.0), torch.float32)
     assert held.exists()
+
+
+FORK_SECONDS = 5.0
+
+
+def test_a_fork_that_outlives_a_run_keeps_nothing_of_it_nor_deletes_it(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    run = os.fork()
+    if run == 0:
+        os.close(reading)
+        place, lock = folders._locked(tmp_path)
+        if os.fork() == 0:
+            folders._delete(place, lock, os.getppid())
+            os.write(writing, f"{place.exists()} {place}".encode())
+            time.sleep(FORK_SECONDS)
+            os._exit(0)
+        signal.pause()
+    try:
+        existed, left = os.read(reading, 4096).decode().split(" ", 1)
+        assert existed == "True"
+        WeightFolder(memory=tmp_path).write(stream(1.0), torch.float32)
+        assert Path(left).exists()  # the run lives
+    finally:
+        os.kill(run, signal.SIGKILL)
+        os.waitpid(run, 0)
+    WeightFolder(memory=tmp_path).write(stream(1.0), torch.float32)
+    assert not Path(left).exists()
+    os.close(reading)

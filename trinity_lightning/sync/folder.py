@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +22,8 @@ from trinity_lightning.sync.stream import WeightStream
 KEPT = 2  # an engine may still be reading the weights before the last
 MEMORY = Path("/dev/shm")  # files here are memory of this machine, on Linux
 PREFIX = "trinity-weights-"
+LOCK = "lock"
+_own: set[Path] = set()  # folders of this process in memory: their locks do not keep itself out
 
 
 def fits_in_memory(size: int, storage: int, memory: int) -> bool:
@@ -95,11 +98,11 @@ class WeightFolder:
                 place = memory
         if place is not None:
             place.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        lock = os.open(folder, os.O_RDONLY)
-        if place == memory:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        self._delete = weakref.finalize(self, _delete, folder, lock)
+        if place == memory and memory is not None:
+            folder, lock = _locked(memory)
+        else:
+            folder, lock = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)), None
+        self._delete = weakref.finalize(self, _delete, folder, lock, os.getpid())
         return folder
 
     def close(self) -> None:
@@ -110,22 +113,37 @@ class WeightFolder:
             self._folder, self._stream, self._written = None, None, []
 
 
-def _delete(folder: Path, lock: int) -> None:
+def _delete(folder: Path, lock: IO[str] | None, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the run, whose engines still read it
+        return
     shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+    _own.discard(folder)
+    if lock is not None:
+        lock.close()
+
+
+def _locked(memory: Path) -> tuple[Path, IO[str]]:
+    """A new folder, and the lock by which other runs know that it is no leftover.
+
+    A lock of `lockf` is its process's alone: a fork of the run that outlives it does not keep the memory.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory))
+        _own.add(folder)
+        with contextlib.suppress(FileNotFoundError):
+            lock = (folder / LOCK).open("w")
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if (folder / LOCK).exists():
+                return folder, lock
+        _own.discard(folder)  # another run took it for a leftover before it was locked
 
 
 def _delete_leftovers(memory: Path) -> None:
-    """Delete what runs that were killed have left, as nothing else would give that memory back.
-
-    A run locks its folder before it writes to it, and the lock ends with the run.
-    """
-    for folder in memory.glob(f"{PREFIX}*/"):
-        with contextlib.suppress(OSError):  # another user's, or another run deletes it
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if any(folder.iterdir()):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+    """Delete what runs that were killed have left, as nothing else would give that memory back."""
+    for folder in set(memory.glob(f"{PREFIX}*/")) - _own:
+        with (
+            contextlib.suppress(OSError),
+            (folder / LOCK).open("a") as lock,
+        ):  # another user's, or another run deletes it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
