@@ -209,7 +209,7 @@ def test_a_server_elsewhere_that_tells_what_it_samples_from(sampled: float, plai
 
 
 def test_a_server_elsewhere_that_leaves_the_temperature_out_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"http://node7:8000 tells .*--logprobs-mode processed_logprobs"):
+    with pytest.raises(ConfigError, match=r"http://node7:8000 gives .*--logprobs-mode processed_logprobs"):
         asyncio.run(Elsewhere(-4.61, -4.6)._check_settings("http://node7:8000"))
 
 

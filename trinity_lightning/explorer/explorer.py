@@ -108,7 +108,7 @@ class TaskSource:
 
 
 class StepRollouts:
-    """Runs tasks of a step, and keeps what came of all of them; a `MoreRollouts` for the buffer.
+    """Runs tasks of a step and keeps all their outcomes; a `MoreRollouts` for the buffer.
 
     Args:
         step: its number.
@@ -136,7 +136,7 @@ class StepRollouts:
         self._source = source
         self._run = run
         self._statuses: list[Status] = []
-        self._as_they_came: list[Experience] = []  # operators shape the rewards of the others
+        self._unshaped: list[Experience] = []  # operators shape the rewards of the others
         self._tried = 0
         self._seconds = 0.0
 
@@ -172,7 +172,7 @@ class StepRollouts:
 
     def metrics(self) -> dict[str, float]:
         """What the step scheduled, lost and got, refills included."""
-        return rollout_metrics(self._statuses, self._as_they_came, self._tried, self._seconds) | {
+        return rollout_metrics(self._statuses, self._unshaped, self._tried, self._seconds) | {
             "rollout/refill_tasks": float(max(self._tried - self.tasks, 0))
         }
 
@@ -181,7 +181,7 @@ class StepRollouts:
         statuses, experiences = await self._run(tasks, self._step)
         self._seconds += time.perf_counter() - start
         self._source.taskset.update(pass_rates(experiences))
-        self._as_they_came += map(copy.copy, experiences)
+        self._unshaped += map(copy.copy, experiences)
         self._statuses += statuses
         self._tried += len(tasks)
         self.experiences += experiences
@@ -197,7 +197,7 @@ def log_failures(what: str, statuses: Sequence[Status], tasks: int) -> Counter[s
 
 
 def report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
-    """Log why tasks failed; RolloutError when nothing at all came of them."""
+    """Log why tasks failed; RolloutError if they gave no experience at all."""
     reasons = log_failures(what, statuses, tasks)
     if experiences > 0:
         return
@@ -211,7 +211,7 @@ def report_failures(what: str, statuses: Sequence[Status], tasks: int, experienc
 
 
 class Explorer:
-    """Runs the policy on tasks and hands what came of it to a sink.
+    """Runs the policy on tasks and hands the experiences to a sink.
 
     Args:
         config: how many tasks, runners, retries; when to sync and to evaluate.

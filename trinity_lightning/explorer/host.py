@@ -34,7 +34,7 @@ BLOCKED_SECONDS = 5.0  # for a loop to answer before what was to end on it is le
 WARN_SECONDS = 10.0
 # How long a thread may keep the interpreter that another one waits for; Python's own is 5 ms. The main thread asks for
 # it at every operation of torch, and beside a reward that computes in Python waited that long each time: a training
-# step of 0.95 s took 8.9 s, and with 0.1 ms takes 3.3 s. The reward is no slower, nor is anything where none computes.
+# step of 0.95 s took 8.9 s, and with 0.1 ms takes 3.3 s. The reward is no slower, nor is anything if none computes.
 SWITCH_SECONDS = 1e-4
 
 
@@ -47,9 +47,7 @@ class Host:
     """
 
     def __init__(
-        self,
-        engines: Sequence[Engine] = (),
-        interrupted: Callable[[], BaseException | None] = lambda: None,
+        self, engines: Sequence[Engine] = (), interrupted: Callable[[], BaseException | None] = lambda: None
     ) -> None:
         self._engines = list(engines)
         self._interrupted = interrupted
@@ -76,7 +74,7 @@ class Host:
         """The coroutine's result. An exception of its own is raised here.
 
         Ctrl-C and `interrupted` cancel the coroutine, let it clean up (cancelled requests are aborted in their
-        engines), and are raised then; where it came to its end all the same, `interrupted` waits for the next run.
+        engines), and are raised then; if it ended all the same, `interrupted` waits for the next run.
         """
         return self.wait(self.start(coroutine), interruptible)
 
@@ -141,7 +139,7 @@ class Host:
             self._loop.close()
 
     def hurry(self) -> None:
-        """The run is ending: do not wait for long where something blocks the loop."""
+        """The run is ending: do not wait for long if something blocks the loop."""
         if self._watch.fail_after > BLOCKED_SECONDS:
             self._watch.why = "the run is ending"
             self.limit_blocking(BLOCKED_SECONDS)
@@ -152,7 +150,7 @@ class Host:
         return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and self._watch.blocker() is not None)
 
     def end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run what ends things, for `END_SECONDS`; not where the loop is blocked. Its exceptions are raised."""
+        """Run what ends things, for `END_SECONDS`; not if the loop is blocked. Its exceptions are raised."""
         job = self.start(coroutine)
         deadline = time.monotonic() + END_SECONDS
         while not job.done:

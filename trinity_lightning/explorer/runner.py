@@ -1,4 +1,4 @@
-"""Runs the workflows of a task and says what came of it."""
+"""Runs the workflows of a task and reports the outcome."""
 
 import asyncio
 import inspect
@@ -29,7 +29,7 @@ CANCEL_GRACE_SECONDS = 1.0
 
 @dataclass
 class Status:
-    """What came of a task.
+    """The outcome of a task.
 
     Attributes:
         ok: whether every run succeeded.
@@ -199,7 +199,7 @@ class _BoundWorkflow:
             if "temperature" not in experience.info:
                 experience.info["temperature"] = self._temperature()
         _number_steps(experiences, runs)
-        _tell_apart(experiences)
+        _make_ids_unique(experiences)
         return experiences
 
     def _temperature(self) -> float:
@@ -215,7 +215,7 @@ class _BoundWorkflow:
 def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> None:
     """Give the experiences of a run the steps 0, 1, ... in their order, if they have none of their own.
 
-    A repeatable workflow that leaves all experiences of several runs in one does not tell their runs: they stay.
+    If a repeatable workflow gives the experiences of several runs one run id, they stay: their runs are not known.
     """
     by_run = group_by(experiences, "run")
     if len(by_run) == 1 < len(runs):
@@ -226,8 +226,8 @@ def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> Non
                 experience.eid = replace(experience.eid, step=step)
 
 
-def _tell_apart(experiences: Sequence[Experience]) -> None:
-    """Give experiences of one run and step suffixes of their own: by the whole id is noted which are trained on."""
+def _make_ids_unique(experiences: Sequence[Experience]) -> None:
+    """Give experiences of one run and step suffixes of their own: what was trained on is noted by the whole id."""
     seen: set[str] = set()
     for experience in experiences:
         if experience.eid.uid in seen:

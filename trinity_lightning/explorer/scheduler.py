@@ -1,4 +1,4 @@
-"""Distributes tasks to runners, and collects what comes of them, batch by batch."""
+"""Distributes tasks to runners and collects their results, batch by batch."""
 
 import asyncio
 import heapq
@@ -520,7 +520,7 @@ class Scheduler:
         await batch.until(lambda: 0 if self._rewards_fail(batch) else needed())
 
     def _rewards_fail(self, batch: Batch) -> bool:
-        """Whether nothing but errors of reward functions has come, of enough tasks to give the others up."""
+        """Whether enough tasks ended, all of them by errors of reward functions, to give the others up."""
         return (
             not self._succeeded
             and len(batch.finished) >= _ENOUGH_FAILURES

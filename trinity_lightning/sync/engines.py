@@ -78,7 +78,7 @@ class PolicyEngines(Generic[E]):
             group.close()
 
     async def sync(self, version: int) -> None:
-        """Give every engine the trainer's present weights; RuntimeError where they are not connected."""
+        """Give every engine the trainer's present weights; RuntimeError if they are not connected."""
         stream = self._trainers()
         await self.send(stream, version)
         if self._keeps_copy:
@@ -105,7 +105,7 @@ class PolicyEngines(Generic[E]):
         await asyncio.gather(*(model.wake_up() for model in self.models))
 
     def weight(self, name: str) -> Tensor:
-        """The weight of that name that the engines were last given, or the trainer's present one where no copy is kept.
+        """The weight of that name that the engines were last given, or the trainer's present one if no copy is kept.
 
         Raises:
             KeyError: unknown name; the message has the nearest match.

@@ -87,7 +87,7 @@ class NCCLGroup:
             communicator.destroy()
 
 
-END_SECONDS = 1.0  # for a server to say why, where the sender has only seen a connection end
+END_SECONDS = 1.0  # for a server to say why, if the sender has only seen a connection end
 
 
 class Server(Protocol):

@@ -85,8 +85,8 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
     if not tolerance.allows(difference, logprobs):
         raise WeightSyncError(
             f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean:.3g} (allowed "
-            f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}), more where tokens are "
-            f"unlikely; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
+            f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}), more for "
+            f"unlikely tokens; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
             f"{sum(engine) / len(engine):.4f}. "
             "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
             "server of engine.urls), or another model."
@@ -157,7 +157,7 @@ class Synchronizer:
         self._syncs = 0
 
     def sync(self) -> dict[str, float]:
-        """Send the present weights, after the drill the first time and followed by a probe where due; metrics.
+        """Send the present weights, after the drill the first time and followed by a probe if it is due; metrics.
 
         Raises:
             WeightSyncError: an engine did not take the weights.

@@ -131,7 +131,7 @@ def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
     """Tensors by a model's own parameter names, as its checkpoints have them: what `save_pretrained` would write.
 
     Transformers holds some of them in another form, such as all experts of a layer in one tensor. They are converted
-    back one layer at a time, where no tensor of a checkpoint is made of several layers: nothing is copied as a whole.
+    back one layer at a time, if no tensor of a checkpoint is made of several layers: nothing is copied as a whole.
 
     Args:
         tensors: the weights.

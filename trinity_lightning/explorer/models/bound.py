@@ -72,7 +72,7 @@ class BoundModel:
 
     @property
     def used_temperature(self) -> float | None:
-        """The sampling temperature of all calls so far; None where they differ."""
+        """The sampling temperature of all calls so far; None if they differ."""
         used = self._temperatures or {temperature_of(self._sampling)}
         return next(iter(used)) if len(used) == 1 else None
 
@@ -86,20 +86,13 @@ class BoundModel:
         return await self._model.generate(prompt, n=n, **self._next_call(sampling))
 
     async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        n: int = 1,
-        **sampling: Any,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
         """n completions of a conversation; see `InferenceModel.chat`."""
         return await self._model.chat(messages, tools=tools, n=n, **self._next_call(sampling))
 
     async def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        so_far: Sequence[int] = (),
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
         """Token ids of a conversation; see `InferenceModel.render`."""
         return await self._model.render(messages, tools, so_far)
@@ -223,11 +216,7 @@ class BlockingModel:
         return self._wait(lambda: self._model.generate(prompt, n, **sampling))
 
     def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        n: int = 1,
-        **sampling: Any,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
         """n completions of a conversation; see `InferenceModel.chat`."""
         return self._wait(lambda: self._model.chat(messages, tools, n, **sampling))
@@ -237,10 +226,7 @@ class BlockingModel:
         return self._wait(lambda: self._model.logprobs(token_ids))
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        so_far: Sequence[int] = (),
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
         """Token ids of a conversation; see `InferenceModel.render`."""
         return self._wait(lambda: self._model.render(messages, tools, so_far))

@@ -14,7 +14,7 @@ from trinity_lightning.errors import ConfigError
 
 
 OPENING = "<tool_call>"
-# The closing tag may be missing: the end token or a stop string came in its place.
+# The closing tag may be missing: the end token or a stop string stands in its place.
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -27,9 +27,9 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """What stands beside the tool calls of a response, and the calls in their order.
+    """The text around the tool calls of a response, and the calls in their order.
 
-    A call that is no JSON object with a name and, where it has any, arguments that are an object, stays in the text.
+    A call that is no JSON object with a name and, if it has any, arguments that are an object, stays in the text.
     """
     calls: list[ToolCall] = []
 
@@ -51,7 +51,7 @@ def format_tool_call(call: ToolCall) -> str:
 
 
 def call_of_message(entry: Mapping[str, Any]) -> ToolCall | None:
-    """An entry of an OpenAI message's `tool_calls`, whose arguments are JSON text; None where it is malformed."""
+    """An entry of an OpenAI message's `tool_calls`, whose arguments are JSON text; None if it is malformed."""
     function = entry.get("function")
     return _checked(function) if isinstance(function, Mapping) else None
 
@@ -74,7 +74,7 @@ def _checked(value: Any) -> ToolCall | None:
 
 
 def _object(text: str) -> Any:
-    """What a JSON text holds; None where it is none."""
+    """What a JSON text holds; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -129,7 +129,7 @@ def render_chat(
 
 
 def renders_tools(tokenizer: Any) -> bool:
-    """Whether the chat template tells the model about tools."""
+    """Whether the chat template shows tools to the model."""
     texts = [
         tokenizer.apply_chat_template(_PROBE, tools=tools, tokenize=False, add_generation_prompt=True)
         for tools in (None, [_PROBE_TOOL])
@@ -143,7 +143,7 @@ def _apply(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]
         native = has_tools and renders_tools(tokenizer)
         plain = [_plain(message, native) for message in messages]
         if tools and not native:
-            plain = _with_tools_told(plain, tools)
+            plain = _with_tools_as_text(plain, tools)
         return tokenizer.apply_chat_template(
             plain,
             tools=list(tools) if tools and native else None,
@@ -191,9 +191,9 @@ def _text(content: Any) -> str:
     raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
 
 
-def _with_tools_told(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_tools_as_text(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False, separators=(",", ":")) for tool in tools]
-    told = _TOOLS_PROMPT.format(functions="\n".join(functions))
+    prompt = _TOOLS_PROMPT.format(functions="\n".join(functions))
     if messages and messages[0].get("role") == "system":
-        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
+        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]

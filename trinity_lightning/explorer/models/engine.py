@@ -62,7 +62,7 @@ class Engine(ABC):
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self._told_of_room = False
+        self._warned_of_room = False
         self._model_version = 0
 
     # -- what workflows see -------------------------------------------------------------------------------------------
@@ -86,20 +86,13 @@ class Engine(ABC):
         return await self._completions(token_ids, n, sampling)
 
     async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        n: int = 1,
-        **sampling: Any,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
         """n completions of a conversation; see `InferenceModel.chat`."""
         return await self.generate(await self.render(messages, tools), n, **sampling)
 
     async def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        so_far: Sequence[int] = (),
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
         """Token ids of a conversation; see `InferenceModel.render`."""
         await self.load()
@@ -201,8 +194,8 @@ class Engine(ABC):
 
     def _check_room(self, prompt: int, max_tokens: int | None) -> None:
         room = self._max_model_len - prompt
-        if max_tokens is not None and max_tokens > room and not self._told_of_room:
-            self._told_of_room = True
+        if max_tokens is not None and max_tokens > room and not self._warned_of_room:
+            self._warned_of_room = True
             logger.warning(
                 "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
                 "engine.max_model_len (%d), or lower max_tokens.",

@@ -193,7 +193,7 @@ def _named(client: Any) -> Any:
     return client
 
 
-# A run has a time-out of its own, and a retried call would draw another sample: both only where they are asked for.
+# A run has a time-out of its own, and a retried call would draw another sample: both only if they are asked for.
 _ADDRESS: dict[str, Any] = {
     "api_key": "none",
     "base_url": f"http://in-this-process{ROOT}",
@@ -233,7 +233,7 @@ def _check(body: Mapping[str, Any]) -> None:
 
 
 def _logprobs(completion: Completion) -> dict[str, Any]:
-    """Tokens by their ids, which a piece of text need not tell apart."""
+    """Tokens by their ids: two may have the same text."""
     content = [
         {"token": f"token_id:{token}", "bytes": None, "logprob": logprob, "top_logprobs": []}
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -326,7 +326,7 @@ _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "s
 
 
 class OpenAIModel:
-    """An auxiliary `InferenceModel` that chats. The endpoint does not tell its tokens: nothing of it is trained on.
+    """An auxiliary `InferenceModel` that chats. The endpoint does not give its tokens: nothing of it is trained on.
 
     Args:
         url: of the endpoint, such as https://api.openai.com/v1.
@@ -352,7 +352,7 @@ class OpenAIModel:
         self._client: Any = self.get_openai_async_client()
 
     async def load(self) -> None:
-        """Ask whether anybody is there, before rollouts begin; that a list of models is refused tells nothing.
+        """Ask whether anybody is there, before rollouts begin; it may refuse to list its models.
 
         Raises:
             ModelLoadError: the endpoint does not answer, or does not take the key.
@@ -362,9 +362,9 @@ class OpenAIModel:
         try:
             await self._opened().with_options(timeout=LOAD_SECONDS, max_retries=1).models.list()
         except (APIConnectionError, AuthenticationError) as error:
-            told = f" ({error.__cause__})" if error.__cause__ is not None else ""
+            cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
             raise ModelLoadError(
-                f"the endpoint {self._url} (model '{self._model}') cannot be used: {str(error).rstrip('.')}{told}. Is "
+                f"the endpoint {self._url} (model '{self._model}') cannot be used: {str(error).rstrip('.')}{cause}. Is "
                 "it started, and is the key its own (api_key_env)?"
             ) from error
         except NotFoundError:
@@ -373,11 +373,7 @@ class OpenAIModel:
             logger.warning("the endpoint %s answers, but does not list its models: %s", self._url, error)
 
     async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        n: int = 1,
-        **sampling: Any,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
         """n answers to a conversation, without tokens.
 

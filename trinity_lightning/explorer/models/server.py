@@ -59,7 +59,7 @@ class ServerClient:
             return False
 
     async def get(self, path: str) -> Any:
-        """The server's answer; errors as of `post`."""
+        """The server's answer; errors as `post`."""
         return await self._request("GET", path)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -106,7 +106,7 @@ LOG_LINES = 15
 class ServerProcess:
     """A process that serves on a socket in a private folder: no port is opened, and no other user can connect.
 
-    It ends with this process, also where that is killed. The requests that change weights have no password: that is
+    It ends with this process, also if that is killed. The requests that change weights have no password: that is
     why the socket is not a port.
 
     Args:

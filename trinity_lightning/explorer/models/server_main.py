@@ -1,7 +1,7 @@
 """vLLM's server as a child process that never outlives its parent; started by path, `python -P server_main.py FLAGS`.
 
-Its standard input is a pipe that the parent holds open and never writes to. When it ends, the parent has: however
-that came about, the server and the processes it started end too.
+Its standard input is a pipe that the parent holds open and never writes to. When it ends, the parent has ended, in
+whatever way: the server and the processes it started end too.
 """
 
 import os

@@ -234,7 +234,7 @@ class VLLMEngine(InProcessEngine):
             return [(out.request_id, self._result(out)) for out in self._engine.step() if out.finished]
 
     def _result(self, output: Any) -> list[Completion] | list[float]:
-        """Completions of a request, or the prompt's log-probabilities where those were asked for."""
+        """Completions of a request, or the prompt's log-probabilities if those were asked for."""
         if output.prompt_logprobs is not None:
             return _own_logprobs(output.prompt_logprobs[1:])  # the first token has none
         return [

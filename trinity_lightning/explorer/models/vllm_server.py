@@ -31,10 +31,7 @@ from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
-from trinity_lightning.explorer.models.vllm_engine import (
-    engine_args,
-    is_quantized,
-)
+from trinity_lightning.explorer.models.vllm_engine import engine_args, is_quantized
 from trinity_lightning.sync.folder import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
@@ -86,7 +83,7 @@ class VLLMServerEngine(Engine):
         weights: where weights are written for it; engines that share one read the same files.
         nccl: whether a server started here can also be sent its weights, over NCCL (see `WeightGroup`), as one of a url
             can if it was started so.
-        cores: CPU cores for a server started here, where there is no GPU; None: all that this process may use.
+        cores: CPU cores for a server started here, if there is no GPU; None: all that this process may use.
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
 
@@ -227,9 +224,9 @@ class VLLMServerEngine(Engine):
             await client.close()
 
     async def _why(self) -> str:
-        """After a request failed: how the server that was started here ended; nothing where it goes on.
+        """After a request failed: how the server that was started here ended; nothing if it goes on.
 
-        One that is ending is waited for, for the next request to start it again: where vLLM's own engine process was
+        One that is ending is waited for, for the next request to start it again: if vLLM's own engine process was
         killed, the server refuses everything for a while first.
         """
         process, client = self._process, self._client
@@ -295,7 +292,7 @@ class VLLMServerEngine(Engine):
         """What a server that was started elsewhere needs, and would miss silently, or late.
 
         Raises:
-            ConfigError: it takes no weights, or tells log-probabilities of another distribution than it samples from.
+            ConfigError: it takes no weights, or its log-probabilities are of another distribution than it samples from.
             ModelLoadError: it does not generate.
         """
         try:
@@ -313,12 +310,12 @@ class VLLMServerEngine(Engine):
         # Equal to those of temperature 1, although some of these tokens are unsure: the temperature was left out.
         if max(far) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
             raise ConfigError(
-                f"{url} tells log-probabilities without the temperature: start it with --logprobs-mode "
+                f"{url} gives log-probabilities without the temperature: start it with --logprobs-mode "
                 "processed_logprobs."
             )
 
     async def shutdown(self) -> None:
-        """End the server, where it was started here; twice is allowed."""
+        """End the server if it was started here; twice is allowed."""
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.cancel()

@@ -20,7 +20,7 @@ from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, Ep
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
-# Reads a response: the text beside the calls, and the calls.
+# Reads a response: the text around the calls, and the calls.
 Parser = Callable[[str], tuple[str, list[ToolCall]]]
 
 
@@ -185,11 +185,11 @@ class ToolUseArguments(EpisodeArguments):
     """Settings of the workflow `tool_use`.
 
     Attributes:
-        tools: functions, or their dotted paths; type hints and a docstring with `Args:` tell the model about them.
+        tools: functions, or their dotted paths; type hints and a docstring with `Args:` describe them to the model.
         tool_timeout: seconds a call may take.
         max_result_length: results are cut to this many characters.
         tool_parser: `hermes` (`<tool_call>` and JSON), or a function of your own, or its dotted path, from a response's
-            text to (text beside the calls, list of ToolCall).
+            text to (text around the calls, list of ToolCall).
     """
 
     tools: Sequence[str | Callable[..., Any]]

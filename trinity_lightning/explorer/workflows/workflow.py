@@ -15,7 +15,7 @@ from trinity_lightning.explorer.tasks.task import Task
 
 
 class Workflow(ABC):
-    """Tries one task with a model and says what came of it.
+    """Tries one task with a model and makes experiences of it.
 
     An instance lives for one run of a task, or for all of them if it is `repeatable`. Its constructor runs on the
     event loop: it must be quick, and the model is called in `run` only.
@@ -30,10 +30,7 @@ class Workflow(ABC):
     repeatable: bool = False
 
     def __init__(
-        self,
-        task: Task,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
+        self, task: Task, model: InferenceModel, auxiliary_models: Sequence[InferenceModel] | None = None
     ) -> None:
         self.task = task
         self.model = model
@@ -102,10 +99,7 @@ class RewardedWorkflow(Workflow):
     default_reward: str | None = None
 
     def __init__(
-        self,
-        task: Task,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
+        self, task: Task, model: InferenceModel, auxiliary_models: Sequence[InferenceModel] | None = None
     ) -> None:
         super().__init__(task, model, auxiliary_models)
         self.reset(task)
