@@ -33,7 +33,7 @@ from trinity_lightning.config.hydra import last_checkpoint, resume_command
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
-from trinity_lightning.config.schema import BufferConfig, TasksetConfig, TrainConfig, typed_config
+from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
 from trinity_lightning.engines import (
     ThreadShare,
     auxiliary_models_of,
@@ -51,7 +51,7 @@ from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
 from trinity_lightning.monitor.rows import log_row
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
@@ -286,12 +286,15 @@ def explorer_callback(
 
 def train_source(config: TrainConfig) -> TaskSource:
     """What is trained on."""
-    taskset = _mixture(list(config.tasksets.values())) if config.tasksets else Taskset.from_config(config.taskset)
+    taskset: TaskSelection
+    if config.tasksets:
+        from trinity_lightning.explorer.tasks.selection import TasksetMixture
+
+        mixed = list(config.tasksets.values())
+        taskset = TasksetMixture([Taskset.from_config(each) for each in mixed], [each.weight for each in mixed])
+    else:
+        taskset = Taskset.from_config(config.taskset)
     return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, _arguments(config))
-
-
-def _mixture(configs: list[TasksetConfig]) -> TasksetMixture:
-    return TasksetMixture([Taskset.from_config(config) for config in configs], [config.weight for config in configs])
 
 
 def eval_sources(config: TrainConfig) -> list[TaskSource]:

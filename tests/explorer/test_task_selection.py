@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks import Taskset, TasksetMixture
+from trinity_lightning.explorer.tasks import Taskset
+from trinity_lightning.explorer.tasks.selection import TasksetMixture
 
 
 def numbered(size: int, name: str = "numbers", **settings: Any) -> Taskset:

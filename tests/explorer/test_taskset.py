@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
+from trinity_lightning.explorer.tasks.selection import TasksetMixture
 from trinity_lightning.explorer.tasks.task import Formatter
-from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 
 ROWS = [{"question": f"q{index}", "solution": index, "level": "easy"} for index in range(5)]

@@ -22,7 +22,7 @@ from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.runner import Status, fails_by_reward
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import ANSWER, Task
-from trinity_lightning.explorer.tasks.taskset import TaskSelection, TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import TaskSelection
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 from trinity_lightning.sync.engines import PolicyEngines
 from trinity_lightning.sync.stream import WeightStream
@@ -73,9 +73,8 @@ class TaskSource:
 
     def _check_answers(self, rewards: Sequence[Reward]) -> None:
         """Refuse tasksets whose first entry has no answer for a reward function that compares with it."""
-        mixed = self.taskset.tasksets.values() if isinstance(self.taskset, TasksetMixture) else None
         comparing = [reward.name for reward in rewards if getattr(reward.function, "reads_answer", False)]
-        for taskset in mixed or [self.taskset]:
+        for taskset in self.taskset.tasksets.values():
             if comparing and ANSWER not in next(iter(taskset), {ANSWER: None}):
                 raise ConfigError(
                     f"entries of taskset '{taskset.name}' have no answer, which reward function '{comparing[0]}' "

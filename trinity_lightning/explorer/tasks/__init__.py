@@ -3,4 +3,3 @@
 from trinity_lightning.explorer.tasks.task import Formatter as Formatter
 from trinity_lightning.explorer.tasks.task import Task as Task
 from trinity_lightning.explorer.tasks.taskset import Taskset as Taskset
-from trinity_lightning.explorer.tasks.taskset import TasksetMixture as TasksetMixture

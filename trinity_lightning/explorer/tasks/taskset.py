@@ -7,10 +7,10 @@ import itertools
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Formatter
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.tasks.selection import DifficultySelector
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
@@ -60,6 +63,11 @@ class TaskSelection(ABC):
 
     name: str
 
+    @property
+    @abstractmethod
+    def tasksets(self) -> Mapping[str, Taskset]:
+        """What it selects from, by name."""
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -82,67 +90,6 @@ class TaskSelection(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-
-
-# -- tasks by how often they are solved -------------------------------------------------------------------------------
-
-
-# The reward of a group of n Bernoulli rollouts varies most at this pass rate, p (1 - p) being largest.
-TARGET_PASS_RATE = 0.5
-# What was seen k updates of a task ago counts 0.8^k: the policy has changed since.
-MEMORY = 0.8
-
-
-class DifficultySelector:
-    """Picks the tasks whose pass rate is likely to be nearest to one half.
-
-    Every task's pass rate has a Beta distribution, uniform at first, of its rollouts so far; each pick draws a rate for
-    every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the nearest ones, so that tasks which nobody
-    has tried get their turn.
-
-    Args:
-        size: number of tasks.
-        seed: of the draws; with the number of tasks picked before it decides a pick.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._seed = seed
-        self._passes = np.zeros(size)
-        self._fails = np.zeros(size)
-
-    def pick(self, n: int, position: int) -> list[int]:
-        """n tasks, each once if there are as many.
-
-        Args:
-            n: how many.
-            position: tasks picked before, for draws of its own.
-        """
-        rates = np.random.default_rng([self._seed, position]).beta(1 + self._passes, 1 + self._fails)
-        nearest = np.argsort(np.abs(rates - TARGET_PASS_RATE), kind="stable").tolist()
-        return [nearest[i % len(nearest)] for i in range(n)]
-
-    def update(self, indices: Sequence[int], pass_rates: Sequence[float], rollouts: Sequence[int]) -> None:
-        """Take note of tried tasks.
-
-        Args:
-            indices: which tasks.
-            pass_rates: mean reward of each, clipped to [0, 1].
-            rollouts: how many rollouts each mean is of.
-        """
-        for index, rate, count in zip(indices, pass_rates, rollouts, strict=True):
-            rate = min(max(rate, 0.0), 1.0)
-            self._passes[index] = MEMORY * self._passes[index] + rate * count
-            self._fails[index] = MEMORY * self._fails[index] + (1 - rate) * count
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is known of the tasks that were tried, as plain lists."""
-        tried = np.flatnonzero(self._passes + self._fails).tolist()
-        return {"tried": tried, "passes": self._passes[tried].tolist(), "fails": self._fails[tried].tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._passes[:], self._fails[:] = 0.0, 0.0
-        self._passes[state["tried"]], self._fails[state["tried"]] = state["passes"], state["fails"]
 
 
 # -- one taskset ------------------------------------------------------------------------------------------------------
@@ -199,7 +146,11 @@ class Taskset(TaskSelection):
         self._formatter = formatter or Formatter()
         self._position = 0  # raw tasks handed out since the first epoch began
         self._ranking = _ranking(entries, name, difficulty_field) if order == "easy_to_hard" else None
-        self._selector = DifficultySelector(len(entries), seed) if order == "by_difficulty" else None
+        self._selector: DifficultySelector | None = None
+        if order == "by_difficulty":
+            from trinity_lightning.explorer.tasks.selection import DifficultySelector
+
+            self._selector = DifficultySelector(len(entries), seed)
         self[0]  # a wrong field name shows now, not in the middle of a run
 
     @classmethod
@@ -328,6 +279,11 @@ class Taskset(TaskSelection):
             raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size, the number of entries.")
         return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
 
+    @property
+    def tasksets(self) -> Mapping[str, Taskset]:
+        """Itself."""
+        return {self.name: self}
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -425,84 +381,3 @@ def _ranking(entries: Entries, name: str, field: str | None) -> list[int]:
             raise ConfigError(f"taskset '{name}', entry {index}: '{field}' is {value!r}, expected a finite number.")
         difficulties.append(float(value))
     return sorted(range(len(difficulties)), key=lambda index: difficulties[index])
-
-
-# -- several of them --------------------------------------------------------------------------------------------------
-
-
-class TasksetMixture(TaskSelection):
-    """Hands out the tasks of several tasksets, each in its share: weight / sum of weights of all tasks so far.
-
-    A taskset that is exhausted leaves its share to the others.
-
-    Args:
-        tasksets: with different names.
-        weights: above 0, one a taskset.
-        name: how the mixture is called.
-
-    Raises:
-        ConfigError: no taskset, two of one name, or a weight that is not above 0.
-    """
-
-    def __init__(self, tasksets: Sequence[Taskset], weights: Sequence[float], name: str = "mixture") -> None:
-        names = [taskset.name for taskset in tasksets]
-        if not names or len(set(names)) < len(names):
-            raise ConfigError(f"a mixture needs tasksets with different names, these are {names}.")
-        if len(weights) != len(names) or not all(weight > 0 for weight in weights):
-            raise ConfigError(f"the weights of tasksets {names} must be above 0, one for each: {list(weights)}.")
-        self.name = name
-        self.tasksets = {taskset.name: taskset for taskset in tasksets}
-        self._weights = dict(zip(names, weights, strict=True))
-        self._taken = dict.fromkeys(names, 0)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.tasksets.values()))
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every raw task once, one taskset after the other; the cursors stay where they are."""
-        return (task for taskset in self.tasksets.values() for task in taskset)
-
-    def next_batch(self, n: int) -> list[dict[str, Any]]:
-        """The next n raw tasks; fewer only when all tasksets are exhausted."""
-        whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
-        shares = dict.fromkeys(self.tasksets, 0)
-        open_ = dict(self._weights)
-        batches: dict[str, list[dict[str, Any]]] = {name: [] for name in self.tasksets}
-        while open_ and sum(map(len, batches.values())) < n:
-            for _ in range(n - sum(map(len, batches.values()))):
-                name = min(open_, key=lambda name: (self._taken[name] + 1) / self._weights[name])
-                self._taken[name] += 1
-                shares[name] += 1
-            for name in [name for name in open_ if shares[name]]:
-                got = self.tasksets[name].next_batch(shares[name])
-                batches[name] += got
-                if len(got) < shares[name]:
-                    self._taken[name] -= shares[name] - len(got)
-                    del open_[name]
-                shares[name] = 0
-        return [task for batch in batches.values() for task in batch]
-
-    def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
-        """See `TaskSelection.update`."""
-        for taskset in self.tasksets.values():
-            taskset.update(pass_rates)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The cursor of every taskset, and how many tasks each has given."""
-        cursors = {name: taskset.state_dict() for name, taskset in self.tasksets.items()}
-        return {"weights": dict(self._weights), "taken": dict(self._taken), "tasksets": cursors}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the saved mixture stood.
-
-        Raises:
-            ConfigError: the state is that of other tasksets or weights.
-        """
-        if state.get("weights") != self._weights:
-            raise ConfigError(
-                f"taskset '{self.name}' mixes {self._weights}, the saved one {state.get('weights')}: its cursor would "
-                "point at other tasks. Resume with the saved tasksets, or start a new run."
-            )
-        for name, cursor in state["tasksets"].items():
-            self.tasksets[name].load_state_dict(cursor)
-        self._taken = dict(state["taken"])
