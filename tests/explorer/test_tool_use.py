@@ -9,7 +9,7 @@ from fake_model import FakeModel
 
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import ToolCall
+from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.calculator import calculate

@@ -14,7 +14,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer.host import Host
-from trinity_lightning.explorer.models.chat import ToolCall
+from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task

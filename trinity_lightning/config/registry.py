@@ -83,10 +83,10 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         "explorer.workflows",
         {
             "evaluation": "single_turn.EvaluationWorkflow",
-            "judge": "single_turn.JudgeWorkflow",
+            "judge": "asking.JudgeWorkflow",
             "math": "single_turn.MathWorkflow",
             "multi_turn": "multi_turn.MultiTurnWorkflow",
-            "on_policy_distill": "single_turn.OnPolicyDistillWorkflow",
+            "on_policy_distill": "asking.OnPolicyDistillWorkflow",
             "simple": "single_turn.SimpleWorkflow",
             "tool_use": "tool_use.ToolUseWorkflow",
         },

@@ -1,101 +1,18 @@
-"""From messages to token ids, and tool calls in responses: chat templates that know tools and that do not."""
+"""From messages to token ids, by the model's chat template."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
 
 from trinity_lightning.errors import ConfigError
 
-# -- tool calls, as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` ---------------
-
-
-OPENING = "<tool_call>"
-# The closing tag may be missing: the end token or a stop string stands in its place.
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function's name, and the arguments to call it with."""
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text around the tool calls of a response, and the calls in their order.
-
-    A call that is no JSON object with a name and, if it has any, arguments that are an object, stays in the text.
-    """
-    calls: list[ToolCall] = []
-
-    def take(match: re.Match[str]) -> str:
-        call = _call(match[1])
-        if call is None:
-            return match[0]
-        calls.append(call)
-        return ""
-
-    rest = _CALL.sub(take, text)
-    return (rest.strip() if calls else text), calls
-
-
-def format_tool_call(call: ToolCall) -> str:
-    """The text that `parse_tool_calls` reads."""
-    content = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-    return f"{OPENING}\n{content}\n</tool_call>"
-
-
-def call_of_message(entry: Mapping[str, Any]) -> ToolCall | None:
-    """An entry of an OpenAI message's `tool_calls`, whose arguments are JSON text; None if it is malformed."""
-    function = entry.get("function")
-    return _checked(function) if isinstance(function, Mapping) else None
-
-
-def _call(text: str) -> ToolCall | None:
-    return _checked(_object(text))
-
-
-def _checked(value: Any) -> ToolCall | None:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _object(arguments) if arguments.strip() else None
-        if arguments is None and value["arguments"].strip():
-            return None
-    if arguments is None:
-        arguments = {}
-    return ToolCall(value["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
-
-
-def _object(text: str) -> Any:
-    """What a JSON text holds; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-# -- chat templates ----------------------------------------------------------------------------------------------------
-
-
 Messages = Sequence[Mapping[str, Any]]
 
 # Stands for a response whose tokens are known, so that what the template writes after it can be found.
 _PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
 
-# Short: it is part of every prompt, and small models have little context.
-_TOOLS_PROMPT = """You can call these functions:
-{functions}
-To call one, reply with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>"""
-
 _PROBE: list[dict[str, Any]] = [{"role": "user", "content": "."}]
-_PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
 
 
 def render_chat(
@@ -128,28 +45,16 @@ def render_chat(
     return [*so_far, *added]
 
 
-def renders_tools(tokenizer: Any) -> bool:
-    """Whether the chat template shows tools to the model."""
-    texts = [
-        tokenizer.apply_chat_template(_PROBE, tools=tools, tokenize=False, add_generation_prompt=True)
-        for tools in (None, [_PROBE_TOOL])
-    ]
-    return texts[0] != texts[1]
-
-
 def _apply(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, tokenize: bool) -> Any:
     try:
-        has_tools = bool(tools) or any(message.get("tool_calls") for message in messages)
-        native = has_tools and renders_tools(tokenizer)
-        plain = [_plain(message, native) for message in messages]
-        if tools and not native:
-            plain = _with_tools_as_text(plain, tools)
+        plain = [_plain(message) for message in messages]
+        shown = None
+        if tools or any("tool_calls" in message for message in plain):
+            from trinity_lightning.explorer.models.tool_calls import for_template
+
+            plain, shown = for_template(tokenizer, plain, tools)
         return tokenizer.apply_chat_template(
-            plain,
-            tools=list(tools) if tools and native else None,
-            add_generation_prompt=True,
-            tokenize=tokenize,
-            return_dict=False,
+            plain, tools=shown, add_generation_prompt=True, tokenize=tokenize, return_dict=False
         )
     except (TemplateError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -157,25 +62,10 @@ def _apply(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]
         raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
 
-def _plain(message: Mapping[str, Any], native: bool) -> dict[str, Any]:
-    """The message with text as its content, and its tool calls as templates expect them or as text."""
-    plain = dict(message) | {"content": _text(message.get("content"))}
-    entries: Any = plain.pop("tool_calls", None)
-    if not entries:
-        return plain
-    calls = [call_of_message(entry) for entry in entries]
-    if None in calls:
-        raise ConfigError(f"a message holds a tool call without a name, or whose arguments are no object: {entries}.")
-    if native:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls if call]
-        return plain | {
-            "tool_calls": [
-                {**entry, "type": "function", "function": function}
-                for entry, function in zip(entries, functions, strict=True)
-            ]
-        }
-    texts = [format_tool_call(call) for call in calls if call]
-    return plain | {"content": "\n".join([plain["content"], *texts] if plain["content"] else texts)}
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with text as its content, and tool calls only if it has any."""
+    kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
+    return kept | {"content": _text(message.get("content"))}
 
 
 def _text(content: Any) -> str:
@@ -189,11 +79,3 @@ def _text(content: Any) -> str:
     ):
         return "".join(part["text"] for part in content)
     raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
-
-
-def _with_tools_as_text(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False, separators=(",", ":")) for tool in tools]
-    prompt = _TOOLS_PROMPT.format(functions="\n".join(functions))
-    if messages and messages[0].get("role") == "system":
-        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
-    return [{"role": "system", "content": prompt}, *messages]

@@ -1,0 +1,136 @@
+"""One question, one answer, and another model that is asked about it: a judge, or a teacher."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.judge import check_prompt, filled, read_score
+from trinity_lightning.config.values import number, whole_number
+from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.explorer.rewards import Reward
+from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
+from trinity_lightning.explorer.workflows.single_turn import SimpleWorkflow
+
+# -- judged by another model ------------------------------------------------------------------------------------------
+
+
+PROMPT = """Judge the response to a question. Reply with JSON only: {"score": x}, x from 0 (useless) to 1 (perfect).
+
+Question:
+{question}
+
+Reference answer:
+{answer}
+
+Response:
+{response}"""
+
+
+@dataclass(frozen=True)
+class JudgeArguments:
+    """Settings of the workflow `judge`.
+
+    Attributes:
+        judge_prompt: what the judge is asked; `{question}`, `{answer}` and `{response}` stand for the task's
+            conversation, its reference answer ("none" without one) and the response.
+        judge_sampling: how the judge's verdict is sampled, by vLLM's names.
+        judge_weight: the score is multiplied by it.
+        judge: number of the auxiliary model that judges (a run's configuration may give its name).
+        system_prompt: first message if the entry has a prompt only.
+    """
+
+    judge_prompt: str = PROMPT
+    judge_sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 256})
+    judge_weight: float = 1.0
+    judge: int = 0
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        check_prompt("judge_prompt", self.judge_prompt)
+        number("judge_weight", self.judge_weight)
+        whole_number("judge", self.judge, least=0)
+
+
+class JudgeWorkflow(SimpleWorkflow):
+    """Single turn; the reward is an auxiliary model's score from 0 to 1 (metric `reward/judge`), added to what the
+    task's reward functions give.
+
+    A verdict that cannot be read fails the run, with the verdict in its message. Settings: `JudgeArguments`.
+    """
+
+    name = "judge"
+    arguments_class = JudgeArguments
+
+    def reset(self, task: Task) -> None:
+        """Take another task."""
+        super().reset(task)
+        self._judge = self.auxiliary_model(self.arguments.judge)
+        self.rewards = [*self.rewards, Reward("judge", self._ask, float(self.arguments.judge_weight))]
+
+    async def _ask(self, response: str, task: Task) -> float:
+        values = {
+            "question": prompt_text_of(messages_of(task)),
+            "answer": str(task.raw_task.get("answer", "none")),
+            "response": response,
+        }
+        text = filled(self.arguments.judge_prompt, values)
+        verdicts = await self._judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
+        return read_score(verdicts[0].text)
+
+
+# -- each token weighed by a teacher ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DistillArguments:
+    """Settings of the workflow `on_policy_distill`.
+
+    Attributes:
+        teacher: number of the auxiliary model that teaches (a run's configuration may give its name).
+        system_prompt: first message if the entry has a prompt only.
+    """
+
+    teacher: int = 0
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("teacher", self.teacher, least=0)
+
+
+class OnPolicyDistillWorkflow(SimpleWorkflow):
+    """Single turn; `teacher_logprobs` of each Experience are an auxiliary model's, for the add strategy of that name.
+
+    The teacher reads the policy's own token ids: it must have the same vocabulary, and a context longer than the
+    policy's by a token. Its log-probabilities are those of temperature 1. A reward is optional. Settings:
+    `DistillArguments`; metric `teacher_logprob`, the mean over a response's tokens, in nats.
+
+    Source: "On-Policy Distillation", Thinking Machines Lab, 2025.
+    """
+
+    name = "on_policy_distill"
+    arguments_class = DistillArguments
+
+    def reset(self, task: Task) -> None:
+        """Take another task."""
+        super().reset(task)
+        if not task.is_eval and task.rollout_args.get("temperature") not in (None, 1.0):
+            raise ConfigError(
+                f"workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
+                f"{task.rollout_args['temperature']}: set sampling.temperature=1."
+            )
+        self.teacher = self.auxiliary_model(self.arguments.teacher)
+
+    async def _experience(self, completion: Completion, run: int) -> Experience:
+        experience = await super()._experience(completion, run)
+        tokens = [*completion.prompt_token_ids, *completion.token_ids]
+        logprobs = await self.teacher.logprobs(tokens)
+        if len(logprobs) != len(tokens) - 1:
+            raise RolloutError(f"the teacher gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+        # That of token i stands at i - 1: the first has none.
+        experience.teacher_logprobs = torch.tensor(logprobs[experience.prompt_length - 1 :], dtype=torch.float32)
+        experience.metrics["teacher_logprob"] = float(experience.teacher_logprobs.mean())
+        return experience
