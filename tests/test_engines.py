@@ -1,6 +1,7 @@
 """What engines of a run may use of the machine, and what a memory plan makes of a run's configuration."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trinity_lightning.common.memory_plan import GIB, ModelShape, Rollouts, Trai
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, auxiliary_configs
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
-from trinity_lightning.engines import planned_engine, rollouts_of, training_of, with_memory_plan
+from trinity_lightning.engines import check_room, planned_engine, rollouts_of, training_of, with_memory_plan
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.vllm_engine import engine_args
@@ -47,6 +48,31 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
 
 def test_without_a_gpu_there_is_no_plan() -> None:
     assert with_memory_plan(config()) == (config(), None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "refused"),
+    [
+        ({"max_model_len": 513}, "engine.max_model_len is 513, and the context of model 'tiny' is 512 tokens"),
+        ({"max_model_len": 513, "args": {"hf_overrides": {"max_position_embeddings": 600}}}, None),
+        ({"max_model_len": 513, "name": "transformers"}, None),
+        ({"max_model_len": 513, "name": "vllm_server", "urls": ["http://node7:8000"]}, None),
+        ({"max_model_len": 512, "kv_cache_gb": 1.0}, None),
+        (
+            {"max_model_len": 512, "kv_cache_gb": 5.0},
+            "engine.kv_cache_gb asks for 5 GiB, and 4.0 GiB of memory are free",
+        ),
+        ({"max_model_len": 512, "kv_cache_gb": 2.0, "name": "vllm_server", "servers": 3}, "asks for 6 GiB"),
+    ],
+)
+def test_what_vllm_has_no_room_for(
+    engine: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(engines, "free_memory", lambda: 4 * GIB)
+    run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(**engine))
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_room(run)
 
 
 @pytest.fixture

@@ -259,6 +259,15 @@ def test_gpus_are_shared_out_and_all_of_them_used(
         validate(configured(*arguments))
 
 
+def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="trainer=gpu trains on a GPU, and this process sees none: set trainer=cpu"):
+        validate(configured("trainer=gpu"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    validate(configured("trainer=gpu"))
+
+
 def test_a_quantised_checkpoint_is_not_trained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(ConfigError, match=r"is quantised, .* cannot be trained: give the model that it was made from"):

@@ -111,6 +111,7 @@ REFUSED = {
     "seed of too many bits": (["+recipe=grpo", "seed=99999999999"], ["seed is 99999999999", "2**32"]),
     "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
+    "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "epochs beside steps": (["+recipe=grpo", "trainer.max_epochs=4"], ["trainer.max_epochs is 4", "(24)", "set steps"]),
     "wrong type": (
@@ -297,11 +298,11 @@ ARGUMENTS = "algorithm.policy_loss.args"
         ((f"{ARGUMENTS}.clip_range_low=abc",), "'clip_range_low' of policy loss 'grpo' is 'abc'; give a number."),
         ((f"{ARGUMENTS}.clip_range_low=true",), "is True; give a number."),
         ((f"{ARGUMENTS}.dual_clip=[1]",), "is [1]; give a number or null."),
-        ((f"{ARGUMENTS}.clip_range_low=-1",), "clip_range_low must be at least 0, not -1"),
+        ((f"{ARGUMENTS}.clip_range_low=-1",), f"{ARGUMENTS}.clip_range_low must be at least 0, not -1"),
         ((f"{ARGUMENTS}.clip_range_lo=0.1",), "'clip_range_lo'. Did you mean 'clip_range_low'"),
         (("algorithm=gspo", f"{ARGUMENTS}.dual_clip=3"), "Known: clip_range_high, clip_range_low."),
         ((f"{ARGUMENTS}.loss_agg_mode=token-men",), "set algorithm.loss_agg_mode"),
-        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), "mu is 1.5; give a number from 0 to 1"),
+        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), f"{ARGUMENTS}.mu is 1.5; give a number from 0 to 1"),
         (
             ("algorithm=mix", f"{ARGUMENTS}.usual_args.clip_range_high=x"),
             "'clip_range_high' of policy loss 'ppo' is 'x'",

@@ -39,6 +39,7 @@ from trinity_lightning.engines import (
     auxiliary_models_of,
     check_experts,
     check_resumed_dtype,
+    check_room,
     engines_of,
     settle_dtypes,
     with_memory_plan,
@@ -130,6 +131,7 @@ def build(config: DictConfig) -> Run:
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
     data: L.LightningDataModule
     if typed.buffer.storage == "memory":
+        check_room(typed)
         check_experts(typed)
         auxiliary_models = auxiliary_models_of(typed, folder)
         data = online_data(typed, folder, auxiliary_models)
@@ -500,6 +502,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     quiet_lightning()
     record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
+    check_room(typed)
     if checkpoints:
         check_experts(typed)
     engines = engines_of(typed, folder)

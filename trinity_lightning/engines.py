@@ -224,6 +224,33 @@ def check_experts(config: TrainConfig) -> None:
         )
 
 
+def check_room(config: TrainConfig) -> None:
+    """Refuse a context beyond the model's own, and a cache beyond a CPU's memory, which vLLM does after it has loaded.
+
+    Raises:
+        ConfigError: names the key and what there is.
+    """
+    engine, can = config.engine, capabilities_of(config.engine.name)
+    if not can.is_vllm or engine.urls:
+        return
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(str(resolve_model(config.model.name))).get_text_config()
+    longest = getattr(model, "max_position_embeddings", None)
+    stretched = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
+    if longest is not None and engine.max_model_len > longest and not stretched:
+        raise ConfigError(
+            f"engine.max_model_len is {engine.max_model_len}, and the context of model '{config.model.name}' is "
+            f"{longest} tokens: give that, or less."
+        )
+    needed = (engine.kv_cache_gb or 0) * (engine.servers if can.overlaps_training else 1)
+    if not torch.cuda.is_available() and needed * GIB > (free := free_memory()):
+        raise ConfigError(
+            f"engine.kv_cache_gb asks for {needed:g} GiB, and {free / GIB:.1f} GiB of memory are free: give less, or "
+            "null."
+        )
+
+
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:
     """The models beside the policy, by name; what they are made of is imported if there are any."""
     return {

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_checkpoint, validate
+from trinity_lightning.config.models import check_on_hub
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
@@ -40,6 +41,7 @@ def check(config: DictConfig) -> None:
     """
     validate(config)
     check_checkpoint(config)
+    check_on_hub(config.model.name)
     check_reward(config)
     check_objective(config)
 

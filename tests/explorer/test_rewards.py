@@ -623,6 +623,7 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
         ("no_such_module.judge", "no module 'no_such_module'"),
         ("math.pi", "cannot be called"),
         (5, "cannot be called"),
+        ("collections.Counter", "'collections.Counter' is a class: give a function"),
         ({"math": "much"}, "weight of reward function 'math' is 'much'; give a finite number"),
         ({"math": float("nan")}, "give a finite number"),
         (["math", "math"], "two reward functions are called math"),

@@ -14,6 +14,7 @@ from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import WORKFLOWS, MathWorkflow, SimpleWorkflow, resolve_workflow
+from trinity_lightning.explorer.workflows.single_turn import DistillArguments, JudgeArguments
 
 
 def tried(task: Task, model: FakeModel | None = None, repeat_times: int = 2, run_id_base: int = 0) -> Any:
@@ -267,6 +268,13 @@ def test_a_teacher_that_leaves_tokens_out_fails_the_runs() -> None:
 
 
 # -- their arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "name"), [(JudgeArguments, "judge"), (DistillArguments, "teacher")])
+@pytest.mark.parametrize("value", [-1, "umpire"])
+def test_the_model_that_is_asked_goes_by_its_number(arguments: type, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; give a whole number of 0 or more"):
+        arguments(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["judge", "on_policy_distill"])

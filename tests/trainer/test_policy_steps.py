@@ -348,6 +348,7 @@ def test_save_pretrained_writes_what_transformers_loads(tmp_path):
         assert name == other
         assert torch.equal(mine, theirs)
     assert AutoTokenizer.from_pretrained(tmp_path).encode("7") == policy.tokenizer.encode("7")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ def validate(config: DictConfig) -> None:
     _check_sampling(run)
     if run.buffer.has_rollouts:
         _check_rollouts(run, (config.trainer or {}).get("accelerator", "auto"))
+    elif run.buffer.storage == "file":
+        _check_steps(Path(run.buffer.path or ""))
     _check_trainer(config)
 
 
@@ -221,6 +223,14 @@ def _check_expert(run: TrainConfig) -> None:
         )
 
 
+def _check_steps(folder: Path) -> None:
+    """Refuse a folder in which no run kept anything."""
+    if folder.is_dir() and not any(folder.glob("step_*.trxp")):
+        inside = folder / "experiences"
+        hint = f"give '{inside}'" if inside.is_dir() else "give the folder `experiences` of a run with buffer.keep=true"
+        raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.")
+
+
 def _check_sampling(run: TrainConfig) -> None:
     for name in ("sampling", "eval_sampling"):
         if (most := getattr(run, name).max_tokens) >= run.engine.max_model_len:
@@ -244,6 +254,8 @@ def _check_trainer(config: DictConfig) -> None:
     if (epochs := trainer.get("max_epochs")) != config.steps:
         raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
     check_trainer_settings(trainer)
+    if trainer.get("accelerator") in ("gpu", "cuda") and not _has_gpu():
+        raise ConfigError("trainer=gpu trains on a GPU, and this process sees none: set trainer=cpu, or trainer=auto.")
 
 
 # -- rollouts: engines, runners, and the models beside the policy ------------------------------------------------------
@@ -309,6 +321,12 @@ def _gpus_here() -> int:
     import torch  # late: few configurations need it
 
     return torch.cuda.device_count()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return _gpus_here() > 0 or torch.backends.mps.is_available()
 
 
 def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:

@@ -84,6 +84,31 @@ def check_trainable(name: str) -> None:
         )
 
 
+def check_on_hub(name: str) -> None:
+    """Refuse a hub name that neither the cache has nor the hub, which is asked once: transformers asks for minutes.
+
+    Raises:
+        ConfigError: there is no such model, or the hub does not answer.
+    """
+    if name in BUILT_IN_MODELS or Path(name).expanduser().is_dir():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(name, timeout=5)
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"the hub has no model '{name}', or shows it to others only: see `hf auth login`.") from error
+    except Exception as error:  # of the HTTP library that the hub's client happens to use
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model '{name}' is neither a folder nor in the hub's cache on this machine, and the hub cannot be asked "
+            f"({reason}): give a folder, or connect to the network."
+        ) from error
+
+
 def resolve_model(name: str) -> Path | str:
     """What transformers and the engines load: a folder, or the hub name as it is.
 

@@ -138,9 +138,9 @@ class AlgorithmConfig(Section, key="algorithm"):
         entropy_coef: weight of the entropy bonus.
         old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
             trainer; or `engine`, the policy that sampled, by the engine's log-probabilities: rollouts of older weights
-            are then clipped, and nothing is computed for several optimizer steps.
-        rollout_correction: importance weights for the engine's mismatch; with old_logprobs=engine the ratio is what
-            corrects, and level must be none.
+            are then clipped, and nothing is computed for several optimizer steps. It needs
+            rollout_correction.level=none, as the ratio corrects already.
+        rollout_correction: importance weights for the engine's mismatch.
         optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
         inner_epochs: passes over them.
         layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin

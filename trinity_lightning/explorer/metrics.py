@@ -161,7 +161,7 @@ def _measured(run: Sequence[Experience]) -> dict[str, float]:
 def _extremes(groups: Sequence[Sequence[float]], k: int) -> dict[str, float]:
     negative = [[-value for value in group] for group in groups]
     return {f"best@{m}": _mean_best(groups, m) for m in subset_sizes(k)} | {
-        f"worst@{m}": -_mean_best(negative, m) for m in subset_sizes(k)
+        f"worst@{m}": 0.0 - _mean_best(negative, m) for m in subset_sizes(k)
     }
 
 

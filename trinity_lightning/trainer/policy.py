@@ -455,6 +455,8 @@ class PolicyModule(L.LightningModule):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a folder that transformers, vLLM and TRL load."""
         self.policy.save_pretrained(folder)
+        for weights in Path(folder).glob("*.safetensors"):  # which safetensors writes for this user alone
+            weights.chmod((Path(folder) / "config.json").stat().st_mode)
         self.tokenizer.save_pretrained(folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -39,7 +39,9 @@ def cispo(
     """
     check_clip_range(clip_range_low, clip_range_high)
     if absolute_cap is not None and not absolute_cap > 0:
-        raise ConfigError(f"absolute_cap must be above 0 (or null, for none), not {absolute_cap}.")
+        raise ConfigError(
+            f"algorithm.policy_loss.args.absolute_cap must be above 0 (or null, for none), not {absolute_cap}."
+        )
     log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
     ratio = log_r.exp()
     bounds = (1 - clip_range_low, 1 + clip_range_high) if absolute_cap is None else (0.0, absolute_cap)

@@ -53,7 +53,7 @@ def mix(
         ConfigError: mu is out of range, or as the usual loss says.
         ValueError, TypeError: an unknown loss, or an argument that it does not have.
     """
-    number("mu", mu, least=0, most=1)
+    number("algorithm.policy_loss.args.mu", mu, least=0, most=1)
     aggregation: dict[str, Any] = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
     usual_fn = create_policy_loss(usual, **(aggregation | dict(usual_args or {})))
     mask = action_mask.bool()

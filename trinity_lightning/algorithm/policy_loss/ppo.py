@@ -49,7 +49,7 @@ def ppo(
     """
     check_clip_range(clip_range_low, clip_range_high)
     if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError(f"dual_clip must be above 1 (or null, for none), not {dual_clip}.")
+        raise ConfigError(f"algorithm.policy_loss.args.dual_clip must be above 1 (or null, for none), not {dual_clip}.")
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.exp()
     clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
@@ -74,7 +74,7 @@ def check_clip_range(low: float, high: float) -> None:
     """Refuse negative clip ranges with a ConfigError."""
     for name, value in (("clip_range_low", low), ("clip_range_high", high)):
         if not value >= 0:
-            raise ConfigError(f"{name} must be at least 0, not {value}.")
+            raise ConfigError(f"algorithm.policy_loss.args.{name} must be at least 0, not {value}.")
 
 
 def clipped_shares(

@@ -151,6 +151,8 @@ def _function(entry: Any) -> RewardFunction:
     function = REWARDS.resolve(entry)
     if not callable(function):
         raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
+    if isinstance(function, type):
+        raise ConfigError(f"reward function {entry!r} is a class: give a function (response, task), or an object.")
     return cast("RewardFunction", function)
 
 

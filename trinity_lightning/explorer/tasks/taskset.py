@@ -95,6 +95,7 @@ class TaskSelection(ABC):
 # -- one taskset ------------------------------------------------------------------------------------------------------
 
 
+FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 
 
@@ -272,9 +273,11 @@ class Taskset(TaskSelection):
             raise ConfigError(f"taskset '{config.name}': source '{config.source}' needs a path.")
         if config.source == "dataset":
             field = config.difficulty_field
-            return cls.from_dataset(
+            taskset = cls.from_dataset(
                 config.path, config.split, name=config.name, difficulty_field=field, **common, **config.args
             )
+            taskset._check_first_entries(config.path)
+            return taskset
         if config.size is None:
             raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size, the number of entries.")
         return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
@@ -283,6 +286,15 @@ class Taskset(TaskSelection):
     def tasksets(self) -> Mapping[str, Taskset]:
         """Itself."""
         return {self.name: self}
+
+    def _check_first_entries(self, path: str) -> None:
+        """Refuse entries without a prompt before an engine is loaded; a ConfigError that names file and line."""
+        for index in range(min(len(self), FIRST_ENTRIES)):
+            try:
+                self[index]
+            except ConfigError as error:
+                line = f", line {index + 1}" if path.endswith(".jsonl") else ""
+                raise ConfigError(f"{path}{line}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._entries)
