@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
 
-    from trinity_lightning.common.product_speed import faster_dtype
+    from trinity_lightning.common.hardware import faster_dtype
 
     dtype = faster_dtype("cpu").value
     tokens, seconds = measure(args.model, args.rounds, dtype)

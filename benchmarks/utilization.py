@@ -68,7 +68,7 @@ def main() -> None:
 
     from transformers import AutoConfig
 
-    from trinity_lightning.common.product_speed import faster_dtype
+    from trinity_lightning.common.hardware import faster_dtype
     from trinity_lightning.config.models import resolve_model
 
     dtype = faster_dtype().value if args.dtype == "auto" else args.dtype

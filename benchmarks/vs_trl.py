@@ -238,7 +238,7 @@ def folder_of(model: str, scratch: Path) -> tuple[str, int]:
 
 
 def dtype_here() -> str:
-    from trinity_lightning.common.product_speed import faster_dtype
+    from trinity_lightning.common.hardware import faster_dtype
 
     return faster_dtype().value
 

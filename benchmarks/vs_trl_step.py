@@ -196,7 +196,7 @@ def main() -> None:
     if args.work:
         work(json.loads(args.work))
         return
-    from trinity_lightning.common.product_speed import faster_dtype
+    from trinity_lightning.common.hardware import faster_dtype
     from trinity_lightning.config.models import resolve_model
 
     dtype = faster_dtype().value

@@ -25,7 +25,7 @@ import trinity_lightning  # noqa: F401  first: torch and OpenMP read what it set
 import torch
 from transformers import AutoModelForCausalLM
 
-from trinity_lightning.common.process_memory import reuse_large_buffers
+from trinity_lightning.common.hardware import reuse_large_buffers
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.host import Host

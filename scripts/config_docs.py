@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
-from trinity_lightning.algorithm.policy_loss.registry import loss_arguments
+from trinity_lightning.algorithm.policy_loss.policy_loss import loss_arguments
 from trinity_lightning.config import schema
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.explorer.rewards import REWARDS

@@ -9,8 +9,8 @@ import torch
 from compose_cases import composed
 from omegaconf import DictConfig
 
-import trinity_lightning.common.product_speed as product_speed
 from trinity_lightning.build import build
+from trinity_lightning.common import hardware
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.training import WeightDtype
 from trinity_lightning.engines import check_resumed_dtype, settle_dtypes
@@ -40,8 +40,8 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes one dtype the faster."""
 
     def make(dtype: WeightDtype) -> None:
-        timed = product_speed.TimedProduct({BF16: 1.0, FP32: 2.0 if dtype is BF16 else 0.5}, threads=1)
-        monkeypatch.setattr(product_speed, "timed_product", lambda: timed)
+        timed = hardware.TimedProduct({BF16: 1.0, FP32: 2.0 if dtype is BF16 else 0.5}, threads=1)
+        monkeypatch.setattr(hardware, "timed_product", lambda: timed)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     return make
@@ -123,12 +123,12 @@ def test_a_run_refuses_another_dtype_before_a_model_is_loaded(
 
 
 def test_the_product_is_timed_within_a_second_and_recorded_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    product_speed.timed_product.cache_clear()
-    seconds, threads = product_speed.timed_product()
+    hardware.timed_product.cache_clear()
+    seconds, threads = hardware.timed_product()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)  # as later in a run
     assert seconds.keys() == {BF16, FP32}
     assert all(0 < value < 1 for value in seconds.values())
-    assert product_speed.faster_dtype("cpu") is min(seconds, key=lambda dtype: seconds[dtype])
+    assert hardware.faster_dtype("cpu") is min(seconds, key=lambda dtype: seconds[dtype])
     told = describe_environment()["matrix product"]
     assert all(f"{dtype.value} {1000 * value:.2f} ms" in told for dtype, value in seconds.items())
     assert told.endswith(f", {threads} threads)")
@@ -137,4 +137,4 @@ def test_the_product_is_timed_within_a_second_and_recorded_with_its_threads(monk
 def test_a_policy_of_a_script_is_given_its_dtype() -> None:
     with pytest.raises(ConfigError, match="give bf16, fp32"):
         PolicyModule("tiny", dtype="auto")
-    assert EngineDtype(product_speed.faster_dtype("cpu").value) is not EngineDtype.auto
+    assert EngineDtype(hardware.faster_dtype("cpu").value) is not EngineDtype.auto

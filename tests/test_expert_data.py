@@ -11,8 +11,8 @@ import torch
 from compose_cases import composed
 from safetensors.torch import load_file
 
+from trinity_lightning.buffer.offline import AnswerReader, expert_data
 from trinity_lightning.buffer.step_files import keep_step, read_experiences
-from trinity_lightning.build import AnswerReader, expert_data
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import is_expert
 from trinity_lightning.config.checks import validate

@@ -1,9 +1,11 @@
-"""The architecture as tests: imports go one way, heavy libraries load late, files stay readable."""
+"""The architecture as tests: imports go one way, heavy libraries load late, and what must be read stays small."""
 
 import ast
+import io
 import subprocess
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ MODULES = {
 }
 
 # What joins the rooms, and may import all of them.
-TOPS = ("train", "build", "evaluate", "engines", "report")
-PACKAGE_TOPS = ("explorer.callback", "buffer.datamodule")
+TOPS = ("train", "build", "evaluate", "engines", "gpu_plan", "report")
+PACKAGE_TOPS = ("explorer.callback", "buffer.datamodule", "buffer.offline")
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.
 RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}
@@ -55,6 +57,43 @@ MAY_USE_LIGHTNING = {
 
 MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need
+
+# What `+recipe=grpo` starts from: the modules that its names in the table of parts stand for are imported by name.
+DEFAULT_RUN = (
+    "train",
+    "build",
+    "explorer.models.vllm_engine",
+    "explorer.workflows.single_turn",
+    "explorer.rewards.math",
+    "algorithm.add_strategy.add_strategy",
+    "algorithm.policy_loss.ppo",
+    "monitor.csv_logger",
+)
+MAX_DEFAULT_RUN = 10_400  # lines of code that it imports before it needs an option
+MAX_FILES, MAX_LINES = 145, 27_600  # of the package
+# What an experience passes through, from vLLM to the loss.
+WAY_OF_AN_EXPERIENCE = (
+    "explorer.models.vllm_engine",
+    "common.inference",
+    "explorer.models.bound",
+    "explorer.workflows.single_turn",
+    "common.experience.experience",
+    "explorer.runner",
+    "explorer.scheduler",
+    "explorer.explorer",
+    "buffer.datamodule",
+    "buffer.pipeline",
+    "algorithm.add_strategy.add_strategy",
+    "buffer.loader",
+    "explorer.callback",
+    "common.optimizer_batch",
+    "trainer.policy",
+    "trainer.layout",
+    "common.experience.gather",
+    "trainer.model",
+    "trainer.objective",
+    "algorithm.policy_loss.ppo",
+)
 
 
 def room_of(module: str) -> str:
@@ -100,13 +139,13 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("common.seeds", "from trinity_lightning.algorithm import kl"),
+        ("common.random_state", "from trinity_lightning.algorithm import kl"),
         ("algorithm.kl", "import trinity_lightning.buffer.operators"),
         ("explorer.tasks.task", "from trinity_lightning.explorer.scheduler import Scheduler"),
         ("explorer.scheduler", "from trinity_lightning.explorer.callback import ExplorerCallback"),
         ("sync.proof", "def f():\n    from trinity_lightning.explorer import models"),
         ("sync.proof", "import lightning.pytorch as pl"),
-        ("common.seeds", "from .errors import TrinityError"),
+        ("common.random_state", "from .errors import TrinityError"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, statement: str) -> None:
@@ -141,3 +180,87 @@ def test_files_and_functions_stay_short() -> None:
                 if length > MAX_FUNCTION_LINES:
                     long.append(f"{module}.{node.name}: {length} lines")
     assert not long, "\n".join(long)
+
+
+# -- what must be read -------------------------------------------------------------------------------------------------
+
+
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def lines_of_code(source: str) -> int:
+    """Lines without docstrings, imports, comments and blank ones."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body and ast.get_docstring(node, clean=False) is not None else None
+            left_out.update(range(first.lineno, (first.end_lineno or 0) + 1) if first else ())
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {n for token in tokens if token.type not in NO_CODE for n in range(token.start[0], token.end[0] + 1)}
+    return len(lines - left_out)
+
+
+def imported_at_once(nodes: Sequence[ast.stmt]) -> Iterator[str]:
+    """What a module imports when it is imported itself: not within its functions, nor for type checkers alone."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If):
+            for_checkers = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            yield from imported_at_once(node.orelse if for_checkers else [*node.body, *node.orelse])
+        elif isinstance(node, ast.Try | ast.With | ast.ClassDef):
+            yield from imported_at_once(node.body)
+
+
+def closure(starts: Sequence[str]) -> set[str]:
+    """The modules of the package that are imported with these, packages of modules included."""
+    found: set[str] = set()
+    waiting = list(starts)
+    while waiting:
+        name = waiting.pop()
+        while name and name not in MODULES:  # a name within a module, or a library
+            name = name.rpartition(".")[0]
+        if name and name not in found:
+            found.add(name)
+            waiting += [name.rpartition(".")[0], *imported_at_once(ast.parse(MODULES[name].read_text()).body)]
+    return found
+
+
+def test_the_default_run_needs_little_of_the_package() -> None:
+    needed = closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
+    sizes = {name: lines_of_code(MODULES[name].read_text()) for name in needed}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:10]
+    assert sum(sizes.values()) <= MAX_DEFAULT_RUN, f"{sum(sizes.values())}, most of them in {largest}"
+
+
+def test_the_package_does_not_grow() -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in MODULES.values())
+    assert (len(MODULES) <= MAX_FILES, lines <= MAX_LINES) == (True, True), f"{len(MODULES)} files, {lines} lines"
+
+
+def test_an_experience_passes_through_few_modules() -> None:
+    assert len(WAY_OF_AN_EXPERIENCE) <= 20
+    way = {f"{PACKAGE}.{name}" for name in WAY_OF_AN_EXPERIENCE}
+    assert way <= closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
+
+
+def test_code_is_counted_without_docstrings_imports_and_comments() -> None:
+    source = '"""A."""\n\nimport ast\n\n# b\ndef f() -> None:\n    """C.\n\n    D.\n    """\n    x = """\n    e"""\n'
+    assert lines_of_code(source) == 3
+
+
+def test_what_is_imported_late_is_not_at_once() -> None:
+    source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    from c import d\nexcept E:\n    pass\n"
+    source += "def f():\n    import g\n"
+    assert list(imported_at_once(ast.parse(source).body)) == ["b", "c.d"]

@@ -7,30 +7,22 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra.utils
 import lightning as L
+import torch
 from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.buffer.datamodule import (
-    ExperienceDataModule,
-    ExpertData,
-    OfflineExperienceDataModule,
-    StepKeeper,
-)
-from trinity_lightning.buffer.reader import BufferReader, create_reader
-from trinity_lightning.buffer.step_files import FOLDER, folder_id, keep_step
-from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.common.memory_plan import MemoryPlan
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
-from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
@@ -42,24 +34,24 @@ from trinity_lightning.engines import (
     check_room,
     engines_of,
     settle_dtypes,
-    with_memory_plan,
 )
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
-from trinity_lightning.monitor.rows import log_row
+from trinity_lightning.monitor.csv_logger import log_row
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
-from trinity_lightning.report import write_report
 from trinity_lightning.sync.stream import WeightStream, as_checkpoint, checkpoint_weights, skeleton
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
+
+if TYPE_CHECKING:
+    from trinity_lightning.buffer.offline import ExpertData
+    from trinity_lightning.common.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +70,7 @@ class Run:
     data: L.LightningDataModule
     monitor: RunMonitor
     checkpoint: str | None
-    plan: MemoryPlan | None
+    plan: "MemoryPlan | None"
 
     def announce(self) -> None:
         """Print the one table that says what is about to happen."""
@@ -90,6 +82,8 @@ class Run:
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
         finish(self.trainer.loggers)
+        from trinity_lightning.report import write_report  # once, at the end
+
         try:
             write_report(self.folder)
         except (TrinityError, OSError) as error:  # a picture of the run: what was trained is saved, and counts
@@ -121,7 +115,11 @@ def build(config: DictConfig) -> Run:
     if checkpoint is not None:
         check_resumed_dtype(config, checkpoint)
     typed = typed_config(config)
-    typed, plan = with_memory_plan(replace(typed, trainer=config.trainer), checkpoint, folder / "config.yaml")
+    typed, plan = replace(typed, trainer=config.trainer), None
+    if torch.cuda.is_available():
+        from trinity_lightning.gpu_plan import with_memory_plan
+
+        typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps)
@@ -139,6 +137,9 @@ def build(config: DictConfig) -> Run:
         callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
     else:
         callbacks.append(stop)
+        from trinity_lightning.buffer.offline import OfflineExperienceDataModule
+        from trinity_lightning.buffer.reader import create_reader
+
         data = OfflineExperienceDataModule(
             create_reader(typed.buffer, typed.seed),
             batch_size=typed.buffer.batch_size,
@@ -190,7 +191,7 @@ def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, fold
     record_config(config, folder / "config.yaml")
 
 
-def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
+def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
     steps = config.optimizer.total_steps or config.steps * _items(config)
     return PolicyModule(
         config.model.name,
@@ -332,7 +333,7 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
         auxiliary_models=clients,
         folder=folder,
         keep=step_keeper(config.buffer, folder),
-        experts=expert_data(config),
+        experts=_experts(config),
         max_response_length=response_budget(config),
     )
 
@@ -344,103 +345,31 @@ def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper | None:
         ConfigError: the database's URL is none, or a package for it is missing.
         StorageError: there is no such database, or it is of something else.
     """
+    if not buffer.keep:
+        return None
+    from trinity_lightning.buffer.step_files import FOLDER, folder_id, keep_step
+
     if buffer.keep == "sql":
         from trinity_lightning.buffer import sql
 
         place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
         sql.SqlStorage(place).close()  # what cannot be written to is refused before a model is loaded
         return lambda step, experiences: sql.keep_step(place, folder_id(folder), step, experiences)
-    return partial(keep_step, folder / FOLDER) if buffer.keep else None
+    return partial(keep_step, folder / FOLDER)
+
+
+def _experts(config: TrainConfig) -> "ExpertData | None":
+    if config.buffer.expert.per_step == 0:
+        return None
+    from trinity_lightning.buffer.offline import expert_data
+
+    return expert_data(config)
 
 
 def response_budget(config: TrainConfig) -> int:
     """Longest response in tokens; with several turns, as your own workflow may have, all that the context holds."""
     single = config.workflow.name in SINGLE_RESPONSE_WORKFLOWS
     return config.sampling.max_tokens if single else config.engine.max_model_len
-
-
-# -- expert data ------------------------------------------------------------------------------------------------------
-
-
-def expert_data(config: TrainConfig) -> ExpertData | None:
-    """What joins the rollouts of every explore step; None where nothing does.
-
-    Raises:
-        ConfigError: a dataset, field or file is missing; or as the dataset's source says.
-        StorageError: the stored experiences cannot be opened.
-    """
-    expert = config.buffer.expert
-    if expert.per_step == 0:
-        return None
-    if expert.storage == "dataset":
-        taskset = Taskset.from_config(expert.dataset)
-        reader: BufferReader = AnswerReader(taskset, load_tokenizer(config.model.name), config.workflow.args)
-    else:
-        reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
-    return ExpertData(reader, expert.per_step)
-
-
-class AnswerReader(BufferReader):
-    """A dataset's answers as the responses of an expert, in the taskset's order, without end.
-
-    The prompt is rendered as single-turn workflows render it. The response is the entry's answer, or, where a
-    conversation ends with the assistant, that message; then the tokenizer's end token, for the policy to learn where to
-    stop.
-
-    Args:
-        taskset: the entries and their order.
-        tokenizer: the policy's.
-        workflow_args: of the run's workflow, for its system prompt.
-
-    Raises:
-        ConfigError: an entry has no answer.
-    """
-
-    def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
-        self._taskset, self._tokenizer = taskset, tokenizer
-        self._workflow_args = dict(workflow_args or {})
-        for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
-            self._conversation(taskset[i])
-
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
-        return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
-
-    def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The prompt's messages, and the answer."""
-        messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
-        answer = raw.get("answer")
-        if answer is None and messages[-1]["role"] == "assistant":
-            *messages, last = messages
-            answer = last.get("content")
-        if answer is None or not str(answer).strip() or not messages:
-            raise ConfigError(
-                f"expert data '{self._taskset.name}', entry {raw['task_index']['index']}: no answer. Set "
-                "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
-            )
-        return messages, str(answer)
-
-    def _experience(self, raw: dict[str, Any]) -> Experience:
-        messages, answer = self._conversation(raw)
-        prompt = render_chat(self._tokenizer, messages)
-        response = self._tokenizer.encode(answer, add_special_tokens=False)
-        if self._tokenizer.eos_token_id is not None:
-            response = [*response, self._tokenizer.eos_token_id]
-        return Experience(
-            eid=EID(suffix=f"{self._taskset.name}-{raw['task_index']['index']}"),
-            tokens=[*prompt, *response],
-            prompt_length=len(prompt),
-            info={"task_index": raw["task_index"]},
-            prompt_text=prompt_text_of(messages),
-            response_text=answer,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The taskset's cursor."""
-        return self._taskset.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a ConfigError where that was of other data."""
-        self._taskset.load_state_dict(state)
 
 
 # -- an evaluation ----------------------------------------------------------------------------------------------------

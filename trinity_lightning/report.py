@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_lightning.buffer.step_files import FOLDER, read_experiences, step_files
+from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.monitor.report import KeptStep, read_run, report_page
+from trinity_lightning.monitor.record import KeptStep, read_run
+from trinity_lightning.monitor.report import report_page
 
 FILE = "report.html"
 
@@ -28,10 +30,8 @@ def write_report(folder: str | Path) -> Path:
     run.kept_steps = len(files)
     run.kept = [_kept(step, files[step]) for step in _some(list(files))]
     path = folder / FILE
-    temporary = path.with_suffix(".html.tmp")
     # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
-    temporary.write_text(report_page(run), encoding="utf-8", errors="replace")
-    temporary.replace(path)
+    write_atomically(path, report_page(run).encode(errors="replace"))
     return path
 
 

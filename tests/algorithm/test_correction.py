@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
-from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
+from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.errors import ConfigError
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])

@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from trinity_lightning.algorithm.entropy import entropy_loss
-from trinity_lightning.algorithm.kl import KL_FN, kl_loss
-from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
+from trinity_lightning.algorithm.kl import KL_FN, entropy_loss, kl_loss
+from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 
 ORACLES = {
     "none": lambda lp, ref, old: 0 * lp,

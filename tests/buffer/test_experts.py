@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.buffer import make_group, through_a_file
 
-from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExpertData
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.offline import ExpertData
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
 from trinity_lightning.buffer.step_files import keep_step, read_experiences
 from trinity_lightning.common.experience import CustomField

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from support.buffer import filled, make_group, names, through_a_file
 
-from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
-from trinity_lightning.buffer.loader import ExperienceLoader, OfflineLoader
-from trinity_lightning.buffer.memory import MemoryStorage
+from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
+from trinity_lightning.buffer.offline import OfflineExperienceDataModule, OfflineLoader
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
 from trinity_lightning.buffer.step_files import StepReader, keep_step
 from trinity_lightning.errors import ConfigError, StorageError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.buffer import filled, make_group, through_a_file
 
-from trinity_lightning.buffer.memory import MemoryStorage
+from trinity_lightning.buffer.loader import MemoryStorage
 from trinity_lightning.common.experience import ExperienceFormatError
 
 

@@ -12,8 +12,7 @@ from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
-from trinity_lightning.common.runs import judged
-from trinity_lightning.common.untrained import REASONS, UNTRAINED, what_helps
+from trinity_lightning.common.runs import REASONS, UNTRAINED, judged, what_helps
 from trinity_lightning.config.parts import OperatorConfig, operator_configs, strategies
 from trinity_lightning.errors import OperatorError
 from trinity_lightning.monitor.completions import CompletionsWriter

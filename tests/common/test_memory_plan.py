@@ -9,23 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import (
     CACHE,
     CUDA_CONTEXT,
-    GIB,
     MASTERS,
     MOMENTS,
     WORKSPACES,
-    ModelShape,
     Rollouts,
-    Training,
     activations,
     auxiliary_server,
-    layer_bytes,
     micro_batch_tokens,
     plan,
     weight_states,
 )
+from trinity_lightning.common.model_memory import ModelShape, Training, layer_bytes
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton

@@ -6,7 +6,7 @@ import pytest
 from fake_model import FakeModel
 
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel

@@ -11,7 +11,7 @@ from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, s
 from support.judge_server import JudgeServer, judge_server
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel

@@ -11,11 +11,11 @@ import torch
 from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
-from trinity_lightning.buffer.memory import MemoryStorage
+from trinity_lightning.buffer.loader import MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.seeds import rollout_seed
-from trinity_lightning.common.untrained import UNTRAINED, Untrained
+from trinity_lightning.common.random_state import rollout_seed
+from trinity_lightning.common.runs import UNTRAINED, Untrained
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner

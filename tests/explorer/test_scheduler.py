@@ -9,7 +9,7 @@ import pytest
 from fake_model import FakeModel, LeapingLoop, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.untrained import UNTRAINED
+from trinity_lightning.common.runs import UNTRAINED
 from trinity_lightning.monitor.completions import CompletionsWriter
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from trinity_lightning.monitor import cpu_load
-from trinity_lightning.monitor.cpu_load import CPULoad, advice
+from trinity_lightning.monitor import machine
+from trinity_lightning.monitor.machine import CPULoad, advice
 
 BUSY = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 ORPHAN = "import os\nif os.fork(): os._exit(0)\n" + BUSY  # its parent has ended: nobody's child here
@@ -33,10 +33,10 @@ def counted_while(process: psutil.Process, seconds: float) -> tuple[float, float
         times = process.cpu_times()
         return times.user + times.system
 
-    counters, enough = cpu_load._read(), computed() + seconds
+    counters, enough = machine._read(), computed() + seconds
     while computed() < enough:
         time.sleep(0.02)
-    now = cpu_load._read()
+    now = machine._read()
     own = now.own - counters.own
     return own, now.busy - counters.busy - own
 
@@ -56,7 +56,7 @@ def test_a_process_of_nobody_here_counts_as_another_program() -> None:
 
 def test_a_span_that_is_too_short_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = iter([(0.0, 0.0, 0.0), (0.5, 1.0, 0.5), (10.0, 5.0, 5.0), (12.0, 9.0, 6.0), (20.0, 9.0, 6.0)])
-    monkeypatch.setattr(cpu_load, "_read", lambda: cpu_load._Counters(*next(counters)))
+    monkeypatch.setattr(machine, "_read", lambda: machine._Counters(*next(counters)))
     load = CPULoad()
     load.start()
     load.stop()

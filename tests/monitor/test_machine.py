@@ -41,11 +41,13 @@ def test_a_child_that_ends_meanwhile_counts_as_nothing(monkeypatch: pytest.Monke
 def test_the_thread_sees_a_peak_that_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1.0]
     monkeypatch.setattr(machine, "resident_gb", lambda: now[0])
-    with MemoryMeter(interval=0.005) as meter:
-        wait_until(lambda: meter.peak_gb == 1.0)
-        now[0] = 5.0
-        wait_until(lambda: meter.peak_gb == 5.0)
-        now[0] = 2.0
+    meter = MemoryMeter(interval=0.005)
+    meter.start()
+    wait_until(lambda: meter.peak_gb == 1.0)
+    now[0] = 5.0
+    wait_until(lambda: meter.peak_gb == 5.0)
+    now[0] = 2.0
+    meter.stop()
     assert meter.peak_gb == 5.0
     assert "memory-meter" not in [thread.name for thread in threading.enumerate()]
 

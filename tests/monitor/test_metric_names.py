@@ -1,15 +1,6 @@
-from pathlib import Path
-
 import pytest
 
-from trinity_lightning.monitor.metric_names import METRICS, find_metric, headline_metrics, metric_globs, metrics_page
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-
-
-def test_the_page_is_up_to_date() -> None:
-    command = "python -m trinity_lightning.monitor.metric_names > docs/metrics.md"
-    assert PAGE.read_text() == metrics_page(), f"generate it again: {command}"
+from trinity_lightning.monitor.metric_names import METRICS, find_metric, headline_metrics, metric_globs
 
 
 def test_no_name_stands_twice() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX as UNTRAINED
-from trinity_lightning.monitor.report import KeptStep, read_run, report_page
-from trinity_lightning.monitor.report.record import without_secrets
-from trinity_lightning.monitor.report.svg import line_chart, nice_ticks, short, stacked_bars, thinned
+from trinity_lightning.monitor.record import KeptStep, read_run, without_secrets
+from trinity_lightning.monitor.report import line_chart, nice_ticks, report_page, short, stacked_bars, thinned
 
 EVIL = "</pre></svg><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b&gt;"
 VOID = {"meta", "hr", "br", "img", "link", "input"}

@@ -8,6 +8,7 @@ from trinity_lightning.buffer.operators import (
     OperatorConfig,
     create_operators,
 )
+from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import EID, Experience
 
 HERE = "support.operators"
@@ -37,6 +38,12 @@ def run(name, exps, auxiliary_models=None, **args):
 
 def rewards(exps):
     return [exp.reward for exp in exps]
+
+
+def operators_of(pipeline: ExperiencePipeline) -> list[ExperienceOperatorV1]:
+    """Those of a pipeline that has some."""
+    assert pipeline.chain is not None
+    return pipeline.chain.operators
 
 
 class AddOne(ExperienceOperatorV1):

@@ -9,7 +9,7 @@ import torch
 from run_cases import quiet_trainer
 from support.policy import Items, batch_of, make_experiences, make_policy
 
-from trinity_lightning.buffer.datamodule import OfflineExperienceDataModule
+from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.explorer.interruption import StopCheckpoint
 

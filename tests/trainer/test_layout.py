@@ -12,7 +12,8 @@ from support.policy import batch_of, fit, make_experiences, make_policy
 
 import trinity_lightning.trainer.layout as layout_module
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.memory_plan import GIB, ModelShape
+from trinity_lightning.common.hardware import GIB
+from trinity_lightning.common.model_memory import ModelShape
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError

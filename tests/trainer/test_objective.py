@@ -25,7 +25,8 @@ from support.policy import (
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
-from trinity_lightning.buffer.datamodule import ExperienceDataModule, OfflineExperienceDataModule
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.optimizer_batch import marked

@@ -6,8 +6,7 @@ functions take per-token tensors [b, r] of one micro-batch and return metrics th
 
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.aggregate import aggregate, token_share
-from trinity_lightning.algorithm.policy_loss.registry import MAX_LOG_RATIO, log_ratio
+from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, aggregate, log_ratio, token_share
 from trinity_lightning.config.training import CORRECTION_LEVELS, CORRECTION_MODES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError

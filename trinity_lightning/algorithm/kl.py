@@ -1,4 +1,4 @@
-"""Estimates of KL(pi_theta || pi_ref) per token, by name, and the KL loss.
+"""The terms beside the policy loss: estimates of KL(pi_theta || pi_ref) per token, by name, and the entropy bonus.
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
@@ -11,8 +11,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate
-from trinity_lightning.algorithm.policy_loss.registry import MAX_LOG_RATIO
+from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, BatchTotals, aggregate
 from trinity_lightning.config.registry import Registry
 
 # (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
@@ -99,3 +98,27 @@ def kl_loss(
     per_token = KL_FN.get(name)(*(t.masked_fill(outside, 0.0) for t in (logprobs, ref_logprobs, old_logprobs)))
     kl = aggregate(per_token, action_mask, loss_agg_mode, **totals)
     return coefficient * kl, {"kl_loss": kl.detach()}
+
+
+def entropy_loss(
+    entropies: Tensor,
+    action_mask: Tensor,
+    *,
+    coefficient: float,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-coefficient * entropy, to be added to the policy loss; and the metric entropy: its mean over trained tokens.
+
+    Args:
+        entropies: of the policy's distribution at each response token, in nats [b, r].
+        action_mask: which tokens are trained, bool [b, r].
+        coefficient: weight of the bonus.
+        loss_agg_mode: how the bonus is aggregated, see `aggregate`.
+
+    Raises:
+        ConfigError: unknown mode.
+    """
+    bonus = aggregate(entropies, action_mask, loss_agg_mode, **totals)
+    mean = aggregate(entropies.detach(), action_mask, num_tokens=totals.get("num_tokens"))
+    return -coefficient * bonus, {"entropy": mean}

@@ -5,21 +5,20 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
-import torch
 from torch import Tensor
 
-from trinity_lightning.buffer.loader import ExperienceLoader, OfflineLoader
-from trinity_lightning.buffer.memory import MemoryStorage
-from trinity_lightning.buffer.operators import AuxiliaryModels, OperatorConfig
+from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
-from trinity_lightning.buffer.reader import BufferReader
-from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.optimizer_batch import marked
-from trinity_lightning.config.values import whole_number
-from trinity_lightning.errors import OperatorError, StorageError
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.errors import OperatorError
+
+if TYPE_CHECKING:
+    from trinity_lightning.buffer.offline import ExpertData
+    from trinity_lightning.buffer.operators import AuxiliaryModels
 
 logger = logging.getLogger(__name__)
 
@@ -31,78 +30,13 @@ WAIT_SECONDS = 60.0  # for the loop that operators live on, if it runs in anothe
 CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run there
 
 
-class ExpertData:
-    """So many expert experiences for every explore step, out of a reader that does not end.
-
-    What was read counts as read when `commit` says that the explore step has taken it: a step cut short reads the same
-    again, so that the state always is that of the last whole step.
-
-    Args:
-        reader: where they come from, in its order; for data that end a `RepeatingReader`.
-        per_step: expert experiences an explore step.
-
-    Raises:
-        ConfigError: a number below 1.
-    """
-
-    def __init__(self, reader: BufferReader, per_step: int) -> None:
-        whole_number("per_step", per_step, least=1)
-        self._reader, self._per_step = reader, per_step
-        self._taken = reader.state_dict()
-        self._ahead = False  # whether the reader stands behind what no step has taken
-
-    def read(self, step: int) -> list[Experience]:
-        """Those of explore step `step`: marked as an expert's, without advantage, identities within the step.
-
-        Raises:
-            StorageError: the reader has nothing more to give.
-        """
-        if self._ahead:
-            self._reader.load_state_dict(self._taken)
-        self._ahead = True
-        experiences: list[Experience] = []
-        while (missing := self._per_step - len(experiences)) > 0:
-            more = self._reader.read(missing)
-            if not more:
-                raise StorageError("the expert data have ended, or there are none: give more, or let them repeat.")
-            experiences += more
-        return [_joining(experience, step, number) for number, experience in enumerate(experiences)]
-
-    def commit(self) -> None:
-        """The explore step has taken what was read last."""
-        self._taken, self._ahead = self._reader.state_dict(), False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the reader stood after the last step that has taken its share."""
-        return self._taken
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; errors as the reader's."""
-        self._reader.load_state_dict(state)
-        self._taken, self._ahead = state, False
-
-
-def _joining(experience: Experience, step: int, number: int) -> Experience:
-    """A copy fit to stand among rollouts.
-
-    Its log-probabilities, where it has some, are of another policy: they say nothing of this run's engine, and would
-    raise the alarm that watches it.
-    """
-    joining = marked(experience, expert=True)
-    joining.eid = EID(batch=step, task=f"expert-{number}", suffix=experience.eid.suffix)
-    joining.logprobs = None
-    joining.advantages = torch.zeros(experience.response_length)
-    joining.returns = None
-    return joining
-
-
-class _Unmoved(L.LightningDataModule):
+class UnmovedDataModule(L.LightningDataModule):
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Nothing is moved here: micro-batches are padded on the device when they are cut."""
         return batch
 
 
-class ExperienceDataModule(_Unmoved):
+class ExperienceDataModule(UnmovedDataModule):
     """Experiences between explorer and trainer.
 
     Args:
@@ -129,10 +63,10 @@ class ExperienceDataModule(_Unmoved):
         inner_epochs: int = 1,
         seed: int = 0,
         operators: Sequence[OperatorConfig] = (),
-        auxiliary_models: AuxiliaryModels | None = None,
+        auxiliary_models: "AuxiliaryModels | None" = None,
         folder: str | Path | None = None,
         keep: StepKeeper | None = None,
-        experts: ExpertData | None = None,
+        experts: "ExpertData | None" = None,
         max_response_length: int | None = None,
     ) -> None:
         super().__init__()
@@ -168,7 +102,7 @@ class ExperienceDataModule(_Unmoved):
         """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
 
         They wait there for `advance`, while another step may be trained on. A step of which the strategies leave
-        nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks where a
+        nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks if a
         strategy wants the step full; `all_rows` as `ExperiencePipeline.process`.
 
         Raises:
@@ -196,7 +130,7 @@ class ExperienceDataModule(_Unmoved):
             OperatorError: one of them failed.
         """
         self._loop = asyncio.get_running_loop()
-        await self.pipeline.chain.prepare()
+        await self.pipeline.prepare()
 
     async def close(self) -> None:
         """Close the operators; twice is allowed. Lightning's `teardown` does it too.
@@ -204,17 +138,17 @@ class ExperienceDataModule(_Unmoved):
         Raises:
             OperatorError: one of them failed; the others are closed.
         """
-        await self.pipeline.chain.close()
+        await self.pipeline.close()
 
     def teardown(self, stage: str) -> None:
         """Close the operators, on the loop they were prepared on as long as it runs."""
-        if self.pipeline.chain.prepared:
+        if self.pipeline.prepared:
             _on_loop(self.close, self._loop)
 
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
         try:
-            if self.pipeline.chain.prepared:
+            if self.pipeline.prepared:
                 _on_loop(self.close, self._loop, CLOSE_SECONDS)
         except (OperatorError, TimeoutError) as error:
             logger.warning("%s", error)
@@ -235,63 +169,6 @@ class ExperienceDataModule(_Unmoved):
         self.storage.load_state_dict(state_dict)
         if self._experts is not None and "experts" in state_dict:
             self._experts.load_state_dict(state_dict["experts"])
-
-
-class OfflineExperienceDataModule(_Unmoved):
-    """Experiences out of a reader, where no explorer makes them: SFT, DPO, offline RL.
-
-    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The reader's position is in the
-    checkpoint, that in the epoch too (the loader's).
-
-    Args:
-        reader: where experiences come from.
-        batch_size, steps_per_epoch, whole_groups, wait, max_response_length: as `OfflineLoader`.
-
-    Attributes:
-        older_weights: they were sampled by other weights than the present ones, which PolicyModule looks at.
-
-    Raises:
-        ConfigError: a number below 1.
-    """
-
-    older_weights = True
-
-    def __init__(
-        self,
-        reader: BufferReader,
-        *,
-        batch_size: int,
-        steps_per_epoch: int,
-        whole_groups: bool = True,
-        wait: float = 0.0,
-        max_response_length: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.reader = reader
-        self._loader = OfflineLoader(
-            reader,
-            batch_size,
-            steps_per_epoch,
-            whole_groups=whole_groups,
-            wait=wait,
-            max_response_length=max_response_length,
-        )
-
-    def train_dataloader(self) -> OfflineLoader:
-        """One sized, lazy, stateful loader for the whole run."""
-        return self._loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the reader stands."""
-        return {"reader": self.reader.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on reading where the checkpoint was taken.
-
-        Raises:
-            StorageError: the checkpoint is of another buffer.
-        """
-        self.reader.load_state_dict(state_dict["reader"])
 
 
 def _on_loop(

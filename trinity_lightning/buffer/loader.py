@@ -1,20 +1,89 @@
-"""Optimizer batches out of the buffer: sized, lazy, stateful.
+"""The buffer in memory, and the optimizer batches dealt out of it: sized, lazy, stateful.
 
 Sized, so that Lightning neither pre-fetches nor counts by exhausting it; lazy, so that the buffer is read only after
 the explorer has filled it; stateful, so that a run stopped in the middle of a step goes on with the next item.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trinity_lightning.buffer.memory import MemoryStorage
-from trinity_lightning.buffer.reader import BufferReader
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.values import number, whole_number
-from trinity_lightning.errors import StorageError
+from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import whole_number
+
+
+class MemoryStorage(BufferWriter):
+    """Holds the explore step that is trained on, with the columns computed for it, and those that are ready after it.
+
+    What is written becomes ready at `commit`, all at once: a step whose filling was cut short leaves nothing. It takes
+    the place of the step before at `advance`: a step can be written while another is trained on.
+
+    Attributes:
+        batch: the explore step that is trained on (EID.batch), 0 before the first.
+        experiences: of that step, in the order written.
+        columns: float32 tensors [response] by name, one an experience.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing, as before the first step."""
+        self.batch = 0
+        self.experiences: list[Experience] = []
+        self.columns: dict[str, list[Tensor]] = {}
+        self._written: list[Experience] = []
+        self._ready: dict[int, list[Experience]] = {}
+
+    def write(self, experiences: list[Experience]) -> None:
+        """Append to what is being gathered for the next step."""
+        self._written.extend(experiences)
+
+    @property
+    def written(self) -> list[Experience]:
+        """What was written since `begin`."""
+        return self._written
+
+    def begin(self) -> None:
+        """What is written from now on belongs to the next step; what was written and never committed is dropped."""
+        self._written = []
+
+    def commit(self, batch: int) -> None:
+        """What was written since `begin` is explore step `batch`, ready to be trained on."""
+        self._ready[batch], self._written = self._written, []
+
+    def is_ready(self, batch: int) -> bool:
+        """Whether explore step `batch` waits to be trained on."""
+        return batch in self._ready
+
+    def ready(self, batch: int) -> list[Experience]:
+        """The experiences of explore step `batch`, which waits to be trained on."""
+        return self._ready[batch]
+
+    def advance(self, batch: int, columns: dict[str, list[Tensor]] | None = None) -> None:
+        """Explore step `batch` takes the place of the one that was trained on; earlier ones are forgotten."""
+        self.batch, self.experiences, self.columns = batch, self._ready[batch], columns or {}
+        self._ready = {step: waiting for step, waiting in self._ready.items() if step > batch}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers, tensors and bytes."""
+        return {
+            "batch": self.batch,
+            "payload": Experience.serialize_many(self.experiences),
+            "columns": self.columns,
+            "ready": {step: Experience.serialize_many(waiting) for step, waiting in self._ready.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. ExperienceFormatError: a payload is damaged; the storage is as it was."""
+        experiences = Experience.deserialize_many(state["payload"])
+        ready = {step: Experience.deserialize_many(payload) for step, payload in state["ready"].items()}
+        self.batch, self.experiences, self.columns = state["batch"], experiences, state["columns"]
+        self._ready = ready
 
 
 class ExperienceLoader:
@@ -94,80 +163,3 @@ class ExperienceLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._explore_step, self._position = state["explore_step"], state["position"]
-
-
-class OfflineLoader:
-    """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
-
-    Its state is the position in the epoch; that of the reader is the data module's.
-
-    Args:
-        reader: where experiences come from.
-        batch_size: experiences a batch: at most, or with whole groups, unless one group alone is larger.
-        steps_per_epoch: batches an epoch.
-        whole_groups: never part the experiences of a task.
-        wait: seconds to wait for a batch that another process is still to write.
-        max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
-
-    Attributes:
-        pause: as the reader's `read` has it, for a run that may end while it waits.
-
-    Raises:
-        ConfigError: a number below 1, or a wait below 0.
-    """
-
-    def __init__(
-        self,
-        reader: BufferReader,
-        batch_size: int,
-        steps_per_epoch: int,
-        *,
-        whole_groups: bool = True,
-        wait: float = 0.0,
-        max_response_length: int | None = None,
-    ) -> None:
-        whole_number("batch_size", batch_size, least=1)
-        whole_number("steps_per_epoch", steps_per_epoch, least=1)
-        number("wait", wait, least=0)
-        self._reader = reader
-        self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
-        self._whole_groups, self._wait = whole_groups, wait
-        self._max_response_length = max_response_length
-        self.pause: Callable[[float], None] = time.sleep
-        self._epoch, self._position = 1, 0
-        self._before: dict[str, Any] = {}  # where the reader stood before the last batch
-
-    def __len__(self) -> int:
-        """Optimizer batches an epoch: constant."""
-        return self._steps_per_epoch
-
-    def __iter__(self) -> Iterator[OptimizerBatch]:
-        if self._position >= len(self):
-            self._epoch, self._position = self._epoch + 1, 0
-        for index in range(self._position, len(self)):
-            self._before = self._reader.state_dict()
-            experiences = self._reader.read(
-                self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self.pause
-            )
-            if not experiences:
-                raise StorageError(
-                    f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
-                    f"{self._wait:g} s). Give more data, fewer steps, or repeat them (RepeatingReader)."
-                )
-            # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
-            self._position = index + 1
-            yield OptimizerBatch.of(experiences, self._epoch, self._max_response_length)
-
-    def rewind(self, position: int) -> None:
-        """What was handed out last, behind the first `position` batches, was not trained on: it is read again."""
-        if self._position > position:
-            self._reader.load_state_dict(self._before)
-            self._position = position
-
-    def state_dict(self) -> dict[str, Any]:
-        """Which batch of which epoch comes next."""
-        return {"epoch": self._epoch, "position": self._position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._epoch, self._position = state["epoch"], state["position"]

@@ -1,7 +1,7 @@
 """Reading experiences back: the counterpart of `BufferWriter`.
 
 An experience counts as read once it lies before the reader's cursor, and the cursor is what `state_dict` returns: who
-saves that state together with what came of the experiences reads each of them exactly once, however often killed.
+saves that state together with what was made of the experiences reads each of them exactly once, however often killed.
 """
 
 import time
@@ -38,8 +38,8 @@ class BufferReader(ABC):
 
         Args:
             count: how many at most; None for the next write, whole (or what is left of it).
-            whole_groups: never part experiences of one task that follow each other: fewer than `count` where the next
-                group does not fit, more where the first one alone is larger. At the end of the data a group ends.
+            whole_groups: never part experiences of one task that follow each other: fewer than `count` if the next
+                group does not fit, more if the first one alone is larger. At the end of the data a group ends.
             wait: seconds to wait for `count` experiences (a write).
             pause: sleeps for so many seconds while it waits; if it raises, nothing has been read.
 
@@ -64,11 +64,7 @@ class BufferReader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            StorageError: the state is another buffer's.
-        """
+        """Go on where `state_dict` was taken. StorageError: the state is another buffer's."""
 
     def close(self) -> None:  # noqa: B027  # optional: not every reader holds something
         """Let go of files and connections."""
@@ -95,7 +91,7 @@ class Item(NamedTuple):
 
 
 def group_of(experience: Experience) -> str | None:
-    """The task an experience belongs to; None where it does not say."""
+    """The task an experience belongs to; None if it does not say."""
     return None if experience.eid.batch == "" and experience.eid.task == "" else experience.eid.tid
 
 
@@ -190,11 +186,7 @@ class CursorReader(BufferReader):
         return {"source": self._source, "cursor": list(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            StorageError: the state is another buffer's.
-        """
+        """Go on where `state_dict` was taken. StorageError: the state is another buffer's."""
         if state["source"] != self._source:
             raise StorageError(
                 f"{self._where}: the saved position belongs to another buffer (id {state['source']}, this one has "

@@ -52,7 +52,7 @@ class Tables:
 
     Attributes:
         rows: one experience a row. `position` orders them; `write_id` and `ends_write` tell what was written together;
-            `task` is the group and `step` the explore step it came from; `uses` counts how often it was replayed.
+            `task` is the group and `step` its explore step; `uses` counts how often it was replayed.
         reads: which rows each read of a replaying reader took, for a reader resumed from before to take them back.
         info: format and id of the buffer, and the counters that writers and readers queue at.
     """
@@ -146,7 +146,7 @@ class Database:
         self._opened = True
 
     def _open(self, connection: sa.Connection, create: bool) -> str:
-        """The id of the buffer, created where it may be."""
+        """The id of the buffer, created if it may be."""
         if create and connection.dialect.name == "postgresql":  # two that create the same tables would collide
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
         info, inspector = self.tables.info, sa.inspect(connection)
@@ -173,7 +173,7 @@ class Database:
         """What `work` returns, done in one transaction, again and again while the database is busy.
 
         Args:
-            work: given the connection, and whether an earlier attempt failed (and may, where the connection broke
+            work: given the connection, and whether an earlier attempt failed (and may, if the connection broke
                 at the commit, have succeeded all the same).
             write: whether it writes.
 
@@ -279,12 +279,12 @@ RETRY_FOR = 60.0
 
 
 def info_priority(experience: Experience) -> float:
-    """`info["priority"]`, 1 where there is none."""
+    """`info["priority"]`, 1 if there is none."""
     return experience.info.get("priority", 1.0)
 
 
 def explore_step(experience: Experience) -> int:
-    """The explore step an experience came from; 0 where it does not say."""
+    """The explore step of an experience; 0 if it does not say."""
     batch = experience.eid.batch
     if isinstance(batch, str):
         return int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
@@ -292,11 +292,7 @@ def explore_step(experience: Experience) -> int:
 
 
 def experience_at(where: str, position: int, payload: bytes) -> Experience:
-    """The experience in a row.
-
-    Raises:
-        StorageFormatError: the row is damaged.
-    """
+    """The experience in a row. StorageFormatError: the row is damaged."""
     try:
         return Experience.deserialize(payload)
     except (ExperienceError, ExperienceFormatError) as error:
@@ -306,7 +302,7 @@ def experience_at(where: str, position: int, payload: bytes) -> Experience:
 
 
 class SqlStorage(BufferWriter):
-    """Inserts into a database, creating its tables (and a SQLite file) where needed.
+    """Inserts into a database, creating its tables (and a SQLite file) if needed.
 
     Args:
         place: path of a SQLite file, or a URL: sqlite:///FILE, postgresql://USER:PASSWORD@HOST/NAME. A SQLite file

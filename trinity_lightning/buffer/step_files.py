@@ -1,13 +1,7 @@
 """The experiences of every explore step in a folder, as they went to the trainer: to look at, and to train on again.
 
-    from trinity_lightning.buffer.step_files import read_experiences
-    from trinity_lightning.common.experience import to_hf_datasets
-
-    dataset = to_hf_datasets(read_experiences("outputs/.../experiences"))
-
-A step is a file `step_<n>.trxp`, a payload of version 2. Resumed from an earlier checkpoint, a run writes the steps
-after it again. `folder.id` identifies the folder, wherever it is moved or copied to: a position saved while one was
-read means nothing in another.
+A step is a file `step_<n>.trxp`, a payload of version 2; a resumed run writes the steps after its checkpoint again.
+`to_hf_datasets(read_experiences("outputs/.../experiences"))` makes a dataset of them.
 """
 
 import re
@@ -22,7 +16,7 @@ from trinity_lightning.common.files import write_atomically
 from trinity_lightning.errors import StorageError, StorageFormatError
 
 FOLDER = "experiences"
-ID_FILE = "folder.id"
+ID_FILE = "folder.id"  # says which folder it is, wherever it is moved to: a position in one means nothing in another
 _UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
 _STEP = re.compile(r"step_(\d+)\.trxp")
 _FRAMES = b"TRXB"  # how the files of many writes began that there were before

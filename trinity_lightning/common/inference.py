@@ -32,11 +32,7 @@ class Completion:
 
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
-    """In place of the dataclass's own refusal, which does not say what to do.
-
-    Raises:
-        ReadOnlyError: always.
-    """
+    """In place of the dataclass's own refusal, which does not say what to do. ReadOnlyError: always."""
     if name in Completion.__dataclass_fields__:
         fix = f"dataclasses.replace(completion, {name}=...) makes another one"
     else:
@@ -76,25 +72,18 @@ class InferenceModel(Protocol):
         ...
 
     async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        n: int = 1,
-        **sampling: Any,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
         """n completions of a conversation rendered with the model's chat template; errors as `generate`."""
         ...
 
     async def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        so_far: Sequence[int] = (),
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
-        """Token ids of a conversation up to where the model answers next: a prompt for `generate`.
+        """Token ids of a conversation up to the model's next answer: a prompt for `generate`.
 
         Args:
-            messages: the conversation; with `so_far`, only what came after it.
+            messages: the conversation; with `so_far`, only what follows it.
             tools: functions on offer, as OpenAI's API describes them.
             so_far: exact token ids of the conversation up to and with the model's last response. The result begins with
                 them: what the model wrote is never tokenized again.

@@ -14,12 +14,10 @@ a layer of a transformer with root-mean-square norms and a gated feed-forward pa
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from trinity_lightning.common.hardware import GIB
+from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, layer_bytes
 from trinity_lightning.errors import ConfigError
-
-GIB = 1 << 30
-FLOAT = 4  # bytes of a float32
 
 # Tokens of a micro-batch: more than the first gain nothing on a GPU. They are halved, so that a little less memory at
 # another start makes no difference. Fewer than the last that is wanted cost passes over the gradient.
@@ -36,96 +34,6 @@ CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
 
 MASTERS, MOMENTS, CACHE, RESERVE = "masters", "Adam's moments", "key-value cache", "workspaces and fragments"
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What a causal language model's memory follows from.
-
-    Attributes:
-        parameters: all of them; tied ones count once.
-        largest: those of the largest single tensor, usually the embedding.
-        layers, hidden, vocabulary: as in the model's configuration.
-        intermediate: width of the feed-forward part that one token passes through (of a mixture, all chosen experts).
-        heads: heads of the queries.
-        query_width, key_width: heads times their width; of the keys the values have as many.
-    """
-
-    parameters: int
-    largest: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    query_width: int
-    key_width: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, model: Any) -> "ModelShape":
-        """The shape of a Hugging Face model, which may be on the meta device; of its widest layer if they differ."""
-        config = model.config.get_text_config()
-        layers = layer_configs(config)
-        heads = _largest(layers, "num_attention_heads") or 1
-        queries = max(map(query_width, layers)) or config.hidden_size  # without attention, what else mixes the tokens
-        feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
-        expert = _largest(layers, "moe_intermediate_size") or feed_forward
-        chosen = _largest(layers, "num_experts_per_tok")
-        sizes = [parameter.numel() for parameter in model.parameters()]
-        return cls(
-            parameters=sum(sizes),
-            largest=max(sizes),
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            intermediate=chosen * expert if chosen else feed_forward,
-            heads=heads,
-            query_width=queries,
-            key_width=(_largest(layers, "num_key_value_heads") or heads) * (queries // heads),
-            vocabulary=config.vocab_size,
-        )
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer of a Hugging Face model: one for all, unless they differ (Gemma 4)."""
-    if getattr(config, "is_heterogeneous", False):
-        return list(config.per_layer_config)
-    return [config] * config.num_hidden_layers
-
-
-def query_width(config: Any) -> int:
-    """Attention heads of a layer times their width; 0 without attention."""
-    heads = getattr(config, "num_attention_heads", None) or 0
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
-
-
-def _largest(layers: Sequence[Any], name: str) -> int | None:
-    """The largest number of that name, each of which may be a list (Gemma 3n); None: no layer has one."""
-    values = [getattr(layer, name, None) for layer in layers]
-    numbers = [each for value in values for each in (value if isinstance(value, list) else [value]) if each]
-    return max(numbers, default=None)
-
-
-@dataclass(frozen=True)
-class Training:
-    """How the policy is trained.
-
-    Attributes:
-        width: bytes of a weight: 2 (bfloat16, with float32 masters) or 4.
-        longest_row: tokens of the longest prompt and response together; a micro-batch holds at least one row.
-        tokens: computed tokens of a micro-batch; None: as many as are useful and fit.
-        reference: whether a frozen copy of the policy is kept.
-        checkpointing: whether activations are computed again in the backward pass.
-        eager: whether attention keeps its weights, which takes the square of the length.
-        shards: devices that the policy's weights, masters, moments and gradients are split over.
-    """
-
-    width: int
-    longest_row: int
-    tokens: int | None = None
-    reference: bool = False
-    checkpointing: bool = False
-    eager: bool = False
-    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -179,7 +87,7 @@ class MemoryPlan:
 
     Attributes:
         device: bytes of it that were free at the start.
-        training, generating: bytes by name in each of the two phases; the same where vLLM does not sleep.
+        training, generating: bytes by name in each of the two phases; the same if vLLM does not sleep.
         micro_batch_tokens: computed tokens of a micro-batch.
         kv_cache: bytes of the key-value cache of each engine.
         engine: all bytes of each engine, what it computes with included.
@@ -234,23 +142,6 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
         "reference": training.width * each if training.reference else 0,
     }
     return {name: size for name, size in states.items() if size}
-
-
-def layer_bytes(shape: ModelShape, training: Training) -> int:
-    """Bytes a token that autograd saves in one layer.
-
-    Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
-    result, and of the feed-forward part gate, its activation, the other branch and their product. Eager attention
-    also saves keys and values once for every head, and of each head a weight of every token of the row: in float32, and
-    rounded if they are.
-    """
-    width = training.width
-    norms = 2 * (FLOAT + 2 * width) * shape.hidden
-    attention = 2 * width * (shape.query_width + shape.key_width)
-    if training.eager:
-        weight = FLOAT + (width if width < FLOAT else 0)
-        attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
-    return norms + attention + 4 * width * shape.intermediate
 
 
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:

@@ -64,7 +64,7 @@ class OptimizerBatch:
         num_sequences: experiences, the B of sequence means; those without a trained token count.
         max_response_length: the R of normalised sums, in tokens: the longest response that the run allows, or, where
             that is unknown, the longest of these experiences.
-        explore_step: the explore step (EID.batch) that the experiences came from.
+        explore_step: the explore step (EID.batch) of the experiences.
         step: all experiences of the explore step, which decide what has to be alike in all of its batches; None: these
             are all.
     """

@@ -1,14 +1,27 @@
-"""Python's, NumPy's and torch's random states as tensors and plain containers, which a checkpoint may hold."""
+"""Seeds of rollouts; and Python's, NumPy's and torch's random states in a form that a checkpoint may hold."""
 
 import random
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
+
+SEED_MODULUS = 2**31
+
+
+def rollout_seed(run_seed: int, batch: int | str, task: int | str, turn: int, run: int) -> int:
+    """Seed of the `turn`-th request of run `run` of a task: (hash(run_seed, batch, task, turn) + run) mod 2**31.
+
+    Independent of chunking, retries, ranks and the order in which tasks finish; equal to vLLM's own n-sampling, where
+    the i-th sample of a request has its seed + i.
+    """
+    key = f"{run_seed}/{batch}/{task}/{turn}".encode()
+    return (xxhash.xxh3_64_intdigest(key) + run) % SEED_MODULUS
 
 
 def random_state() -> dict[str, Any]:
-    """The present states, CUDA's included where there is a GPU."""
+    """The present states, CUDA's included if there is a GPU."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

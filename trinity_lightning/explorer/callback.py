@@ -26,7 +26,7 @@ from trinity_lightning.explorer.interruption import StopCheckpoint, keep_sigterm
 from trinity_lightning.explorer.lookahead import Interval, LookAhead, TrainingRollouts, Watchers
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, WeightVersions
-from trinity_lightning.monitor.rows import last_row, log_row, next_row, step_of
+from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ class ExplorerCallback(L.Callback):
 
 
 def _policy(module: Any) -> TrainablePolicy:
-    return cast(TrainablePolicy, module)
+    return cast("TrainablePolicy", module)
 
 
 def _items_done(trainer: L.Trainer) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import wandb
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.untrained import UNTRAINED
-from trinity_lightning.monitor.metric_names import STEP_METRIC, metric_globs
+from trinity_lightning.common.files import write_atomically
+from trinity_lightning.common.runs import UNTRAINED
+from trinity_lightning.monitor.csv_logger import STEP_METRIC
 
 REWARD_PREFIX = "reward/"
 
@@ -42,7 +43,7 @@ class CompletionsWriter:
 
         Args:
             step: the explore step.
-            experiences: what came of it; advantages are there once an add strategy has set them.
+            experiences: its experiences; advantages are there once an add strategy has set them.
             kind: "train" or "eval/<taskset>".
 
         Returns:
@@ -56,10 +57,8 @@ class CompletionsWriter:
         records = [_record(step, each) | (_trained(each) if trains else {}) for each in experiences]
         self._dir.mkdir(parents=True, exist_ok=True)
         path = self._dir / _file_name(step, kind)
-        temporary = path.with_suffix(".jsonl.tmp")
         lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, "".join(lines).encode())
 
         shown = records[: self._max_table_rows]
         rewards = dict.fromkeys(name for record in shown for name in record if name.startswith(REWARD_PREFIX))
@@ -110,6 +109,8 @@ def define_metrics(run: wandb.Run) -> None:
     Args:
         run: `WandbLogger.experiment`.
     """
+    from trinity_lightning.monitor.metric_names import metric_globs  # a long table, which only W&B and the report read
+
     run.define_metric(STEP_METRIC)
     # WandbLogger has put "*" on trainer/global_step, and if several globs match, W&B takes any one of them.
     for glob in ("*", *metric_globs()):

@@ -1,4 +1,4 @@
-"""A Lightning logger that writes `metrics.csv`: readable with pandas while the run goes on, whole after a kill.
+"""Rows of metrics: which one a measurement belongs to, and the logger that writes them to `metrics.csv`.
 
 Lightning's own CSVLogger deletes the file of the run that is resumed, hence this one.
 """
@@ -10,13 +10,47 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger
+import lightning as L
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+from trinity_lightning.common.files import write_atomically
 
 Row = dict[str, str]
 
+STEP_METRIC = "explore_step"  # the axis of all metrics
 # Columns that say where a row belongs; every other column is a measurement.
-KEYS = ("step", "explore_step", "epoch")
+KEYS = ("step", STEP_METRIC, "epoch")
+
+# -- which row of the loggers a measurement belongs to -----------------------------------------------------------------
+
+
+def step_of(trainer: L.Trainer) -> int:
+    """The explore step under way, from 1."""
+    return trainer.current_epoch + 1
+
+
+def last_row(trainer: L.Trainer) -> int:
+    """The row of the item that began last; -1 before the first.
+
+    Not global_step, which items without an optimizer step leave as it is; nor the loop's count of logged items, which
+    is wrong in a resumed run until training has started.
+    """
+    return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
+def next_row(trainer: L.Trainer) -> int:
+    """The row of the item that begins next."""
+    return last_row(trainer) + 1
+
+
+def log_row(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int, row: int) -> None:
+    """Log metrics of an explore step, as part of a row."""
+    for logger in loggers:
+        logger.log_metrics({**metrics, STEP_METRIC: float(step)}, step=row)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 class MetricsCSVLogger(Logger):
@@ -134,9 +168,7 @@ class MetricsCSVLogger(Logger):
         """Write the whole file, atomically; its last row stays open for more metrics."""
         lines = [_line({name: name for name in columns}, columns), *(_line(row, columns) for row in rows)]
         self._dir.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".csv.tmp")
-        temporary.write_bytes(b"".join(lines))
-        temporary.replace(self.path)
+        write_atomically(self.path, b"".join(lines))
         self._columns = columns
         self._row = rows[-1] if rows else {}
         self._row_start = sum(map(len, lines[:-1] if rows else lines))

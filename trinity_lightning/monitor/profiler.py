@@ -8,7 +8,7 @@ import lightning as L
 from torch.profiler import profile
 
 from trinity_lightning.config.values import whole_number
-from trinity_lightning.monitor.rows import step_of
+from trinity_lightning.monitor.csv_logger import step_of
 
 logger = logging.getLogger(__name__)
 

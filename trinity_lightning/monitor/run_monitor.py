@@ -13,10 +13,8 @@ from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.monitor.completions import CompletionsWriter, define_metrics, log_completions
-from trinity_lightning.monitor.cpu_load import CPULoad, advice
-from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
-from trinity_lightning.monitor.machine import MemoryMeter, write_environment
-from trinity_lightning.monitor.rows import last_row, log_row, next_row, step_of
+from trinity_lightning.monitor.csv_logger import MetricsCSVLogger, last_row, log_row, next_row, step_of
+from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
 from trinity_lightning.monitor.step_line import format_step_line
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trinity_lightning.common.memory_plan import layer_configs, query_width
+from trinity_lightning.common.hardware import product_flops
+from trinity_lightning.common.model_memory import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.product_speed import product_flops
 from trinity_lightning.trainer.layout import Part, computed_tokens, padding_ratio, trained_tokens
 
 # -- what a device can compute: `perf/mfu` is a share of it ------------------------------------------------------------

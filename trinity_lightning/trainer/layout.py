@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
-from trinity_lightning.common.memory_plan import FLOAT, ModelShape, Training, layer_bytes
+from trinity_lightning.common.hardware import free_memory
+from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, layer_bytes
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
-from trinity_lightning.common.process_memory import free_memory
 from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.attention import CpuSharedPrefix, FlexSharedPrefix, Segments
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
-from trinity_lightning.algorithm.entropy import entropy_loss
-from trinity_lightning.algorithm.kl import KL_FN, kl_loss
+from trinity_lightning.algorithm.kl import KL_FN, entropy_loss, kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
-from trinity_lightning.algorithm.policy_loss.aggregate import aggregate
-from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn, accepted
+from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig

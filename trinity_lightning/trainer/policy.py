@@ -21,11 +21,10 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
+from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.process_memory import reuse_large_buffers, trim_heap
-from trinity_lightning.common.product_speed import TORCH_DTYPES
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.keys import section_of
 from trinity_lightning.config.models import load_tokenizer
@@ -107,7 +106,7 @@ class PolicyModule(L.LightningModule):
 
     Raises:
         ConfigError: a number of the algorithm or the optimizer is out of its range; or dtype=auto, which every resume
-            would time again: `common.product_speed.faster_dtype()` says what it is here.
+            would time again: `common.hardware.faster_dtype()` says what it is here.
         ValueError, TypeError: an unknown policy loss, or an argument that it does not have.
     """
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.common.rewards import equal_rewards
+from trinity_lightning.common.runs import equal_rewards
 from trinity_lightning.errors import ConfigError
 
 REWARDS = st.floats(-5, 5).map(lambda x: round(x, 3))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.losses import batch, totals_of, with_gradient
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
-from trinity_lightning.algorithm.policy_loss.aggregate import combine_metrics
+from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.errors import ConfigError
 
 EXPERT = torch.tensor([False, True, False, True, False])

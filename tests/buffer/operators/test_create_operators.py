@@ -13,7 +13,7 @@ from trinity_lightning.buffer.operators import (
     OperatorConfig,
     create_operators,
 )
-from trinity_lightning.buffer.operators.reward_filter import RewardFilter
+from trinity_lightning.buffer.operators.filters import RewardFilter
 from trinity_lightning.errors import ConfigError
 
 NAMES = """dapo_dynamic_sampling invalid_reward_filter judge mask_response_truncated overlong_penalty

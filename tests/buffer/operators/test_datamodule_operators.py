@@ -5,7 +5,7 @@ import logging
 import threading
 
 import pytest
-from support.operators import HERE, AddOne, rewards, step_of
+from support.operators import HERE, AddOne, operators_of, rewards, step_of
 
 from trinity_lightning.buffer import datamodule
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -30,8 +30,8 @@ class KnowsItsLoop(ExperienceOperatorV1):
 
 def with_operator(operator):
     data = ExperienceDataModule("reinforce", operators=[OperatorConfig("invalid_reward_filter")])
-    data.pipeline.chain.operators[0].__class__ = type(operator)
-    vars(data.pipeline.chain.operators[0]).update(vars(operator))
+    operators_of(data.pipeline)[0].__class__ = type(operator)
+    vars(operators_of(data.pipeline)[0]).update(vars(operator))
     return data
 
 
@@ -68,7 +68,7 @@ def test_a_failing_operator_leaves_the_buffer_as_it_was_and_the_step_on_disk(tmp
 def test_auxiliary_models_reach_the_operators():
     models: dict[str | int, list] = {"judge": []}
     data = ExperienceDataModule(operators=[OperatorConfig("reward_filter")], auxiliary_models=models)
-    assert data.pipeline.chain.operators[0].auxiliary_models is models
+    assert operators_of(data.pipeline)[0].auxiliary_models is models
 
 
 @pytest.mark.parametrize("end", ["teardown", "on_exception"])
@@ -77,21 +77,21 @@ def test_operators_are_closed_on_the_loop_that_they_live_on(loop, end):
     asyncio.run_coroutine_threadsafe(data.fill(step_of([0]), 1), loop).result(10)
     for _ in range(2):
         data.teardown("fit") if end == "teardown" else data.on_exception(RuntimeError())
-    assert vars(data.pipeline.chain.operators[0])["loops"] == [loop] * 3
+    assert vars(operators_of(data.pipeline)[0])["loops"] == [loop] * 3
 
 
 def test_operators_are_closed_when_their_loop_is_gone_and_in_a_notebook():
     data = with_operator(KnowsItsLoop())
     asyncio.run(data.fill(step_of([0]), 1))
     data.teardown("fit")
-    assert len(vars(data.pipeline.chain.operators[0])["loops"]) == 3
+    assert len(vars(operators_of(data.pipeline)[0])["loops"]) == 3
 
     async def notebook():
         await data.fill(step_of([0]), 2)
         data.teardown("fit")
 
     asyncio.run(notebook())
-    assert len(vars(data.pipeline.chain.operators[0])["loops"]) == 6
+    assert len(vars(operators_of(data.pipeline)[0])["loops"]) == 6
 
 
 def test_an_operator_that_cannot_be_closed_is_told_and_hides_no_other_error(caplog):
@@ -112,14 +112,14 @@ def test_closing_has_an_end(loop):
 
 def test_prepare_comes_before_the_first_step_where_it_is_called():
     data = with_operator(AddOne())
-    data.pipeline.chain.operators[0].__class__ = AddOne
+    operators_of(data.pipeline)[0].__class__ = AddOne
 
     async def live():
         await data.prepare()
         await data.close()
 
     asyncio.run(live())
-    assert vars(data.pipeline.chain.operators[0])["diary"] == ["prepare", "close"]
+    assert vars(operators_of(data.pipeline)[0])["diary"] == ["prepare", "close"]
 
 
 def test_unknown_operators_and_arguments_are_errors():

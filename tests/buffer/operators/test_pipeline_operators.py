@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.operators import HERE, AddOne, make, rewards, step_of
+from support.operators import HERE, AddOne, make, operators_of, rewards, step_of
 
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, OperatorConfig
-from trinity_lightning.buffer.pipeline import ExperiencePipeline, snapshot
+from trinity_lightning.buffer.operators.experience_operator import snapshot
+from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import OperatorError
@@ -74,7 +75,7 @@ def test_without_operators_nothing_is_timed_or_copied():
     metrics = process(pipeline, exps)
     assert writer.written[0] is exps[0]
     assert not [key for key in metrics if "operator" in key]
-    assert not pipeline.chain.prepared
+    assert not pipeline.prepared
 
 
 def test_the_caller_s_list_stays_as_it_is():
@@ -126,20 +127,20 @@ def test_the_selector_s_metric_is_kept_apart():
 
 def test_operators_are_prepared_once_and_closed():
     pipeline, _ = pipeline_of(own("AddOne"))
-    (operator,) = pipeline.chain.operators
+    (operator,) = operators_of(pipeline)
     assert isinstance(operator, AddOne)
 
     async def live():
         await pipeline.process(traced([0]), 1)
-        await pipeline.chain.prepare()
+        await pipeline.prepare()
         await pipeline.process(traced([0]), 2)
-        assert pipeline.chain.prepared
-        await pipeline.chain.close()
-        await pipeline.chain.close()
+        assert pipeline.prepared
+        await pipeline.close()
+        await pipeline.close()
 
     asyncio.run(live())
     assert operator.diary == ["prepare", "process", "process", "close"]
-    assert not pipeline.chain.prepared
+    assert not pipeline.prepared
 
 
 def test_a_failed_preparation_closes_the_others_and_names_the_operator():
@@ -148,21 +149,21 @@ def test_a_failed_preparation_closes_the_others_and_names_the_operator():
         OperatorError, match=r"operator 'support.operators.Fails' \(Fails\) could not be prepared: Runtime"
     ):
         process(pipeline, traced([0]))
-    assert vars(pipeline.chain.operators[0])["diary"] == ["prepare", "close"]
+    assert vars(operators_of(pipeline)[0])["diary"] == ["prepare", "close"]
 
 
 def test_a_failed_close_closes_the_others_and_names_the_operator():
     pipeline, _ = pipeline_of(own("AddOne"), own("Fails", where="close"), own("AddOne"))
 
     async def live():
-        await pipeline.chain.prepare()
-        await pipeline.chain.close()
+        await pipeline.prepare()
+        await pipeline.close()
 
     with pytest.raises(
         OperatorError, match=r"'support.operators.Fails'.*could not be closed: RuntimeError: no close today"
     ):
         asyncio.run(live())
-    assert [vars(pipeline.chain.operators[i])["diary"] for i in (0, 2)] == [["prepare", "close"]] * 2
+    assert [vars(operators_of(pipeline)[i])["diary"] for i in (0, 2)] == [["prepare", "close"]] * 2
 
 
 def test_a_failing_operator_stops_and_leaves_the_step_as_it_came(tmp_path):
@@ -252,7 +253,7 @@ def test_a_cancelled_step_is_no_failure(tmp_path):
             return exps, {}
 
     pipeline, _ = pipeline_of(own("AddOne", OnError.skip), folder=tmp_path)
-    pipeline.chain.operators[0].__class__ = Waits
+    operators_of(pipeline)[0].__class__ = Waits
 
     async def live():
         task = asyncio.ensure_future(pipeline.process(traced([0]), 1))

@@ -1,35 +1,152 @@
-"""What an experience is worth: the base classes of the add strategies, and the best known of them.
-
-An add strategy receives all experiences of one explore step (groups must be complete), sets their advantages and
-writes those worth training on to the buffer. The mathematics is in `functional.py`.
-"""
+"""What an experience is worth: the base classes of the add strategies, the best known of them, and several in a row."""
 
 import inspect
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.groups import (
-    Groups,
-    Metrics,
-    by_group,
-    differing_groups,
-    gather_metrics,
-    reject_dpo,
-    reward_metrics,
-    set_advantages,
-    split_valid,
-)
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.runs import Criterion, Run, judged, run_reward, runs_of
+from trinity_lightning.common.runs import Criterion, Run, is_valid_reward, judged, mark_untrained, run_reward, runs_of
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import number, one_of, unknown_name
+from trinity_lightning.errors import ConfigError
+
+# -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+Groups = dict[str, list[Experience]]
+Metrics = dict[str, float]
+
+
+def reject_dpo(exps: Sequence[Experience]) -> None:
+    """Refuse preference pairs, which have no response to weigh. ExperienceError: naming the first of them."""
+    for exp in exps:
+        if exp.experience_type == "dpo":
+            raise ExperienceError(
+                f"experience {exp.eid} is a DPO pair, which has no advantages: train on it without an add strategy."
+            )
+
+
+def have_valid_rewards(exps: Sequence[Experience]) -> bool:
+    """Whether all rewards are finite numbers."""
+    return all(is_valid_reward(exp.reward) for exp in exps)
+
+
+def split_valid(
+    groups: Groups, is_valid: Callable[[list[Experience]], bool] = have_valid_rewards, numbers: str = "reward"
+) -> tuple[Groups, int]:
+    """The valid groups, and the number of the others, which are logged and marked as untrained.
+
+    Args:
+        groups: by id.
+        is_valid: here, whether all rewards of a group are finite numbers.
+        numbers: what `is_valid` looks at, in words.
+    """
+    valid = {id_: exps for id_, exps in groups.items() if is_valid(exps)}
+    invalid = [id_ for id_ in groups if id_ not in valid]
+    for exp in (exp for id_ in invalid for exp in groups[id_]):
+        mark_untrained(exp, f"invalid {numbers}")
+    if invalid:
+        logger.warning(
+            "left out %d groups with a %s that is no finite number: %s", len(invalid), numbers, ", ".join(invalid)
+        )
+    return valid, len(invalid)
+
+
+def differing_groups(groups: Groups, variance_threshold: float, criterion: Criterion) -> tuple[Groups, int]:
+    """The groups of at least two runs whose rewards differ, and the number of the invalid ones, which are logged.
+
+    Args:
+        groups: by id.
+        variance_threshold: what the population variance over the runs must exceed.
+        criterion: what runs are judged by; a group with a run without it is invalid.
+
+    Raises:
+        ExperienceError: as `Criterion.values`.
+    """
+    values = criterion.values(groups)
+    valid, invalid = split_valid(
+        groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), criterion.metric or "reward"
+    )
+    if not valid:
+        return {}, invalid
+    sizes = [len(values[id_]) for id_ in valid]
+    numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
+    index = torch.repeat_interleave(torch.tensor(sizes))
+    differs = functional.rewards_differ(numbers, index, variance_threshold).split(sizes)
+    return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid
+
+
+def action_mask(exp: Experience) -> Tensor:
+    """The experience's action mask [response]. ExperienceError: it has none."""
+    if exp.action_mask is None:
+        raise ExperienceError(f"experience {exp.eid} has no action_mask: there is no response to weigh.")
+    return exp.action_mask
+
+
+def response_values(exp: Experience, name: str, use: str) -> Tensor:
+    """The experience's `logprobs` or `teacher_logprobs`, as `name` says, [response].
+
+    Raises:
+        ExperienceError: it has none, and what their use is; or another number of them than response tokens.
+    """
+    values = getattr(exp, name)
+    if values is None:
+        raise ExperienceError(f"experience {exp.eid} has no {name}, {use}.")
+    length = len(action_mask(exp))
+    if values.shape != (length,):
+        raise ExperienceError(f"experience {exp.eid}: {name} has {len(values)} values for {length} response tokens.")
+    return values
+
+
+def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
+    """Give each experience its score on its trained tokens: `advantages` and a copy, `returns`, float32 [response]."""
+    if not exps:
+        return
+    masks = [action_mask(exp) for exp in exps]
+    lengths = [len(mask) for mask in masks]
+    # All experiences at once: three small operations for each would take most of a strategy's time.
+    per_token = torch.tensor(scores, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+    rows = (torch.cat(masks).float() * per_token).split(lengths)
+    for exp, row in zip(exps, rows, strict=True):
+        # Copies: a row as it is would keep the whole step's memory alive.
+        exp.advantages, exp.returns = row.clone(), row.clone()
+
+
+def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
+    """reward_mean and reward_std of each group, [G]: 0 and 1 for a group of one."""
+    stats = functional.group_stats(rewards, groups)
+    lone = stats.size == 1
+    return {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
+
+
+def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
+    """The metrics of each of `count` groups, from a tensor [G] a metric."""
+    columns = {name: values.tolist() for name, values in metrics.items()}
+    return [{name: values[group] for name, values in columns.items()} for group in range(count)]
+
+
+def gather_metrics(metrics: Sequence[Mapping[str, float]], prefix: str) -> Metrics:
+    """`<prefix>/<name>/{mean,max,min}` of each metric over the groups that have it."""
+    columns: dict[str, list[float]] = {}
+    for group in metrics:
+        for name, value in group.items():
+            columns.setdefault(name, []).append(value)
+    stats = {"mean": lambda values: sum(values) / len(values), "max": max, "min": min}
+    return {f"{prefix}/{name}/{how}": f(values) for name, values in columns.items() for how, f in stats.items()}
+
+
+# -- The strategies ----------------------------------------------------------------------------------------------------
+
 
 ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
 
@@ -37,7 +154,9 @@ INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
 
 
 class AddStrategy(ABC):
-    """Weighs the experiences of an explore step and writes them to a buffer.
+    """Sets the advantages of an explore step's experiences (its groups are complete), and writes what is to be trained.
+
+    The mathematics is in `functional.py`.
 
     Args:
         writer: where the experiences go.
@@ -74,9 +193,14 @@ class AddStrategy(ABC):
 
     # Whether a step that `survivors` leaves short is to be filled up with new tasks.
     refills = False
+    # Groups whose rewards spread no more are not written; None: all are.
+    std_threshold: float | None = None
+
+    def _filtered(self, given: int, written: int) -> Metrics:
+        return {} if self.std_threshold is None else {"filtered_count": float(given - written)}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
-        """The groups of these experiences that would be written, by task; of use where `refills`."""
+        """The groups of these experiences that would be written, by task; for strategies with `refills`."""
         return group_by(experiences, "task")
 
 
@@ -117,7 +241,8 @@ class GroupAdvantageStrategy(AddStrategy):
         for group in filter(None, weighed):
             await self.writer.write_async(group)
         metrics = gather_metrics(group_metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
-        return sum(map(len, weighed)), metrics
+        written = sum(map(len, weighed))
+        return written, metrics | self._filtered(len(exps), written)
 
 
 class TaskAdvantageStrategy(GroupAdvantageStrategy):
@@ -221,13 +346,6 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         raw_rewards = torch.tensor([judged(run) for run in runs], dtype=torch.float64)
         return functional.std_above(raw_rewards, groups, self.std_threshold)
 
-    async def add(self, exps: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Weigh and write the experiences, one write a group; see `GroupAdvantageStrategy.add`."""
-        written, metrics = await super().add(exps, step)
-        if exps and self.std_threshold is not None:
-            metrics["filtered_count"] = float(len(exps) - written)
-        return written, metrics
-
 
 class OPMDAddStrategy(TaskAdvantageStrategy):
     """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
@@ -313,3 +431,109 @@ class DAPOAddStrategy(RewardVarianceAddStrategy):
     """
 
     refills = True
+
+
+# -- By name, alone or one after the other -----------------------------------------------------------------------------
+
+
+class _Recorder(BufferWriter):
+    """Holds what a strategy wrote until it is taken; and passes it on if it has a writer."""
+
+    def __init__(self, writer: BufferWriter | None) -> None:
+        self._writer = writer
+        self._held: list[Experience] = []
+
+    def write(self, experiences: list[Experience]) -> None:
+        if self._writer is not None:
+            self._writer.write(experiences)
+        self._held += experiences
+
+    async def write_async(self, experiences: list[Experience]) -> None:
+        if self._writer is not None:
+            await self._writer.write_async(experiences)
+        self._held += experiences
+
+    def take(self) -> list[Experience]:
+        held, self._held = self._held, []
+        return held
+
+
+class ComposedAddStrategy(AddStrategy):
+    """Several strategies in a row: each gets the whole step that the one before it let through.
+
+    Only the last writes to the buffer, and its count is the count. Metrics are merged; a key that an earlier strategy
+    has reported already gets the later strategy's name as prefix: `grpo/filtered_count` (a second strategy of the same
+    name is called `grpo_2`).
+
+    Args:
+        specs: registry name (or dotted path) and arguments of each strategy, in order; at least one.
+        writer: where the last one writes.
+
+    Attributes:
+        stages: of the last step, by the name of each strategy what it let through, in order.
+
+    Raises:
+        ConfigError: no entry, or an argument's value is out of range.
+    """
+
+    def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
+        super().__init__(writer)
+        if not specs:
+            raise ConfigError(
+                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
+            )
+        self.stages: dict[str, list[Experience]] = {}
+        self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
+        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
+        names = [name for name, _ in specs]
+        repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        self._labels = [name if n == 1 else f"{name}_{n}" for name, n in zip(names, repeats, strict=True)]
+        self.refills = self.strategies[0].refills
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """None: `specs` has no default."""
+        return {}
+
+    def survivors(self, experiences: list[Experience]) -> dict[str, list[Experience]]:
+        """What the first strategy lets through; see `AddStrategy.survivors`."""
+        return self.strategies[0].survivors(experiences)
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, float]]:
+        """Run the step through all strategies; see `AddStrategy.add`."""
+        for recorder in self._recorders:
+            recorder.take()  # left behind by a step that failed half-way
+        self.stages = {}
+        count, metrics = 0, {}
+        for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
+            count, added = await strategy.add(experiences, step)
+            self.stages[label] = experiences = recorder.take()
+            metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
+        return count, metrics
+
+
+def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> AddStrategy:
+    """The add strategy that `specs` describes: `create_add_strategy([("reward_variance", {}), ("grpo", {})], writer)`.
+
+    Args:
+        specs: registry name (or dotted path of a class) and arguments of each strategy, in order. One entry gives that
+            strategy itself, several a `ComposedAddStrategy`.
+        writer: where the experiences go in the end.
+
+    Raises:
+        ConfigError: no entry, or an argument's value is out of range.
+        ValueError: an unknown name; the message lists the known ones.
+        TypeError: an unknown argument (the message lists the valid ones), or a path that is no AddStrategy class.
+    """
+    if len(specs) == 1:
+        return _create(*specs[0], writer)
+    return ComposedAddStrategy(specs, writer)
+
+
+def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
+    strategy = ADD_STRATEGY.resolve(name)
+    if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
+        raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
+    return strategy(writer, **args)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy
-from trinity_lightning.algorithm.add_strategy.groups import action_mask
+from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy, action_mask
 from trinity_lightning.common.runs import Run
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number

@@ -7,15 +7,14 @@ from typing import Any
 
 import xxhash
 
-from trinity_lightning.algorithm.add_strategy.add_strategy import RewardVarianceAddStrategy
-from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics
+from trinity_lightning.algorithm.add_strategy.add_strategy import Groups, Metrics, RewardVarianceAddStrategy
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import whole_number
 
 
 class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
-    """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as it came.
+    """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as before.
 
     POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ
     is decided as in `reward_variance`. Groups are copied in a seeded order, none a second time before all have been
@@ -89,11 +88,11 @@ def _copy_group(group: list[Experience], tasks: _FreshTasks) -> list[Experience]
     task = tasks.fresh(group[0].eid.task)
     copies = []
     for row, exp in enumerate(group):
-        twin = copy.copy(exp)
+        copied = copy.copy(exp)
         # Not a random suffix: the same seed gives the same copies.
         suffix = xxhash.xxh3_64_hexdigest(f"{exp.eid.uid}/{task}/{row}".encode())[:12]
-        twin.eid = EID(batch=exp.eid.batch, task=task, run=exp.eid.run, step=exp.eid.step, suffix=suffix)
+        copied.eid = EID(batch=exp.eid.batch, task=task, run=exp.eid.run, step=exp.eid.step, suffix=suffix)
         # What is added to a copy's info or metrics is not the original's.
-        twin.info, twin.metrics = dict(exp.info), dict(exp.metrics)
-        copies.append(twin)
+        copied.info, copied.metrics = dict(exp.info), dict(exp.metrics)
+        copies.append(copied)
     return copies

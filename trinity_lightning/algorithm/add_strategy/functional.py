@@ -5,7 +5,7 @@ finite. Group ids are any integers. Two rules hold everywhere:
 
 - a group of one has baseline 0: without others to compare with, its reward is its score;
 - a group of equal rewards (up to rounding) has centred rewards of exactly 0
-  (`trinity_lightning.common.rewards` has the rule).
+  (`trinity_lightning.common.runs` has the rule).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.rewards import EQUAL_TOLERANCE
+from trinity_lightning.common.runs import EQUAL_TOLERANCE
 from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -47,11 +47,7 @@ class GroupStats:
 
 
 def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
-    """Statistics of `rewards` [B] within the groups that `groups` [B] names.
-
-    Raises:
-        ValueError: the two differ in shape.
-    """
+    """Statistics of `rewards` [B] within the groups that `groups` [B] names. ValueError: the two differ in shape."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be of shape [B].")
     rewards = rewards.double()

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, by_group, reward_metrics, set_advantages
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    Groups,
+    Metrics,
+    by_group,
+    reward_metrics,
+    set_advantages,
+)
 from trinity_lightning.algorithm.add_strategy.step_wise_add_strategy import RunAdvantageStrategy
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
@@ -124,11 +130,7 @@ def _reward(exp: Experience) -> float:
 
 
 def _hashable(value: Any) -> Hashable:
-    """A key that is equal for equal values.
-
-    Raises:
-        TypeError: a value that is compared by its identity, or not hashable.
-    """
+    """A key that is equal for equal values. TypeError: a value that is compared by its identity, or not hashable."""
     if isinstance(value, list | tuple):
         return tuple(map(_hashable, value))
     if isinstance(value, dict):

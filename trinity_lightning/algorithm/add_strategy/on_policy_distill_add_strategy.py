@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import GroupAdvantageStrategy
-from trinity_lightning.algorithm.add_strategy.groups import Groups, Metrics, action_mask, response_values, split_valid
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    GroupAdvantageStrategy,
+    Groups,
+    Metrics,
+    action_mask,
+    response_values,
+    split_valid,
+)
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
 
@@ -52,7 +58,7 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
         for exp in exps:
             mask, (teacher, student) = action_mask(exp).bool(), _logprobs(exp)
             scores = functional.distillation_advantages(teacher, student, self.kl_coef)
-            # Chosen, not multiplied: where nothing is trained, what stands there does not matter.
+            # Chosen, not multiplied: what stands at tokens that are not trained does not matter.
             exp.advantages = torch.where(mask, scores, 0.0).float()
             exp.returns = exp.advantages.clone()
             total += float((student.double() - teacher.double())[mask].sum())

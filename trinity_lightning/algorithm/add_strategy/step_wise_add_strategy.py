@@ -11,8 +11,6 @@ from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
     INVALID_GROUP_COUNT,
     AddStrategy,
-)
-from trinity_lightning.algorithm.add_strategy.groups import (
     Groups,
     Metrics,
     by_group,
@@ -65,7 +63,8 @@ class RunAdvantageStrategy(AddStrategy):
             for run in runs.values() if keep else ():
                 await self.writer.write_async(run)
                 written += len(run)
-        return written, gather_metrics(metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
+        counts = {INVALID_GROUP_COUNT: float(invalid)} | self._filtered(len(exps), written)
+        return written, gather_metrics(metrics, "group_advantages") | counts
 
 
 class StepWiseGRPOStrategy(RunAdvantageStrategy):
@@ -135,13 +134,6 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
             return super().kept_tasks(tasks)
         rewards, groups = _rewards([[last_step(exps) for exps in runs.values()] for runs in tasks], raw_reward)
         return functional.std_above(rewards, groups, self.std_threshold).tolist()
-
-    async def add(self, exps: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Weigh and write the experiences, one write a run; see `RunAdvantageStrategy.add`."""
-        written, metrics = await super().add(exps, step)
-        if exps and self.std_threshold is not None:
-            metrics["filtered_count"] = float(len(exps) - written)
-        return written, metrics
 
     def _score(self, tasks: list[dict[str, Experience]]) -> tuple[list[dict[str, float]], list[Metrics]]:
         rewards, groups = _rewards([list(exps.values()) for exps in tasks])

@@ -1,16 +1,20 @@
-"""Objectives of the policy: pure functions from per-token tensors to a loss and its metrics."""
+"""Objectives of the policy: pure functions from per-token tensors to a loss and its metrics.
 
-from trinity_lightning.algorithm.policy_loss.aggregate import LOSS_AGG_MODES as LOSS_AGG_MODES
-from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals as BatchTotals
-from trinity_lightning.algorithm.policy_loss.aggregate import aggregate as aggregate
-from trinity_lightning.algorithm.policy_loss.cispo import cispo as cispo
-from trinity_lightning.algorithm.policy_loss.gspo import gspo as gspo
-from trinity_lightning.algorithm.policy_loss.mix import mix as mix
-from trinity_lightning.algorithm.policy_loss.opmd import opmd as opmd
-from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo
-from trinity_lightning.algorithm.policy_loss.registry import POLICY_LOSS_FN as POLICY_LOSS_FN
-from trinity_lightning.algorithm.policy_loss.registry import PolicyLossFn as PolicyLossFn
-from trinity_lightning.algorithm.policy_loss.registry import create_policy_loss as create_policy_loss
-from trinity_lightning.algorithm.policy_loss.reinforce import reinforce as reinforce
-from trinity_lightning.algorithm.policy_loss.sapo import sapo as sapo
-from trinity_lightning.algorithm.policy_loss.sft import sft as sft
+Every loss of the table of parts is a name of this package too, imported when it is asked for.
+"""
+
+from typing import Any
+
+from trinity_lightning.algorithm.policy_loss.policy_loss import LOSS_AGG_MODES as LOSS_AGG_MODES
+from trinity_lightning.algorithm.policy_loss.policy_loss import POLICY_LOSS_FN as POLICY_LOSS_FN
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals as BatchTotals
+from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn as PolicyLossFn
+from trinity_lightning.algorithm.policy_loss.policy_loss import aggregate as aggregate
+from trinity_lightning.algorithm.policy_loss.policy_loss import create_policy_loss as create_policy_loss
+from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo  # the function, in place of the module
+
+
+def __getattr__(name: str) -> Any:
+    if name not in POLICY_LOSS_FN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return POLICY_LOSS_FN.get(name)

@@ -5,8 +5,13 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals, aggregate, measured_tokens, token_share
-from trinity_lightning.algorithm.policy_loss.registry import log_ratio
+from trinity_lightning.algorithm.policy_loss.policy_loss import (
+    BatchTotals,
+    aggregate,
+    log_ratio,
+    measured_tokens,
+    token_share,
+)
 from trinity_lightning.errors import ConfigError
 
 
@@ -80,7 +85,7 @@ def check_clip_range(low: float, high: float) -> None:
 def clipped_shares(
     ratio: Tensor, advantages: Tensor, action_mask: Tensor, low: float, high: float, num_tokens: int | None
 ) -> dict[str, Tensor]:
-    """pg_clipfrac, and its parts pg_clipfrac_low and pg_clipfrac_high, as of `ppo`."""
+    """pg_clipfrac, and its parts pg_clipfrac_low and pg_clipfrac_high, as in `ppo`."""
     below = token_share((advantages < 0) & (ratio < 1 - low), action_mask, num_tokens)
     above = token_share((advantages > 0) & (ratio > 1 + high), action_mask, num_tokens)
     return {"pg_clipfrac": below + above, "pg_clipfrac_low": below, "pg_clipfrac_high": above}

@@ -93,7 +93,7 @@ class JudgeOperator(ExperienceOperatorV1):
         try:
             results = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # where one raised what nobody foresaw, the others are not left running
+            for task in tasks:  # if one raised what nobody foresaw, the others are not left running
                 task.cancel()
         scores = []
         for exp, result in zip(exps, results, strict=True):

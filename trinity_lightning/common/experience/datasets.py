@@ -1,9 +1,7 @@
 """Experiences as rows of a Hugging Face dataset: readable columns, and beside them what columns cannot hold exactly.
 
-A column is the truth wherever it can be: tokens as int64, per-token numbers as float32, texts as strings, messages as
-role and content, info and metrics as JSON. Dtypes and values that do not survive this (int64 tokens, float64 numbers,
-tuples, tensors in `info`, tool calls in messages, ...) stand in the binary column `exact`, and win over the column. The
-features are the same for all datasets, and every row stands alone: rows can be selected, shuffled, concatenated, saved.
+Dtypes and values that do not survive a readable column (float64 numbers, tuples, tensors in `info`, tool calls in
+messages, ...) stand in the binary column `exact`, which wins. Every row stands alone: it can be selected and saved.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`Experience`: what came of one rollout, unpadded; its identity, its equality, and the rules that it keeps."""
+"""`Experience`: the result of one rollout, unpadded; its identity, its equality, and the rules that it keeps."""
 
 import dataclasses
 import math
@@ -102,7 +102,7 @@ class CustomField:
 
 @dataclass(init=False, eq=False)
 class Experience:
-    """What came of one rollout: tokens, what they were worth, and where they came from. Nothing is padded.
+    """The result of one rollout: tokens, what they were worth, and their origin. Nothing is padded.
 
     `seq` is the length of `tokens` and `resp = seq - prompt_length`. The type follows from what is given:
 
@@ -312,7 +312,7 @@ class Experience:
         return codec.deserialize_many(data, allow_pickle)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a person or a logger wants to see, without tensors; optional entries only where they are not None."""
+        """What a person or a logger wants to see, without tensors; optional entries only if they are not None."""
         result: dict[str, Any] = {
             "eid": self.eid.to_dict(),
             "type": self.experience_type,
@@ -455,7 +455,7 @@ def _instance_of(value: Any, name: str, kind: type) -> Any:
 
 
 def _tensor_dict(value: Any, name: str) -> dict[str, Tensor] | None:
-    """A dict of tensors, its values converted where they are not tensors yet; None stays None."""
+    """A dict of tensors, its values converted if they are not tensors yet; None stays None."""
     if _instance_of(value, name, dict) is None:
         return None
     result = {}
@@ -499,6 +499,19 @@ def _same_numbers(a: Any, b: Any) -> bool:
         if torch.equal(a, b):
             return True
     return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is what differs from itself
+
+
+_ID_OF = {"task": "tid", "run": "rid", "step": "sid"}
+
+
+def group_by(experiences: Sequence[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
+    """Experiences by their task, run or step identifier, in order of first appearance. ValueError: unknown id_type."""
+    if id_type not in _ID_OF:
+        raise ValueError(f"unknown id_type {id_type!r}. Known: {', '.join(_ID_OF)}.")
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(getattr(experience.eid, _ID_OF[id_type]), []).append(experience)
+    return groups
 
 
 # -- The same rules for many experiences at once, which were not made by the constructor or assigned to since ----------

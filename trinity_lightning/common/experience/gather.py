@@ -4,8 +4,7 @@ What is padded on both sides is one flat concatenation of rows and slices of pad
 rows must have in common is checked in bulk: a loop over thousands of them takes as long as the copying.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -16,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.experience.experience import EID, CustomField, Experience, ExperienceError
-from trinity_lightning.common.experience.grouping import split_dpo_experience_to_single_turn
+from trinity_lightning.common.experience.experience import Experience, ExperienceError
 
 Device = torch.device | str | int | None
 _dtype_of = attrgetter("dtype")
 
 
-def _first(experiences: Sequence[Experience]) -> Experience:
+def first_of(experiences: Sequence[Experience]) -> Experience:
     """The first experience of a list that must not be empty."""
     if not experiences:
         raise ExperienceError("expected at least one experience to gather, got an empty list.")
@@ -32,7 +30,7 @@ def _first(experiences: Sequence[Experience]) -> Experience:
 
 def _column(experiences: Sequence[Experience], name: str) -> list[Tensor]:
     """One field of every experience; all must have it, and in the dtype of the first."""
-    dtype = getattr(getattr(_first(experiences), name, None), "dtype", None)
+    dtype = getattr(getattr(first_of(experiences), name, None), "dtype", None)
     try:
         rows: list[Any] = list(map(attrgetter(name), experiences))
         if set(map(_dtype_of, rows)) == {dtype} and isinstance(dtype, torch.dtype):
@@ -70,12 +68,7 @@ def _pins(device: torch.device, pin_memory: bool) -> bool:
 
 
 def _pad(
-    rows: list[Tensor],
-    left: np.ndarray,
-    right: np.ndarray,
-    pad_value: float,
-    device: Device,
-    pin_memory: bool,
+    rows: list[Tensor], left: np.ndarray, right: np.ndarray, pad_value: float, device: Device, pin_memory: bool
 ) -> Tensor:
     """Rows with `left[i]` and `right[i]` cells of padding, all of one width: [B, left + row + right]."""
     # The right padding of a row and the left padding of the next are neighbours: one slice serves both.
@@ -128,7 +121,7 @@ def gather_token_ids(
         max_prompt_length: P, in tokens.
         max_response_length: R, in tokens.
         pad_token_id: what padding is filled with.
-        device: where the result shall be; None leaves it in host memory.
+        device: of the result; None: host memory.
         pin_memory: build it in page-locked memory (ignored without a GPU).
 
     Raises:
@@ -149,7 +142,7 @@ def gather_attention_masks(
     pin_memory: bool = False,
 ) -> Tensor:
     """Which cells of `gather_token_ids` hold tokens, bool [B, P + R]; arguments and errors as there."""
-    _first(experiences)
+    first_of(experiences)
     rows = [e.tokens for e in experiences]
     prompts, responses = _token_spans(experiences, rows, max_prompt_length, max_response_length)
     shape = (len(experiences), max_prompt_length + max_response_length)
@@ -167,11 +160,7 @@ def gather_attention_masks(
 
 
 def gather_action_masks(
-    experiences: Sequence[Experience],
-    max_response_length: int,
-    *,
-    device: Device = None,
-    pin_memory: bool = False,
+    experiences: Sequence[Experience], max_response_length: int, *, device: Device = None, pin_memory: bool = False
 ) -> Tensor:
     """Which response cells are trained on, bool [B, R]; arguments and errors as `gather_token_ids`."""
     rows = _column(experiences, "action_mask")
@@ -196,7 +185,7 @@ def gather_response_attrs(
         attr_name: logprobs, advantages, returns, token_level_reward, teacher_logprobs or action_mask.
         max_response_length: R, in tokens.
         pad_value: what padding is filled with.
-        device: where the result shall be; None leaves it in host memory.
+        device: of the result; None: host memory.
         pin_memory: build it in page-locked memory (ignored without a GPU).
 
     Raises:
@@ -224,7 +213,7 @@ def gather_rows(
 ) -> Tensor:
     """Vectors of one dtype, at least one and none longer than `width`, padded on the right: [B, width].
 
-    Nothing is checked; further arguments as of `gather_response_attrs`.
+    Nothing is checked; the other arguments are those of `gather_response_attrs`.
     """
     if _pins(rows[0].device, pin_memory):
         lengths = _lengths(rows)
@@ -246,7 +235,7 @@ def gather_multi_modal_inputs(
     Raises:
         ExperienceError: empty list, an experience without them, names that differ, or tensors that do not fit together.
     """
-    keys = (_first(experiences).multi_modal_inputs or {}).keys()
+    keys = (first_of(experiences).multi_modal_inputs or {}).keys()
     inputs: list[dict[str, Tensor]] = []
     for experience in experiences:
         if experience.multi_modal_inputs is None or experience.multi_modal_inputs.keys() != keys:
@@ -270,160 +259,3 @@ def _concatenate(key: str, tensors: Sequence[Tensor], device: Device, pin_memory
     if pin_memory and torch.cuda.is_available():
         batch = batch.pin_memory()
     return _to_device(batch, device, pin_memory)
-
-
-@dataclass
-class Experiences:
-    """A padded batch. B experiences, P prompt cells (padded on the left), R response cells (padded on the right).
-
-    Every field, custom ones by their destination name, can be read as an attribute and by key.
-
-    Attributes:
-        eids: identities, B of them.
-        tokens: [B, P + R].
-        rewards: float32 [B].
-        token_level_rewards, advantages, returns: [B, R].
-        attention_masks: which cells hold tokens, bool [B, P + R].
-        action_masks: which response cells are trained on, bool [B, R].
-        prompt_length: P, the longest prompt.
-        logprobs, teacher_logprobs: [B, R].
-        multi_modal_inputs: by name, concatenated along dimension 0.
-        custom_fields: by destination name, [B] each.
-
-    Optional tensors are None if no experience has them.
-    """
-
-    eids: list[EID]
-    tokens: Tensor
-    rewards: Tensor | None
-    token_level_rewards: Tensor | None
-    advantages: Tensor | None
-    returns: Tensor | None
-    attention_masks: Tensor
-    action_masks: Tensor
-    prompt_length: int
-    logprobs: Tensor | None
-    teacher_logprobs: Tensor | None
-    multi_modal_inputs: dict[str, Tensor] | None
-    custom_fields: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return len(self.tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        custom = vars(self).get("custom_fields", {})  # not an attribute yet while a copy is being made
-        if name in custom:
-            return custom[name]
-        raise AttributeError(f"the batch has no field {name!r}. Custom fields: {sorted(custom) or 'none'}.")
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self, name)
-        except AttributeError as error:
-            raise KeyError(str(error)) from error
-
-
-def gather_experiences(
-    experiences: Sequence[Experience],
-    pad_token_id: int,
-    device: Device = None,
-    custom_fields: Sequence[CustomField] | None = None,
-) -> Experiences:
-    """The padded batch of some experiences; preference pairs are first split into single turns.
-
-    Args:
-        experiences: at least one.
-        pad_token_id: what cells without a token are filled with.
-        device: where the tensors shall be; None: host memory.
-        custom_fields: columns to take from `info`; None takes those that the experiences themselves name.
-
-    Raises:
-        ExperienceError: empty list, preference pairs mixed with other types, an optional field that only some have, a
-            custom field missing in some `info`, experiences whose own custom fields differ, or mixed dtypes.
-    """
-    _first(experiences)
-    pairs = sum(e.experience_type == "dpo" for e in experiences)
-    if 0 < pairs < len(experiences):
-        raise ExperienceError(
-            f"expected preference pairs only or none, got {pairs} among {len(experiences)} experiences."
-        )
-    if pairs:
-        experiences = split_dpo_experience_to_single_turn(experiences)
-    if custom_fields is None:
-        custom_fields = _common_custom_fields(experiences)
-    prompt = max(e.prompt_length for e in experiences)
-    response = max(max(len(e.tokens) - e.prompt_length, e.response_length) for e in experiences)
-
-    def per_token(name: str) -> Tensor | None:
-        return _if_all(experiences, name, lambda: gather_response_attrs(experiences, name, response, device=device))
-
-    return Experiences(
-        eids=[e.eid for e in experiences],
-        tokens=gather_token_ids(experiences, prompt, response, pad_token_id, device=device),
-        rewards=_if_all(
-            experiences,
-            "reward",
-            lambda: torch.tensor([e.reward for e in experiences], dtype=torch.float32, device=device),
-        ),
-        token_level_rewards=per_token("token_level_reward"),
-        advantages=per_token("advantages"),
-        returns=per_token("returns"),
-        attention_masks=gather_attention_masks(experiences, prompt, response, device=device),
-        action_masks=gather_action_masks(experiences, response, device=device),
-        prompt_length=prompt,
-        logprobs=per_token("logprobs"),
-        teacher_logprobs=per_token("teacher_logprobs"),
-        multi_modal_inputs=_if_all(
-            experiences, "multi_modal_inputs", lambda: gather_multi_modal_inputs(experiences, device=device)
-        ),
-        custom_fields=_custom_columns(experiences, custom_fields, device),
-    )
-
-
-def _if_all(experiences: Sequence[Experience], name: str, make: Callable[[], Any]) -> Any:
-    """`make()` if all experiences have the field, None if none has."""
-    lacking = [e for e in experiences if getattr(e, name) is None]
-    if not lacking:
-        return make()
-    if len(lacking) == len(experiences):
-        return None
-    having = next(e for e in experiences if getattr(e, name) is not None)
-    raise ExperienceError(
-        f"{name}: expected in all experiences or in none; {having.eid.uid} has it, {lacking[0].eid.uid} does not."
-    )
-
-
-def _common_custom_fields(experiences: Sequence[Experience]) -> list[CustomField]:
-    fields = experiences[0].custom_fields
-    for experience in experiences:
-        if experience.custom_fields != fields:
-            raise ExperienceError(
-                f"experience {experience.eid.uid}: custom_fields: expected {fields} as in the first of the batch, "
-                f"got {experience.custom_fields}."
-            )
-    return fields
-
-
-def _custom_columns(
-    experiences: Sequence[Experience], custom_fields: Sequence[CustomField], device: Device
-) -> dict[str, Tensor]:
-    columns: dict[str, Tensor] = {}
-    for custom in custom_fields:
-        source, destination = custom.source_field, custom.destination_field
-        if destination in columns or hasattr(Experiences, destination) or destination in Experiences.__annotations__:
-            raise ExperienceError(f"custom field {destination!r}: the batch has a field of that name already.")
-        for experience in experiences:
-            if source not in experience.info:
-                raise ExperienceError(
-                    f"experience {experience.eid.uid}: custom field {destination!r}: expected the key {source!r} in "
-                    f"info, got {sorted(map(str, experience.info))}."
-                )
-        try:
-            columns[destination] = torch.tensor(
-                [e.info[source] for e in experiences], dtype=custom.data_type, device=device
-            )
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ExperienceError(f"custom field {destination!r}: info[{source!r}] is not a number: {error}") from error
-    return columns

@@ -69,9 +69,7 @@ def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> 
     fields["multi_modal_inputs"] = {key: tensors.pop(f"{index}:multi_modal_inputs:{key}") for key in keys} or None
     fields["custom_fields"] = [
         CustomField(
-            custom["source_field"],
-            custom["destination_field"],
-            known_dtype(custom["data_type"].removeprefix("torch.")),
+            custom["source_field"], custom["destination_field"], known_dtype(custom["data_type"].removeprefix("torch."))
         )
         for custom in item.get("custom_fields") or []
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.seeds import rollout_seed
+from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DEFAULT_TEMPERATURE, check_trained_sampling
 from trinity_lightning.errors import RolloutError
 

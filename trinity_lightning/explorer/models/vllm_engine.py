@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
+from trinity_lightning.common.hardware import GIB, forget, trim_heap
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.common.memory_plan import GIB
-from trinity_lightning.common.process_memory import forget, trim_heap
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import (
     CAPABILITIES,

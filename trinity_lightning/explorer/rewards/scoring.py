@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, cast
 
-from trinity_lightning.common.rewards import is_valid_reward
+from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import number

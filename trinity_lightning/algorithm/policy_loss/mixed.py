@@ -5,9 +5,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.aggregate import BatchTotals
-from trinity_lightning.algorithm.policy_loss.registry import accepted, create_policy_loss
-from trinity_lightning.algorithm.policy_loss.sft import sft
+from trinity_lightning.algorithm.policy_loss.likelihood import sft
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, accepted, create_policy_loss
 from trinity_lightning.config.values import number
 
 

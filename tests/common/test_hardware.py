@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
-from trinity_lightning.common import process_memory as module
-from trinity_lightning.common.process_memory import forget, free_memory
+from trinity_lightning.common import hardware as module
+from trinity_lightning.common.hardware import forget, free_memory
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def test_a_container_has_less_memory_than_its_machine_and_files_that_it_read_tak
 
 GROWTH = """
 import torch
-from trinity_lightning.common.product_speed import faster_dtype
+from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.monitor.machine import resident_gb
 
 faster_dtype("cpu")  # the first that a run computes, after which no setting is read
@@ -74,7 +74,7 @@ def test_products_of_many_shapes_do_not_pile_up() -> None:
 REUSE = """
 import resource
 import torch
-from trinity_lightning.common.process_memory import reuse_large_buffers
+from trinity_lightning.common.hardware import reuse_large_buffers
 
 if {reuse}:
     reuse_large_buffers()
@@ -102,7 +102,7 @@ def test_large_buffers_are_used_again() -> None:
 
 HOLES = """
 import torch
-from trinity_lightning.common.process_memory import reuse_large_buffers, trim_heap
+from trinity_lightning.common.hardware import reuse_large_buffers, trim_heap
 from trinity_lightning.monitor.machine import resident_gb
 
 reuse_large_buffers()

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.monitor.csv_logger import read_rows
+from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
-from trinity_lightning.monitor.metric_names import STEP_METRIC
 
 # -- without secrets --------------------------------------------------------------------------------------------------
 
@@ -135,11 +134,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read a run's folder; what is missing stays empty.
-
-    Raises:
-        OSError: a file is there and cannot be read.
-    """
+    """Read a run's folder; what is missing stays empty. OSError: a file is there and cannot be read."""
     folder = Path(folder)
     record = RunRecord(folder)
     if (folder / "config.yaml").is_file():

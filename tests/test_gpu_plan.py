@@ -1,0 +1,216 @@
+"""What a memory plan makes of a run's configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_lightning import gpu_plan
+from trinity_lightning.common.hardware import GIB
+from trinity_lightning.common.memory_plan import Rollouts, plan
+from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, auxiliary_configs
+from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
+from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.vllm_engine import engine_args
+from trinity_lightning.gpu_plan import planned_engine, rollouts_of, training_of, with_memory_plan
+
+SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
+
+
+def config(**engine: Any) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig("smollm2", WeightDtype.bf16, gradient_checkpointing=True, attn_implementation="eager"),
+        engine=EngineConfig(dtype=EngineDtype.fp32, max_model_len=512, **engine),
+        explorer=ExplorerConfig(batch_size=32, repeat_times=16),
+        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.1), max_tokens_per_micro_batch=2048),
+    )
+
+
+def test_a_plan_is_asked_for_what_is_configured() -> None:
+    assert training_of(config()) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
+    assert training_of(replace(config(), algorithm=AlgorithmConfig())).tokens is None
+    assert training_of(replace(config(), trainer={"precision": "bf16-mixed"})).width == 4
+    assert rollouts_of(config()) == Rollouts(4, 512, 512)
+    given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
+    assert rollouts_of(given) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
+    assert rollouts_of(config(name="vllm_server", servers=3)).servers == 3
+
+
+def test_without_a_gpu_there_is_no_plan() -> None:
+    assert with_memory_plan(config()) == (config(), None)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 24 GiB, of which 20 are free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
+    run = replace(config(), model=ModelConfig("smollm2", WeightDtype.bf16), algorithm=AlgorithmConfig())
+    planned, found = with_memory_plan(run)
+    assert found is not None
+    assert found == plan(SMOLLM2, training_of(run), rollouts_of(run), 20 * GIB, 10**15)
+    assert planned == replace(run, engine=planned_engine(run.engine, found, 24 * GIB))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("free", "sleeps"), [(0, False), (100 * GIB, True)])
+def test_vllm_sleeps_only_if_its_container_has_memory_for_that(
+    free: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_plan, "free_memory", lambda: free)
+    found = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
+    assert found is not None
+    assert found.sleep is sleeps
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_resumed_run_is_planned_with_the_budget_of_its_checkpoint(tmp_path: Path) -> None:
+    run = replace(config(), algorithm=AlgorithmConfig())
+    torch.save({"policy": {"max_tokens": 1536}}, tmp_path / "it.ckpt")
+    _, fresh = with_memory_plan(run)
+    _, resumed = with_memory_plan(run, str(tmp_path / "it.ckpt"))
+    assert fresh is not None
+    assert resumed is not None
+    assert fresh.micro_batch_tokens != resumed.micro_batch_tokens == 1536
+    _, configured = with_memory_plan(config(), str(tmp_path / "it.ckpt"))
+    assert configured is not None
+    assert configured.micro_batch_tokens == 2048
+    torch.save({"policy": {}}, tmp_path / "old.ckpt")
+    with pytest.raises(ConfigError, match="earlier version"):
+        with_memory_plan(run, str(tmp_path / "old.ckpt"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_resumed_run_keeps_the_plan_that_was_recorded_if_it_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=1536))
+    torch.save({"policy": {"max_tokens": 1536}}, tmp_path / "it.ckpt")
+
+    def resumed(recorded: str, **engine: Any) -> EngineConfig:
+        (tmp_path / "config.yaml").write_text(f"engine: {recorded}")
+        again = replace(run, engine=replace(run.engine, **engine))
+        return with_memory_plan(again, str(tmp_path / "it.ckpt"), tmp_path / "config.yaml")[0].engine
+
+    assert resumed("{kv_cache_gb: 1.25, sleep: always}").kv_cache_gb == 1.25
+    assert resumed("{kv_cache_gb: 1.25, sleep: always}").sleep is EngineSleep.always
+    assert resumed("{kv_cache_gb: 1.25, sleep: never}", kv_cache_gb=2.0).kv_cache_gb == 2.0
+    assert not caplog.records
+    assert resumed("{kv_cache_gb: 100, sleep: never}") == with_memory_plan(run)[0].engine
+    assert "does not fit any more, and is planned again" in caplog.text
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("engine", "counted"),
+    [
+        ({}, True),
+        ({"kv_cache_gb": 1.0}, True),
+        ({"args": {"gpu_memory_utilization": 0.25}}, True),
+        ({"gpus": [1]}, False),
+    ],
+)
+def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dict[str, Any], counted: bool) -> None:
+    judge = {"model": "smollm2", "engine": {"max_model_len": 512, **engine}}
+    run = replace(config(), algorithm=AlgorithmConfig(), auxiliary_models={"judge": judge})
+    planned, found = with_memory_plan(run)
+    assert found is not None
+    assert ("auxiliary models" in found.training) is counted
+    [given] = auxiliary_configs(planned.auxiliary_models).values()
+    if not counted:
+        assert given.engine == EngineConfig(max_model_len=512, gpus=[1])
+        return
+    share = given.engine.args["gpu_memory_utilization"]
+    assert found.training["auxiliary models"] == pytest.approx(share * 24 * GIB, rel=1e-3)
+    arguments = engine_args("model", given.engine, on_cpu=False)
+    assert arguments["kv_cache_memory_bytes"] == (GIB if "kv_cache_gb" in engine else 1_509_949_440)
+    assert (share == 0.25) == ("args" in engine)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("engine", [{"name": "transformers"}, {"name": "vllm_server", "gpus": [1]}])
+def test_a_judge_has_its_share_beside_a_trainer_alone_too(engine: dict[str, Any]) -> None:
+    planned, found = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
+    assert found is None
+    [judge] = auxiliary_configs(planned.auxiliary_models).values()
+    assert judge.engine.args["gpu_memory_utilization"] < 0.3
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_judge_on_the_trainers_gpu_and_another_is_refused() -> None:
+    judge = {"model": "smollm2", "engine": {"gpus": [0, 1]}}
+    with pytest.raises(ConfigError, match=r"auxiliary_models\.judge\.engine\.gpus is \[0, 1.*the trainer uses 0"):
+        with_memory_plan(replace(config(), auxiliary_models={"judge": judge}))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    run = replace(config(sleep=EngineSleep.never), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=10**6))
+    with pytest.raises(ConfigError, match=r"does not fit into the 20\.0 GiB.*max_tokens_per_micro_batch=auto"):
+        with_memory_plan(run)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"name": "vllm_server", "gpus": [1]},
+        {"name": "vllm_server", "urls": ["http://node7:8000"]},
+        {"name": "vllm_server", "gpus": [1, 2], "servers": 2},
+    ],
+)
+def test_engines_elsewhere_have_no_plan_but_decode_a_step_at_once(engine: dict[str, Any]) -> None:
+    planned, found = with_memory_plan(config(**engine))
+    assert found is None
+    assert planned == config(**engine, max_num_seqs=512)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_training_model_that_generates_itself_keeps_its_own_default() -> None:
+    assert with_memory_plan(config(name="transformers")) == (config(name="transformers"), None)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("gpus", "servers"), [([0, 1, 2, 3], 4), ([0, 1], 1)])
+def test_servers_on_the_trainers_gpu_and_others_are_refused(gpus: list[int], servers: int) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.gpus is \[0, 1.*the trainer uses 0.*that one alone"):
+        with_memory_plan(config(name="vllm_server", gpus=gpus, servers=servers))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_server_on_the_trainers_gpu_is_planned() -> None:
+    run = replace(config(name="vllm_server"), algorithm=AlgorithmConfig())
+    planned, found = with_memory_plan(run)
+    assert found is not None
+    assert planned.engine.kv_cache_gb == found.kv_cache / GIB
+    assert not found.sleep
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
+    found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512, sleep=sleep), 20 * GIB, 100 * GIB)
+    arguments = engine_args("model", planned_engine(EngineConfig(max_model_len=512), found, 24 * GIB), on_cpu=False)
+    assert arguments["kv_cache_memory_bytes"] == found.kv_cache
+    assert arguments["gpu_memory_utilization"] == pytest.approx(found.engine / (24 * GIB), abs=1e-4)
+    assert arguments["max_num_seqs"] == 512
+    assert arguments.get("enable_sleep_mode", False) is sleep
+
+
+def test_what_is_given_to_vllm_by_hand_holds() -> None:
+    found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512), 20 * GIB, 100 * GIB)
+    engine = planned_engine(EngineConfig(args={"gpu_memory_utilization": 0.5}), found, 24 * GIB)
+    assert engine.args == {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192}
+
+
+def test_vllm_without_a_plan_has_defaults_of_its_machine() -> None:
+    cpu, gpu = (engine_args("model", EngineConfig(), on_cpu) for on_cpu in (True, False))
+    assert (cpu["max_num_seqs"], cpu["kv_cache_memory_bytes"]) == (64, GIB // 2)
+    assert (gpu["max_num_seqs"], gpu.get("kv_cache_memory_bytes")) == (256, None)

@@ -1,0 +1,139 @@
+"""Other ways than PPO's to bound what a token's ratio does: GSPO, CISPO, SAPO."""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.policy_loss import (
+    BatchTotals,
+    aggregate,
+    log_ratio,
+    measured_tokens,
+    token_share,
+)
+from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range, clipped_shares
+from trinity_lightning.config.values import number
+from trinity_lightning.errors import ConfigError
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    clip_range_low: float = 3e-4,
+    clip_range_high: float = 4e-4,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO, token form: PPO's objective on the sequence's ratio s = exp(mean of lp - old) (arXiv 2507.18071).
+
+    The mean is over trained tokens; token t of sequence i takes sg(s_i) exp(lp_t - sg(lp_t)), which has the value of
+    s_i and a gradient of its own, so that advantages may differ between tokens.
+
+    Returns:
+        The loss, and pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_low, pg_clipfrac_high as in `ppo`.
+
+    Raises:
+        ConfigError: a range is negative, or the mode is unknown.
+    """
+    check_clip_range(clip_range_low, clip_range_high)
+    mask = action_mask.bool()
+    log_r = log_ratio(logprobs, old_logprobs, mask)
+    log_s = log_r.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    own = logprobs.masked_fill(~mask, 0.0)
+    ratio = (log_s + own - own.detach()).exp()
+    clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    loss_token = torch.maximum(-advantages * ratio, -advantages * clipped)
+    loss = aggregate(loss_token, mask, loss_agg_mode, **totals)
+
+    n = measured_tokens(num_computed_tokens, totals)
+    return loss, {
+        "pg_loss": loss.detach(),
+        "ppo_kl": -aggregate(log_r.detach(), mask, num_tokens=n),
+        **clipped_shares(ratio, advantages, mask, clip_range_low, clip_range_high, n),
+    }
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    clip_range_low: float = 1.0,
+    clip_range_high: float = 0.28,
+    absolute_cap: float | None = None,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585).
+
+    Clipped tokens keep a gradient, unlike PPO's.
+
+    Args:
+        absolute_cap: clip the ratio to at most this instead, and not from below (ScaleRL, arXiv 2510.13786, uses 5.0).
+
+    Returns:
+        The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of trained tokens whose ratio is clipped.
+
+    Raises:
+        ConfigError: a range is negative, the cap is not above 0, or the mode is unknown.
+    """
+    check_clip_range(clip_range_low, clip_range_high)
+    if absolute_cap is not None and not absolute_cap > 0:
+        raise ConfigError(
+            f"algorithm.policy_loss.args.absolute_cap must be above 0 (or null, for none), not {absolute_cap}."
+        )
+    log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
+    ratio = log_r.exp()
+    bounds = (1 - clip_range_low, 1 + clip_range_high) if absolute_cap is None else (0.0, absolute_cap)
+    clipped = ratio.clamp(*bounds)
+    loss = aggregate(-clipped * advantages * logprobs, action_mask, loss_agg_mode, **totals)
+    n = measured_tokens(num_computed_tokens, totals)
+    return loss, {
+        "pg_loss": loss.detach(),
+        "ppo_kl": -aggregate(log_r, action_mask, num_tokens=n),
+        "pg_clipfrac": token_share(clipped != ratio, action_mask, n),
+    }
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAPO: -4/tau sigmoid(tau (r - 1)) A, a soft gate in place of the clip (arXiv 2511.20347).
+
+    Args:
+        tau_positive: temperature of tokens with A > 0.
+        tau_negative: temperature of the others; higher fades faster.
+
+    Returns:
+        The loss, and pg_loss, ppo_kl as in `ppo`.
+
+    Raises:
+        ConfigError: a temperature is not above 0 or infinite, or the mode is unknown.
+    """
+    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        number(name, tau, above=0)
+    log_r = log_ratio(logprobs, old_logprobs, action_mask)
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
+    loss = aggregate(-gate * advantages, action_mask, loss_agg_mode, **totals)
+    ppo_kl = -aggregate(log_r.detach(), action_mask, num_tokens=measured_tokens(num_computed_tokens, totals))
+    return loss, {"pg_loss": loss.detach(), "ppo_kl": ppo_kl}

@@ -1,0 +1,293 @@
+"""Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trinity_lightning.buffer.datamodule import UnmovedDataModule
+from trinity_lightning.buffer.reader import BufferReader, create_reader
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, marked
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.values import number, whole_number
+from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+
+class OfflineLoader:
+    """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
+
+    Its state is the position in the epoch; that of the reader is the data module's.
+
+    Args:
+        reader: where experiences come from.
+        batch_size: experiences a batch: at most, or with whole groups, unless one group alone is larger.
+        steps_per_epoch: batches an epoch.
+        whole_groups: never part the experiences of a task.
+        wait: seconds to wait for a batch that another process is still to write.
+        max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
+
+    Attributes:
+        pause: as the reader's `read` has it, for a run that may end while it waits.
+
+    Raises:
+        ConfigError: a number below 1, or a wait below 0.
+    """
+
+    def __init__(
+        self,
+        reader: BufferReader,
+        batch_size: int,
+        steps_per_epoch: int,
+        *,
+        whole_groups: bool = True,
+        wait: float = 0.0,
+        max_response_length: int | None = None,
+    ) -> None:
+        whole_number("batch_size", batch_size, least=1)
+        whole_number("steps_per_epoch", steps_per_epoch, least=1)
+        number("wait", wait, least=0)
+        self._reader = reader
+        self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
+        self._whole_groups, self._wait = whole_groups, wait
+        self._max_response_length = max_response_length
+        self.pause: Callable[[float], None] = time.sleep
+        self._epoch, self._position = 1, 0
+        self._before: dict[str, Any] = {}  # where the reader stood before the last batch
+
+    def __len__(self) -> int:
+        """Optimizer batches an epoch: constant."""
+        return self._steps_per_epoch
+
+    def __iter__(self) -> Iterator[OptimizerBatch]:
+        if self._position >= len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+        for index in range(self._position, len(self)):
+            self._before = self._reader.state_dict()
+            experiences = self._reader.read(
+                self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self.pause
+            )
+            if not experiences:
+                raise StorageError(
+                    f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
+                    f"{self._wait:g} s). Give more data, fewer steps, or repeat them (RepeatingReader)."
+                )
+            # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
+            self._position = index + 1
+            yield OptimizerBatch.of(experiences, self._epoch, self._max_response_length)
+
+    def rewind(self, position: int) -> None:
+        """What was handed out last, behind the first `position` batches, was not trained on: it is read again."""
+        if self._position > position:
+            self._reader.load_state_dict(self._before)
+            self._position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which batch of which epoch comes next."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._epoch, self._position = state["epoch"], state["position"]
+
+
+class OfflineExperienceDataModule(UnmovedDataModule):
+    """Experiences out of a reader, without an explorer: SFT, DPO, offline RL.
+
+    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The reader's position is in the
+    checkpoint, that in the epoch too (the loader's).
+
+    Args:
+        reader: where experiences come from.
+        batch_size, steps_per_epoch, whole_groups, wait, max_response_length: as `OfflineLoader`.
+
+    Attributes:
+        older_weights: they were sampled by other weights than the present ones, which PolicyModule looks at.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    older_weights = True
+
+    def __init__(
+        self,
+        reader: BufferReader,
+        *,
+        batch_size: int,
+        steps_per_epoch: int,
+        whole_groups: bool = True,
+        wait: float = 0.0,
+        max_response_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.reader = reader
+        self._loader = OfflineLoader(
+            reader,
+            batch_size,
+            steps_per_epoch,
+            whole_groups=whole_groups,
+            wait=wait,
+            max_response_length=max_response_length,
+        )
+
+    def train_dataloader(self) -> OfflineLoader:
+        """One sized, lazy, stateful loader for the whole run."""
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reader stands."""
+        return {"reader": self.reader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on reading where the checkpoint was taken. StorageError: the checkpoint is of another buffer."""
+        self.reader.load_state_dict(state_dict["reader"])
+
+
+class ExpertData:
+    """So many expert experiences for every explore step, out of a reader that does not end.
+
+    What was read counts as read when `commit` says that the explore step has taken it: a step cut short reads the same
+    again, so that the state always is that of the last whole step.
+
+    Args:
+        reader: where they come from, in its order; for data that end a `RepeatingReader`.
+        per_step: expert experiences an explore step.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    def __init__(self, reader: BufferReader, per_step: int) -> None:
+        whole_number("per_step", per_step, least=1)
+        self._reader, self._per_step = reader, per_step
+        self._taken = reader.state_dict()
+        self._ahead = False  # whether the reader stands behind what no step has taken
+
+    def read(self, step: int) -> list[Experience]:
+        """Those of explore step `step`: marked as an expert's, without advantage, identities within the step.
+
+        Raises:
+            StorageError: the reader has nothing more to give.
+        """
+        if self._ahead:
+            self._reader.load_state_dict(self._taken)
+        self._ahead = True
+        experiences: list[Experience] = []
+        while (missing := self._per_step - len(experiences)) > 0:
+            more = self._reader.read(missing)
+            if not more:
+                raise StorageError("the expert data have ended, or there are none: give more, or let them repeat.")
+            experiences += more
+        return [_joining(experience, step, number) for number, experience in enumerate(experiences)]
+
+    def commit(self) -> None:
+        """The explore step has taken what was read last."""
+        self._taken, self._ahead = self._reader.state_dict(), False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reader stood after the last step that has taken its share."""
+        return self._taken
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; errors as the reader's."""
+        self._reader.load_state_dict(state)
+        self._taken, self._ahead = state, False
+
+
+def _joining(experience: Experience, step: int, number: int) -> Experience:
+    """A copy fit to stand among rollouts.
+
+    Its log-probabilities, if it has some, are of another policy: they say nothing of this run's engine, and would
+    raise the alarm that watches it.
+    """
+    joining = marked(experience, expert=True)
+    joining.eid = EID(batch=step, task=f"expert-{number}", suffix=experience.eid.suffix)
+    joining.logprobs = None
+    joining.advantages = torch.zeros(experience.response_length)
+    joining.returns = None
+    return joining
+
+
+def expert_data(config: TrainConfig) -> ExpertData:
+    """What joins the rollouts of every explore step of a run with expert data.
+
+    Raises:
+        ConfigError: a dataset, field or file is missing; or as the dataset's source says.
+        StorageError: the stored experiences cannot be opened.
+    """
+    expert = config.buffer.expert
+    if expert.storage == "dataset":
+        taskset = Taskset.from_config(expert.dataset)
+        reader: BufferReader = AnswerReader(taskset, load_tokenizer(config.model.name), config.workflow.args)
+    else:
+        reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
+    return ExpertData(reader, expert.per_step)
+
+
+class AnswerReader(BufferReader):
+    """A dataset's answers as the responses of an expert, in the taskset's order, without end.
+
+    The prompt is rendered as single-turn workflows render it. The response is the entry's answer, or, if a
+    conversation ends with the assistant, that message; then the tokenizer's end token, for the policy to learn where to
+    stop.
+
+    Args:
+        taskset: the entries and their order.
+        tokenizer: the policy's.
+        workflow_args: of the run's workflow, for its system prompt.
+
+    Raises:
+        ConfigError: an entry has no answer.
+    """
+
+    def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
+        self._taskset, self._tokenizer = taskset, tokenizer
+        self._workflow_args = dict(workflow_args or {})
+        for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
+            self._conversation(taskset[i])
+
+    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+        return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
+
+    def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """The prompt's messages, and the answer."""
+        messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
+        answer = raw.get("answer")
+        if answer is None and messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            answer = last.get("content")
+        if answer is None or not str(answer).strip() or not messages:
+            raise ConfigError(
+                f"expert data '{self._taskset.name}', entry {raw['task_index']['index']}: no answer. Set "
+                "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
+            )
+        return messages, str(answer)
+
+    def _experience(self, raw: dict[str, Any]) -> Experience:
+        messages, answer = self._conversation(raw)
+        prompt = render_chat(self._tokenizer, messages)
+        response = self._tokenizer.encode(answer, add_special_tokens=False)
+        if self._tokenizer.eos_token_id is not None:
+            response = [*response, self._tokenizer.eos_token_id]
+        return Experience(
+            eid=EID(suffix=f"{self._taskset.name}-{raw['task_index']['index']}"),
+            tokens=[*prompt, *response],
+            prompt_length=len(prompt),
+            info={"task_index": raw["task_index"]},
+            prompt_text=prompt_text_of(messages),
+            response_text=answer,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The taskset's cursor."""
+        return self._taskset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
+        self._taskset.load_state_dict(state)

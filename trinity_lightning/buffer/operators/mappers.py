@@ -1,0 +1,204 @@
+"""Operators that keep all experiences: rewards shaped, long responses masked or charged for, pass rates measured."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from operator import add, mul, sub, truediv
+from typing import Any
+
+import torch
+
+from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, ExperienceOperatorV1
+from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.runs import is_valid_reward, last_step, raw_reward, runs_of
+from trinity_lightning.config.values import number, unknown_name, whole_number
+from trinity_lightning.errors import ConfigError
+
+# How a reward and a weighted number become the new reward.
+OPERATIONS: dict[str, Callable[[float, float], float]] = {"ADD": add, "SUB": sub, "MUL": mul, "DIV": truediv}
+KEYS = ("stats_key", "op_type", "weight")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    stats_key: str
+    op_type: str
+    weight: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> "_Rule":
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{where} is {config!r}; give {{stats_key, op_type, weight}}.")
+        for key in config:
+            if key not in KEYS:
+                raise ConfigError(f"{where}: {unknown_name('key', str(key), KEYS)}")
+        if not isinstance(config.get("stats_key"), str):
+            raise ConfigError(f"{where}: give stats_key, the entry of Experience.info that shapes the reward.")
+        op_type = str(config.get("op_type", "ADD")).upper()
+        if op_type not in OPERATIONS:
+            raise ConfigError(f"{where}: {unknown_name('op_type', op_type, OPERATIONS)}")
+        return cls(config["stats_key"], op_type, number(f"{where}: weight", config.get("weight", 1.0)))
+
+    def apply(self, exp: Experience, reward: float) -> float | None:
+        """The new reward, or None if the rule does not apply: no such entry, or a division by zero."""
+        value = exp.info.get(self.stats_key)
+        if value is None:
+            return None
+        if not isinstance(value, Real):
+            raise ExperienceError(
+                f"experience {exp.eid}: info['{self.stats_key}'] must be a number to shape by, not {value!r:.80}."
+            )
+        weighted = self.weight * float(value)
+        return None if self.op_type == "DIV" and weighted == 0 else OPERATIONS[self.op_type](reward, weighted)
+
+
+class RewardShapingMapper(ExperienceOperatorV1):
+    """Shapes rewards by numbers of `Experience.info`, one rule after the other.
+
+    A rule makes `reward <op> (weight * info[stats_key])` of the reward, with one of ADD, SUB, MUL and DIV (in any
+    case). It leaves an experience as it was whose info has no such entry, and so does a division by zero; without a
+    reward there is nothing to shape.
+
+    Args:
+        reward_shaping_configs: rules {stats_key, op_type: "ADD", weight: 1.0}, in order.
+    """
+
+    def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]] | None = None) -> None:
+        configs = [] if reward_shaping_configs is None else reward_shaping_configs
+        if not isinstance(configs, Sequence) or isinstance(configs, str):
+            raise ConfigError(f"reward_shaping_configs must be a list of rules, not {configs!r}.")
+        self._rules = [_Rule.of(config, f"reward_shaping_configs[{i}]") for i, config in enumerate(configs)]
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences.
+
+        Metrics: `reward_diff/{mean,min,max}`, new minus old reward of those that have one; `skipped_count`, the
+        experiences that some rule did not apply to.
+
+        Raises:
+            ExperienceError: an entry of info is no number.
+        """
+        differences, skipped = [], 0
+        for exp in exps:
+            if exp.reward is None:
+                skipped += bool(self._rules)
+                continue
+            reward, complete = self._shaped(exp, exp.reward)
+            skipped += not complete
+            differences.append(reward - exp.reward)
+            exp.reward = reward
+        return exps, {"skipped_count": skipped} | _spread("reward_diff", differences)
+
+    def _shaped(self, exp: Experience, reward: float) -> tuple[float, bool]:
+        """The reward after all rules that apply, and whether all did."""
+        complete = True
+        for rule in self._rules:
+            shaped = rule.apply(exp, reward)
+            complete &= shaped is not None
+            reward = reward if shaped is None else shaped
+        return reward, complete
+
+
+class MaskResponseTruncated(ExperienceOperatorV1):
+    """Trains on no token of a response that was cut off (overlong filtering: DAPO, arXiv 2503.14476, section 3.4).
+
+    Such an experience stays in its group: its reward counts for the others' advantages.
+    """
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences; `masked_truncated_count` is the number of those with an action mask of zeros now."""
+        masked = 0
+        for exp in exps:
+            if exp.truncate_status == "response_truncated" and exp.action_mask is not None:
+                exp.action_mask = torch.zeros_like(exp.action_mask)
+                masked += 1
+        return exps, {"masked_truncated_count": masked}
+
+
+class OverlongPenalty(ExperienceOperatorV1):
+    """Adds a penalty for length to the reward (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+
+    For a response of L tokens: 0 up to max_length - cache_length, from there on
+    ((max_length - cache_length) - L) / cache_length, and -1 from max_length on. A missing reward stays missing.
+
+    Args:
+        max_length: length from which on the penalty is -1, in tokens.
+        cache_length: over how many tokens before it the penalty grows; above 0 and below max_length.
+    """
+
+    def __init__(self, max_length: int, cache_length: int) -> None:
+        self.max_length = whole_number("max_length", max_length, least=1)
+        self.cache_length = whole_number("cache_length", cache_length, least=1)
+        if cache_length >= max_length:
+            raise ConfigError(f"cache_length ({cache_length}) must be below max_length ({max_length}).")
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences; `overlong_penalty/mean` is the mean of their penalties."""
+        penalties = [self._penalty(exp.response_length) for exp in exps]
+        for exp, penalty in zip(exps, penalties, strict=True):
+            if exp.reward is not None:
+                exp.reward += penalty
+        return exps, {"overlong_penalty/mean": sum(penalties) / len(penalties)} if penalties else {}
+
+    def _penalty(self, length: int) -> float:
+        return max(min((self.max_length - self.cache_length - length) / self.cache_length, 0.0), -1.0)
+
+
+class PassRateCalculator(ExperienceOperatorV1):
+    """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
+
+    The rewards are those before operators. Only measured here: the explorer itself reports them to a taskset in the
+    order `by_difficulty`, of all rollouts and before any operator has filtered them. For a selector of your own the
+    rates of the last step are in `ExperiencePipeline.selector_metric`.
+
+    A run of several steps counts once, with its last step's reward. Rewards that are no finite numbers do not count; a
+    task that has no other is not reported.
+    """
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences.
+
+        Metrics: `selector_metric`, {taskset_id: {"indices": [...], "values": [...]}}, which is no number and is not
+        logged; `selection/pass_rate/{mean,min,max}` over tasks, `selection/task_count`, and
+        `selection/skipped_count`, the experiences without a valid reward.
+
+        Raises:
+            ExperienceError: an experience has no info["task_index"], or a misshapen one.
+        """
+        rewards: dict[Any, dict[Any, list[float]]] = {}
+        skipped = 0
+        for exp in map(last_step, runs_of(exps)):
+            taskset, index = _task_index(exp)
+            reward = raw_reward(exp)
+            if reward is None or not is_valid_reward(reward):
+                skipped += 1
+                continue
+            rewards.setdefault(taskset, {}).setdefault(index, []).append(reward)
+        selector = {
+            taskset: {"indices": list(tasks), "values": [statistics.fmean(values) for values in tasks.values()]}
+            for taskset, tasks in rewards.items()
+        }
+        rates = [value for tasks in selector.values() for value in tasks["values"]]
+        metrics: dict[str, Any] = {
+            SELECTOR_METRIC: selector,
+            "selection/task_count": len(rates),
+            "selection/skipped_count": skipped,
+        }
+        return exps, metrics | _spread("selection/pass_rate", rates)
+
+
+def _task_index(exp: Experience) -> tuple[Any, Any]:
+    found = exp.info.get("task_index")
+    if not isinstance(found, dict) or not {"taskset_id", "index"} <= found.keys():
+        raise ExperienceError(
+            f"experience {exp.eid}: info['task_index'] must be {{taskset_id, index}} for pass_rate_calculator, not "
+            f"{found!r:.80}. Tasksets of this library give it; a workflow of your own has to pass it on."
+        )
+    return found["taskset_id"], found["index"]
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, least and greatest of some values; nothing without any."""
+    named = (("mean", statistics.fmean), ("min", min), ("max", max))
+    return {f"{name}/{how}": of(values) for how, of in named} if values else {}

@@ -1,0 +1,153 @@
+"""This machine: its free memory, what a process reuses or gives back of it, and how fast its CPU multiplies."""
+
+import ctypes
+import math
+import mmap
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+
+from trinity_lightning.config.training import WeightDtype
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+GIB = 1 << 30
+
+# The container that a process runs in, by control groups version 2 and version 1: limit, use, and what `memory.stat`
+# beside them calls the files in that use that were read before: they are given back when memory is needed.
+_CONTAINER = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the machine has free, or its container, whichever is less."""
+    free = psutil.virtual_memory().available
+    for limit, used, files in _CONTAINER:
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+            statistics = dict(line.split() for line in Path(limit).with_name("memory.stat").read_text().splitlines())
+            free = min(free, left + int(statistics[files]))
+        except (OSError, ValueError, KeyError):  # no such file, or "max": no limit
+            continue
+    return max(free, 0)
+
+
+# glibc's names for them in malloc.h, and the most that a buffer and the free end of the heap may be.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _LARGEST_BYTES = 1 << 30, 1 << 28
+_MADV_DONTNEED = 4  # of madvise(2)
+
+
+def reuse_large_buffers() -> None:
+    """Let the C library (where it is glibc) keep buffers of up to 256 MiB for the next ones of their kind.
+
+    It would map each buffer of more than 32 MiB again every time, and every page of it would be zeroed at its first
+    touch: logits come by the hundred megabytes, and that was a sixth of a training step. A wish, not a promise: glibc
+    maps them all the same if a library lies in the heap's way.
+    """
+    if (mallopt := _of_glibc("mallopt")) is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def trim_heap() -> None:
+    """Give the free pages of the heap back to the system, those between buffers that are in use too.
+
+    Micro-batches have a different shape every time, and leave holes that the next ones do not fit into: without this a
+    run grows for hours.
+    """
+    if (trim := _of_glibc("malloc_trim")) is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def forget(tensor: Tensor) -> None:
+    """Give the memory behind a tensor's storage back to the system; it reads as zeros then.
+
+    Only whole pages, and on Linux: elsewhere nothing happens.
+
+    Args:
+        tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
+    """
+    madvise = _of_glibc("madvise")
+    storage = tensor.untyped_storage()
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if madvise is not None and end > start:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+# -- Speed of matrix products, and in which dtype they are faster: timed within milliseconds ---------------------------
+
+
+TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float32}
+
+# Tokens of a micro-batch, and a layer of a small model: with AMX, AVX512-BF16 or neither, larger ones rank alike.
+SHAPE = (512, 576, 1536)
+LARGE_SHAPE = (1024, 1024, 2048)  # nearer to what the CPU can do at best
+WARM_UPS, ROUNDS = 2, 7
+
+
+class TimedProduct(NamedTuple):
+    """Seconds of one matrix product of `SHAPE` in each dtype, and the threads that torch used for it."""
+
+    seconds: dict[WeightDtype, float]
+    threads: int
+
+
+@cache
+def timed_product() -> TimedProduct:
+    """The product timed with as many threads as torch uses; once a process, however many threads it uses later."""
+    seconds = _least_seconds(SHAPE, list(TORCH_DTYPES.values()))
+    by_dtype = {dtype: seconds[torch_dtype] for dtype, torch_dtype in TORCH_DTYPES.items()}
+    return TimedProduct(by_dtype, torch.get_num_threads())
+
+
+@cache
+def product_flops(dtype: torch.dtype, threads: int) -> float:
+    """Floating-point operations a second of the best matrix product found, once a process and number of threads.
+
+    Args:
+        dtype: of both factors.
+        threads: as many as torch uses now.
+    """
+    return max(2 * math.prod(shape) / _least_seconds(shape, [dtype])[dtype] for shape in (SHAPE, LARGE_SHAPE))
+
+
+def _least_seconds(shape: tuple[int, int, int], dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
+    """Of several products, which take turns: whatever else runs on the machine only ever adds to it."""
+    rows, inner, columns = shape
+    pairs = {d: (torch.ones(rows, inner, dtype=d), torch.ones(inner, columns, dtype=d)) for d in dtypes}
+    times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in pairs}
+    with torch.inference_mode():
+        for _ in range(WARM_UPS + ROUNDS):
+            for dtype, (left, right) in pairs.items():
+                start = time.perf_counter()
+                _ = left @ right
+                times[dtype].append(time.perf_counter() - start)
+    return {dtype: min(seconds[WARM_UPS:]) for dtype, seconds in times.items()}
+
+
+def faster_dtype(accelerator: object = "auto") -> WeightDtype:
+    """The dtype that `model.dtype=auto` stands for: bf16 on a GPU, else the one of the faster product."""
+    if accelerator != "cpu" and torch.cuda.is_available():
+        return WeightDtype.bf16
+    seconds = timed_product().seconds
+    return min(seconds, key=lambda dtype: seconds[dtype])

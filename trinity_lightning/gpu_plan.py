@@ -1,0 +1,179 @@
+"""Who gets how much of a GPU that trainer and vLLM share: a run's configuration, with the memory plan filled in."""
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from trinity_lightning.common.hardware import GIB, free_memory
+from trinity_lightning.common.memory_plan import (
+    BATCHED_TOKENS,
+    MemoryPlan,
+    Rollouts,
+    auxiliary_server,
+    plan,
+    requests_at_once,
+)
+from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.config.engines import (
+    TRAINER_GPU,
+    EngineConfig,
+    EngineDtype,
+    EngineSleep,
+    auxiliary_configs,
+    capabilities_of,
+)
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.training import MIXED, WeightDtype
+from trinity_lightning.config.values import AUTO
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.objective import Objective
+from trinity_lightning.trainer.policy import resumed_budget
+
+logger = logging.getLogger(__name__)
+
+
+def with_memory_plan(
+    config: TrainConfig, checkpoint: str | None = None, record: Path | None = None
+) -> tuple[TrainConfig, MemoryPlan | None]:
+    """The configuration with what its nulls and autos of a GPU stand for, and the plan that they come from.
+
+    Without a GPU for the trainer, or if no engine of vLLM shares it, there is no plan.
+
+    Args:
+        config: of a run whose dtypes are settled.
+        checkpoint: what the run resumes from, which says how many tokens its micro-batches have under `auto`.
+        record: the configuration that the run to resume wrote: what was planned then is kept if it fits.
+
+    Raises:
+        ConfigError: trainer and engines do not fit on the GPU together; servers use it and others too; the
+            checkpoint is of an earlier version.
+    """
+    accelerator = (config.trainer or {}).get("accelerator", "auto")
+    if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
+        return config, None
+    free, total = torch.cuda.mem_get_info(TRAINER_GPU)
+    config, beside = _with_auxiliary_shares(config, total)
+    can = capabilities_of(config.engine.name)
+    if not can.is_vllm:
+        return config, None
+    requests = config.explorer.batch_size * config.explorer.repeat_times
+    engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
+    config = replace(config, engine=engine)
+    if engine.urls or (can.overlaps_training and not _on_the_trainers_gpu("engine", engine)):
+        return config, None
+    shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
+    training = training_of(config)
+    if checkpoint is not None and training.tokens is None:
+        training = replace(training, tokens=resumed_budget(checkpoint))
+
+    def planned(engine: EngineConfig) -> MemoryPlan:
+        rollouts = rollouts_of(replace(config, engine=engine))
+        return plan(shape, training, replace(rollouts, beside=beside), free, free_memory())
+
+    kept = _as_recorded(engine, record)
+    try:
+        found = planned(kept)
+    except ConfigError as error:
+        if kept == engine:
+            raise
+        logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
+        found = planned(engine)
+    return replace(config, engine=planned_engine(engine, found, total)), found
+
+
+def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
+    """The engine with the plan that a run's configuration recorded, as far as nothing is configured now."""
+    if record is None or not record.is_file():
+        return engine
+    before = OmegaConf.select(OmegaConf.load(record), "engine", default={})
+    sleep = EngineSleep(before.get("sleep", "auto")) if engine.sleep is EngineSleep.auto else engine.sleep
+    return replace(engine, kv_cache_gb=engine.kv_cache_gb or before.get("kv_cache_gb"), sleep=sleep)
+
+
+def _with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
+    """The servers of auxiliary models on the trainer's GPU with a share of it, and the bytes that they take of it.
+
+    What `engine.args` says itself holds: of a share that is given there, that many bytes are taken.
+    """
+    taken, planned = 0, dict(config.auxiliary_models)
+    for name, model in auxiliary_configs(config.auxiliary_models).items():
+        engine = model.engine
+        if model.url is not None or not _on_the_trainers_gpu(f"auxiliary_models.{name}.engine", engine):
+            continue
+        shape = ModelShape.of(skeleton(str(resolve_model(model.model))))
+        rollouts = Rollouts(
+            width=4 if engine.dtype is EngineDtype.fp32 else 2,
+            context=engine.max_model_len,
+            requests=0,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+        )
+        cache, size = auxiliary_server(shape, rollouts)
+        args = {"gpu_memory_utilization": round(size / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
+        given = engine.args.get("gpu_memory_utilization")
+        taken += size if given is None else int(given * total)
+        engine = replace(engine, kv_cache_gb=cache / GIB, max_num_seqs=rollouts.at_once, args=args | engine.args)
+        planned[name] = asdict(replace(model, engine=engine))
+    return replace(config, auxiliary_models=planned), taken
+
+
+def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
+    """Whether the trainer's GPU is one of a server's, which would then be the only one."""
+    gpus = list(engine.gpus or [TRAINER_GPU])
+    if TRAINER_GPU in gpus and len(gpus) > 1:
+        raise ConfigError(
+            f"{key}.gpus is {gpus}, and the trainer uses {TRAINER_GPU}: all servers have the same share of their "
+            "GPUs, and on that one it would be less. Give them other GPUs, or that one alone."
+        )
+    return TRAINER_GPU in gpus
+
+
+def training_of(config: TrainConfig) -> Training:
+    """What the plan has to know of training; under mixed precision weights are float32."""
+    mixed = (config.trainer or {}).get("precision") in MIXED
+    return Training(
+        width=4 if config.model.dtype is WeightDtype.fp32 or mixed else 2,
+        longest_row=config.engine.max_model_len,
+        tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
+        reference=Objective(config.algorithm).needs_reference,
+        checkpointing=config.model.gradient_checkpointing,
+        eager=config.model.attn_implementation == "eager",
+    )
+
+
+def rollouts_of(config: TrainConfig) -> Rollouts:
+    """What the plan has to know of rollouts."""
+    engine = config.engine
+    sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
+    return Rollouts(
+        width=4 if engine.dtype is EngineDtype.fp32 else 2,
+        context=engine.max_model_len,
+        requests=config.explorer.batch_size * config.explorer.repeat_times,
+        max_num_seqs=engine.max_num_seqs,
+        kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+        sleep=sleeps[engine.sleep],
+        servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
+    )
+
+
+def planned_engine(engine: EngineConfig, found: MemoryPlan, total: int) -> EngineConfig:
+    """The engine's knobs by the plan; what `engine.args` says itself holds.
+
+    Args:
+        engine: as configured.
+        found: the plan.
+        total: bytes of the whole device, of which vLLM counts its share.
+    """
+    share = {"gpu_memory_utilization": round(found.engine / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
+    return replace(
+        engine,
+        max_num_seqs=found.max_num_seqs,
+        kv_cache_gb=found.kv_cache / GIB,
+        sleep=EngineSleep.always if found.sleep else EngineSleep.never,
+        args=share | engine.args,
+    )
