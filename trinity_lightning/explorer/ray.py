@@ -151,7 +151,7 @@ START_SECONDS = 300.0
 ANSWER_SECONDS = 10.0
 
 
-class RayRunner:
+class RayRunner(WorkflowRunner):
     """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayCluster`).
 
     The actor works with copies of the models: requests go from there to the engine's server.
@@ -170,10 +170,7 @@ class RayRunner:
         auxiliary_models: Sequence[InferenceModel] | None = None,
         runner_id: int | None = None,
     ) -> None:
-        self.config = config
-        self.model = model
-        self.auxiliary_models = list(auxiliary_models or [])
-        self.runner_id = runner_id
+        super().__init__(config, model, auxiliary_models, runner_id)
         self._actor: Any = None
         self._pid: int | None = None  # of the actor, once it is ready
         self._greeting: Any = None  # reference to that number

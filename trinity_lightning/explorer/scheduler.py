@@ -121,7 +121,7 @@ class RunnerWrapper:
         return status, experiences, self.runner_id
 
 
-def _runner_class(config: ExplorerConfig) -> "type[WorkflowRunner | RayRunner]":
+def _runner_class(config: ExplorerConfig) -> type[WorkflowRunner]:
     if config.runner == "ray":
         from trinity_lightning.explorer.ray import RayRunner
 

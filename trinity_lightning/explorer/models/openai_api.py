@@ -21,7 +21,7 @@ from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.bound import temperature_of
 from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
-from trinity_lightning.explorer.tasks.task import prompt_text_of
+from trinity_lightning.explorer.workflows.workflow import experience_of
 
 # -- its client over a model of this process: an ordinary `openai.AsyncOpenAI` whose requests never leave it -----------
 
@@ -202,14 +202,19 @@ _ADDRESS: dict[str, Any] = {
 }
 
 
-def _libraries() -> tuple[Any, Any]:
-    """openai, and the HTTP library that it is built on: httpx, or in later versions httpx2."""
+def _openai() -> Any:
     try:
         import openai
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the OpenAI client needs the package openai: `pip install 'trinity-lightning[openai]'`."
         ) from error
+    return openai
+
+
+def _libraries() -> tuple[Any, Any]:
+    """openai, and the HTTP library that it is built on: httpx, or in later versions httpx2."""
+    openai = _openai()
     parent = openai.DefaultAsyncHttpxClient.__mro__[1]
     return openai, importlib.import_module(parent.__module__.partition(".")[0])
 
@@ -296,22 +301,10 @@ class RecordedCalls(ChatCompletions):
         return await super().answer(path, body)
 
     def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
-        temperature = temperature_of({**self._sampling, **settings})
+        info = {"temperature": temperature_of({**self._sampling, **settings})}
         for i, completion in enumerate(completions):
-            self._kept.append(
-                Experience(
-                    eid=EID(run=self._run + i, step=self._calls),
-                    tokens=[*completion.prompt_token_ids, *completion.token_ids],
-                    prompt_length=len(completion.prompt_token_ids),
-                    logprobs=list(completion.logprobs),
-                    truncate_status="response_truncated" if completion.finish_reason == "length" else None,
-                    info={"finish_reason": completion.finish_reason, "temperature": temperature},
-                    prompt_text=prompt_text_of(messages),
-                    response_text=completion.text,
-                    messages=messages,
-                    tools=tools,
-                )
-            )
+            eid = EID(run=self._run + i, step=self._calls)
+            self._kept.append(experience_of(completion, messages, info, eid=eid, messages=messages, tools=tools))
         self._calls += 1
 
 
@@ -398,14 +391,8 @@ class OpenAIModel:
 
     def get_openai_async_client(self) -> Any:
         """An ordinary `openai.AsyncOpenAI` of the endpoint; `model_path` is the model's name."""
-        try:
-            from openai import AsyncOpenAI
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "the OpenAI client needs the package openai: `pip install 'trinity-lightning[openai]'`."
-            ) from error
-        client = AsyncOpenAI(base_url=self._url, api_key=self._key())
-        client.model_path = self._model  # type: ignore[attr-defined]
+        client = _openai().AsyncOpenAI(base_url=self._url, api_key=self._key())
+        client.model_path = self._model
         return client
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

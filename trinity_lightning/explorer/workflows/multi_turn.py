@@ -15,7 +15,7 @@ from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutErr
 from trinity_lightning.explorer.rewards import score
 from trinity_lightning.explorer.tasks.task import Task, prompt_text_of
 from trinity_lightning.explorer.workflows.environments import Environment, as_messages, call, resolve_environment
-from trinity_lightning.explorer.workflows.workflow import RewardedWorkflow
+from trinity_lightning.explorer.workflows.workflow import RewardedWorkflow, experience_of
 
 # -- an episode -------------------------------------------------------------------------------------------------------
 
@@ -180,18 +180,14 @@ def step_experiences(episode: Episode, own_rewards: bool = False) -> list[Experi
     """
     experiences, state = [], prompt_text_of(episode.turns[0].asked)
     for step, turn in enumerate(episode.turns):
-        completion = turn.completion
         experiences.append(
-            Experience(
+            experience_of(
+                turn.completion,
+                turn.asked,
+                {"state": state},
                 eid=EID(step=step),
-                tokens=turn.token_ids,
-                prompt_length=len(completion.prompt_token_ids),
-                logprobs=list(completion.logprobs),
                 reward=turn.reward if own_rewards else episode.total_reward,
                 truncate_status=_truncation(episode, step),
-                info={"finish_reason": completion.finish_reason, "state": state},
-                prompt_text=prompt_text_of(turn.asked),
-                response_text=completion.text,
                 tools=episode.tools,
             )
         )

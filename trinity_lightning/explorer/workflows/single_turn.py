@@ -1,14 +1,13 @@
 """One question, one answer."""
 
 import asyncio
-from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import score
-from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.workflow import PartialFailure, RewardedWorkflow
+from trinity_lightning.explorer.tasks.task import Task, messages_of
+from trinity_lightning.explorer.workflows.workflow import PartialFailure, RewardedWorkflow, experience_of
 
 
 class SimpleWorkflow(RewardedWorkflow):
@@ -49,19 +48,7 @@ class SimpleWorkflow(RewardedWorkflow):
         if completion.finish_reason == "abort":
             raise RolloutError("the engine aborted the request before its end")
         reward, metrics = await score(self.rewards, completion.text, self.task)
-        info: dict[str, Any] = {"finish_reason": completion.finish_reason}
-        return Experience(
-            eid=EID(run=run),
-            tokens=[*completion.prompt_token_ids, *completion.token_ids],
-            prompt_length=len(completion.prompt_token_ids),
-            logprobs=list(completion.logprobs),
-            reward=reward,
-            truncate_status="response_truncated" if completion.finish_reason == "length" else None,
-            info=info,
-            metrics=metrics,
-            prompt_text=prompt_text_of(self.messages),
-            response_text=completion.text,
-        )
+        return experience_of(completion, self.messages, eid=EID(run=run), reward=reward, metrics=metrics)
 
 
 # -- mathematics ------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards
-from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.task import Task, prompt_text_of
 
 
 class Workflow(ABC):
@@ -69,6 +69,29 @@ class Workflow(ABC):
         """Make this many runs at once, numbered from `run_id_base`; called before `run` if repeatable."""
         self.repeat_times = repeat_times
         self.run_id_base = run_id_base
+
+
+def experience_of(
+    completion: Completion, messages: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
+) -> Experience:
+    """A response as an Experience: its exact tokens and log-probabilities, and whether the token limit cut it off.
+
+    Args:
+        completion: the response.
+        messages: what it answers, for people to read.
+        info: entries of `Experience.info` beside the finish reason.
+        fields: further fields of the Experience.
+    """
+    values: dict[str, Any] = {
+        "tokens": [*completion.prompt_token_ids, *completion.token_ids],
+        "prompt_length": len(completion.prompt_token_ids),
+        "logprobs": list(completion.logprobs),
+        "truncate_status": "response_truncated" if completion.finish_reason == "length" else None,
+        "info": {"finish_reason": completion.finish_reason, **(info or {})},
+        "prompt_text": prompt_text_of(messages),
+        "response_text": completion.text,
+    }
+    return Experience(**values | fields)
 
 
 class PartialFailure(RolloutError):  # noqa: N818 - an outcome to be kept, not only an error
