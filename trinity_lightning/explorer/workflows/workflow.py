@@ -72,13 +72,13 @@ class Workflow(ABC):
 
 
 def experience_of(
-    completion: Completion, messages: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
+    completion: Completion, asked: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
 ) -> Experience:
     """A response as an Experience: its exact tokens and log-probabilities, and whether the token limit cut it off.
 
     Args:
         completion: the response.
-        messages: what it answers, for people to read.
+        asked: the messages that it answers, for people to read.
         info: entries of `Experience.info` beside the finish reason.
         fields: further fields of the Experience.
     """
@@ -88,7 +88,7 @@ def experience_of(
         "logprobs": list(completion.logprobs),
         "truncate_status": "response_truncated" if completion.finish_reason == "length" else None,
         "info": {"finish_reason": completion.finish_reason, **(info or {})},
-        "prompt_text": prompt_text_of(messages),
+        "prompt_text": prompt_text_of(asked),
         "response_text": completion.text,
     }
     return Experience(**values | fields)
