@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.explorer.rewards.text import evaluate
+from trinity_lightning.explorer.rewards.puzzles import evaluate
 
 
 def test_values_are_exact_and_numbers_are_told_in_order() -> None:

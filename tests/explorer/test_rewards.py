@@ -19,14 +19,13 @@ from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import REWARDS, math_verifier, resolve_rewards, score
 from trinity_lightning.explorer.rewards.math import accuracy, find_boxed, math_boxed_or_last, same_answer
 from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
+from trinity_lightning.explorer.rewards.puzzles import countdown, reasoning_gym
 from trinity_lightning.explorer.rewards.text import (
     contains_digits,
-    countdown,
     exact_match,
     find_last_answer,
     find_last_number,
     last_number,
-    reasoning_gym,
     think_answer_format,
 )
 from trinity_lightning.explorer.tasks.task import Task

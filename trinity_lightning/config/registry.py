@@ -100,12 +100,12 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "accuracy": "math.accuracy",
             "contains_digits": "text.contains_digits",
-            "countdown": "text.countdown",
+            "countdown": "puzzles.countdown",
             "exact_match": "text.exact_match",
             "format": "text.think_answer_format",
             "last_number": "text.last_number",
             "math": "math.math_boxed_or_last",
-            "reasoning_gym": "text.reasoning_gym",
+            "reasoning_gym": "puzzles.reasoning_gym",
         },
     ),
     "engine": _within(

@@ -52,8 +52,8 @@ class PackedWeights:
         for layer in model.modules():
             if isinstance(layer, LinearBase):
                 self._expect(layer)
-        embeddings = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-        # One of them is the head where the model has no other.
+        embeddings: list[Any] = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        # One of them is the head if the model has no other.
         self._heads = [layer for layer in embeddings if isinstance(layer, ParallelLMHead)] or embeddings
         for layer in embeddings:
             if layer not in self._heads:  # vLLM packed it too, for nothing: a fifth of a small model's memory

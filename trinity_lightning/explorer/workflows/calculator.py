@@ -1,6 +1,6 @@
 """A tool to try tool use with."""
 
-from trinity_lightning.explorer.rewards.text import evaluate
+from trinity_lightning.explorer.rewards.puzzles import evaluate
 
 
 def calculate(expression: str) -> str:
