@@ -9,7 +9,8 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
+from trinity_lightning.explorer.models.blocking import BlockingModel
+from trinity_lightning.explorer.models.bound import BoundModel
 
 
 def view(model: FakeModel, run: int = 2, **sampling: Any) -> BoundModel:

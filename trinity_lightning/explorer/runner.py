@@ -17,7 +17,7 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import PromptTooLongError, RewardError, RolloutError
-from trinity_lightning.explorer.models.bound import BlockingModel, BoundModel
+from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
 
@@ -148,6 +148,8 @@ class _BoundWorkflow:
         views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models)]
         self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
         if self.is_blocking:
+            from trinity_lightning.explorer.models.blocking import BlockingModel
+
             views = [BlockingModel(view) for view in views]
         self.views = views
         self.workflow: Workflow = workflow_class(task=task, model=views[0], auxiliary_models=views[1:])

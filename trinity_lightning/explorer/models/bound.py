@@ -1,11 +1,8 @@
 """A model as one run of a task sees it: every call has the run's seed and the task's sampling settings."""
 
-import asyncio
-import concurrent.futures
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,12 +10,10 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DEFAULT_TEMPERATURE, check_trained_sampling
-from trinity_lightning.errors import RolloutError
 
 if TYPE_CHECKING:
+    from trinity_lightning.explorer.models.blocking import BlockingModel
     from trinity_lightning.explorer.models.openai_api import RecordedCalls
-
-T = TypeVar("T")
 
 
 class BoundModel:
@@ -121,6 +116,8 @@ class BoundModel:
         On the event loop itself its calls are refused: RuntimeError.
         """
         if self._blocking is None:
+            from trinity_lightning.explorer.models.blocking import BlockingModel
+
             self._blocking = BlockingModel(self)
         return self._blocking.get_openai_client()
 
@@ -180,112 +177,3 @@ def temperature_of(settings: Mapping[str, Any]) -> float:
     """The sampling temperature that these settings mean."""
     value = settings.get("temperature")
     return DEFAULT_TEMPERATURE if value is None else float(value)
-
-
-class BlockingModel:
-    """The same model for code that runs in a thread: methods block until the event loop has the result.
-
-    Made on the event loop. `close()` cancels the calls in flight, which aborts their requests, and refuses new ones.
-
-    Attributes:
-        enable_history: see `BoundModel`.
-    """
-
-    enable_history = True
-
-    def __init__(self, model: BoundModel) -> None:
-        self._model = model
-        self._loop = asyncio.get_running_loop()
-        self._loop_thread = threading.get_ident()
-        self._lock = threading.Lock()
-        self._calls: set[concurrent.futures.Future[Any]] = set()
-        self._closed = False
-
-    @property
-    def model_version(self) -> int:
-        """The version of the present weights."""
-        return self._model.model_version
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._model.max_model_len
-
-    def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        """n completions of one prompt; see `InferenceModel.generate`."""
-        return self._wait(lambda: self._model.generate(prompt, n, **sampling))
-
-    def chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
-    ) -> list[Completion]:
-        """n completions of a conversation; see `InferenceModel.chat`."""
-        return self._wait(lambda: self._model.chat(messages, tools, n, **sampling))
-
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
-        return self._wait(lambda: self._model.logprobs(token_ids))
-
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
-    ) -> list[int]:
-        """Token ids of a conversation; see `InferenceModel.render`."""
-        return self._wait(lambda: self._model.render(messages, tools, so_far))
-
-    def get_openai_client(self) -> Any:
-        """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""
-        from trinity_lightning.explorer.models.openai_api import blocking_client
-
-        return blocking_client(lambda path, body: self._wait(lambda: self._model.openai_answer(path, body)))
-
-    def get_openai_async_client(self) -> Any:
-        """An `openai.AsyncOpenAI` for an event loop of the thread's own, whose calls are kept."""
-        from trinity_lightning.explorer.models.openai_api import async_client
-
-        async def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-            future = self._submit(lambda: self._model.openai_answer(path, body))
-            try:
-                return await asyncio.wrap_future(future)
-            finally:
-                self._forget(future)
-
-        return async_client(answer)
-
-    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
-        """What the calls through OpenAI's client were worth; see `BoundModel.set_reward`."""
-        self._model.set_reward(reward, metrics)
-
-    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The calls through OpenAI's client; see `BoundModel.extract_experience_from_history`."""
-        return self._model.extract_experience_from_history(clear_history)
-
-    def close(self) -> None:
-        """The run is over: cancel the calls in flight and refuse new ones."""
-        with self._lock:
-            self._closed = True
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-
-    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        future = self._submit(call)
-        try:
-            return future.result()
-        finally:
-            self._forget(future)
-
-    def _submit(self, call: Callable[[], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
-        if threading.get_ident() == self._loop_thread:
-            raise RuntimeError(
-                "the event loop would wait for itself: call the model in run(), not in the constructor, and in an "
-                "`async def run` await it, or use asyncio.to_thread"
-            )
-        with self._lock:
-            if self._closed:
-                raise RolloutError("the run is over (cancelled, or timed out): the model takes no more calls from it")
-            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-            self._calls.add(future)
-        return future
-
-    def _forget(self, future: "concurrent.futures.Future[Any]") -> None:
-        with self._lock:
-            self._calls.discard(future)
