@@ -30,9 +30,12 @@ from trinity_lightning.explorer.models.vllm_server import server_cores
         ({"max_model_len": 512, "kv_cache_gb": 1.0}, None),
         (
             {"max_model_len": 512, "kv_cache_gb": 5.0},
-            "engine.kv_cache_gb asks for 5 GiB, and 4.0 GiB of memory are free",
+            "engine.kv_cache_gb: 5 GiB in all, and 4.0 GiB of memory are free",
         ),
-        ({"max_model_len": 512, "kv_cache_gb": 2.0, "name": "vllm_server", "servers": 3}, "asks for 6 GiB"),
+        (
+            {"max_model_len": 512, "kv_cache_gb": 2.0, "name": "vllm_server", "servers": 3},
+            "engine.kv_cache_gb: 6 GiB in all",
+        ),
     ],
 )
 def test_what_vllm_has_no_room_for(
@@ -42,6 +45,14 @@ def test_what_vllm_has_no_room_for(
     monkeypatch.setattr(engines, "free_memory", lambda: 4 * GIB)
     run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(**engine))
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_room(run)
+
+
+def test_a_judge_that_vllm_has_no_room_for() -> None:
+    run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(name="transformers"))
+    run.auxiliary_models = {"judge": {"model": "tiny"}}
+    refused = r"auxiliary_models.judge.engine.max_model_len is 1024, .* 'tiny' is 512 tokens"
+    with pytest.raises(ConfigError, match=refused):
         check_room(run)
 
 

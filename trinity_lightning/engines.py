@@ -59,29 +59,35 @@ def check_experts(config: TrainConfig) -> None:
 
 
 def check_room(config: TrainConfig) -> None:
-    """Refuse a context beyond the model's own, and a cache beyond a CPU's memory, which vLLM does after it has loaded.
+    """Refuse a context beyond a model's own, and caches beyond a CPU's memory, which vLLM does after it has loaded.
 
     Raises:
         ConfigError: names the key and what there is.
     """
-    engine, can = config.engine, capabilities_of(config.engine.name)
-    if not can.is_vllm or engine.urls:
-        return
+    auxiliary = auxiliary_configs(config.auxiliary_models).items()
+    started = [(f"auxiliary_models.{name}.engine", it.model, it.engine) for name, it in auxiliary if it.url is None]
+    if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
+        started.append(("engine", config.model.name, config.engine))
+    for key, model, engine in started:
+        _check_context(key, model, engine)
+    caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine in started if engine.kv_cache_gb}
+    if not torch.cuda.is_available() and sum(caches.values()) * GIB > (free := free_memory()):
+        raise ConfigError(
+            f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
+            f"{free / GIB:.1f} GiB of memory are free: give less, or null."
+        )
+
+
+def _check_context(key: str, name: str, engine: EngineConfig) -> None:
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(str(resolve_model(config.model.name))).get_text_config()
+    model = AutoConfig.from_pretrained(str(resolve_model(name))).get_text_config()
     longest = getattr(model, "max_position_embeddings", None)
     stretched = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
     if longest is not None and engine.max_model_len > longest and not stretched:
         raise ConfigError(
-            f"engine.max_model_len is {engine.max_model_len}, and the context of model '{config.model.name}' is "
-            f"{longest} tokens: give that, or less."
-        )
-    needed = (engine.kv_cache_gb or 0) * (engine.servers if can.overlaps_training else 1)
-    if not torch.cuda.is_available() and needed * GIB > (free := free_memory()):
-        raise ConfigError(
-            f"engine.kv_cache_gb asks for {needed:g} GiB, and {free / GIB:.1f} GiB of memory are free: give less, or "
-            "null."
+            f"{key}.max_model_len is {engine.max_model_len}, and the context of model '{name}' is {longest} tokens: "
+            "give that, or less."
         )
 
 

@@ -10,10 +10,9 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
-from trinity_lightning.config.models import check_on_hub
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check_reward
+from trinity_lightning.train import check_models, check_reward
 
 if TYPE_CHECKING:
     from trinity_lightning.build import Evaluation
@@ -83,7 +82,7 @@ def _main(config: DictConfig) -> None:
         compose.check_overrides(config)
         _send_as_folder(config)
         validate(config)
-        check_on_hub(config.model.name)
+        check_models(config)
         check_reward(config)
         evaluate(config)
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_checkpoint, validate
+from trinity_lightning.config.engines import auxiliary_configs
 from trinity_lightning.config.models import check_on_hub
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.config.training import AlgorithmConfig
@@ -41,9 +42,16 @@ def check(config: DictConfig) -> None:
     """
     validate(config)
     check_checkpoint(config)
-    check_on_hub(config.model.name)
+    check_models(config)
     check_reward(config)
     check_objective(config)
+
+
+def check_models(config: DictConfig) -> None:
+    """Refuse hub names of models that cannot be had; a ConfigError."""
+    auxiliary = auxiliary_configs(config.auxiliary_models).values()
+    for name in (config.model.name, *(model.model for model in auxiliary if model.url is None)):
+        check_on_hub(name)
 
 
 def check_reward(config: DictConfig) -> None:
