@@ -157,7 +157,7 @@ def _losses() -> str:
 def _loss(loss: PolicyLossFn, names: list[str]) -> str:
     """A row of the table: the docstring's first sentence, and the arguments with their defaults."""
     defaults = {name: _default(each.default) for name, each in loss_arguments(loss).items()}
-    average = defaults.pop("loss_agg_mode")
+    average = defaults.pop("loss_agg_mode", "its own")
     summary = re.split(r"\.(?:\s|$)", inspect.getdoc(loss) or "")[0]
     arguments = ", ".join(f"{name} {default}" for name, default in defaults.items()) or "none"
     average = "each term's own" if average == "`null`" else average

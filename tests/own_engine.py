@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.sync.stream import Shape, WeightStream
 
@@ -48,15 +49,19 @@ class PlainEngine(Engine):
         return (self._held(torch.tensor([token_ids])).logits[0] / temperature).log_softmax(-1)
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        if unknown := sampling.keys() - {"seed", "max_tokens", "temperature"}:
+            raise ConfigError(f"engine=PlainEngine has no sampling.{min(unknown)}: leave it out.")
         return [self._sample(token_ids, sampling["seed"] + i, sampling) for i in range(n)]
 
     def _sample(self, prompt: list[int], seed: int, sampling: dict[str, Any]) -> Completion:
         generator = torch.Generator().manual_seed(seed)
+        temperature = sampling.get("temperature", 1.0)  # 0: the likeliest token
         tokens, logprobs = list[int](), list[float]()
         end, limit = self.tokenizer.eos_token_id, min(sampling["max_tokens"], self.max_model_len - len(prompt))
         while len(tokens) < limit and end not in tokens:
-            scores = self._scores([*prompt, *tokens], sampling.get("temperature", 1.0))[-1]
-            tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
+            scores = self._scores([*prompt, *tokens], temperature or 1.0)[-1]
+            drawn = torch.multinomial(scores.exp(), 1, generator=generator) if temperature else scores.argmax()
+            tokens.append(int(drawn))
             logprobs.append(float(scores[tokens[-1]]))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return Completion(prompt, tokens, logprobs, text, "stop" if end in tokens else "length")

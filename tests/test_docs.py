@@ -1,7 +1,25 @@
-"""Generated pages are up to date."""
+"""Documentation: generated pages are up to date, files and links are there, commands can be run as they are written."""
+
+import re
+import shlex
+from pathlib import Path
 
 import pytest
+from compose_cases import composed
 from conftest import ROOT
+
+from trinity_lightning.config.checks import validate
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+COMMAND = re.compile(r"^(?: {4}|#   )(python -m trinity_lightning\.(?:train|evaluate) (?:.*\\\n)*.*)", re.MULTILINE)
+COMMANDS = sorted(
+    {
+        command.replace("\\\n", " ").partition("  #")[0].strip()
+        for page in [*PAGES, *ROOT.glob("recipes/*.yaml")]
+        for command in COMMAND.findall(page.read_text())
+        if "--config-dir" not in command  # whose recipe test_readme.py writes and runs
+    }
+)
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +39,38 @@ def test_the_page_of_metrics_is_up_to_date() -> None:
     import metrics_docs  # pyright: ignore[reportMissingImports]
 
     assert metrics_docs.PAGE.read_text() == metrics_docs.metrics_page(), "run: python scripts/metrics_docs.py"
+
+
+def test_links_lead_somewhere() -> None:
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#]+)", page.read_text())]
+    assert [link for page, link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    [tree] = re.findall(r"^    conf/ .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    folders, named = [ROOT], set[Path]()
+    for line in tree.rstrip().splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2 - 2
+        here = folders[depth]
+        paths = [here / name for name in re.split(" {2,}", line.strip())[0].split()]
+        named.update(paths)
+        folders[depth + 1 :] = [paths[-1]]
+    assert [path for path in named if not path.exists()] == []
+    inside = {path for path in (ROOT / "trinity_lightning").iterdir() if not path.name.startswith("__")}
+    assert {path for path in inside if path.is_dir() or path.suffix == ".py"} <= named
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composed and validated, in a folder with the files that it names."""
+    kept = "outputs/grpo/TIME/experiences/step_1.trxp"
+    for name in ("subtraction.jsonl", "expert.jsonl", "games.jsonl", "heldout.jsonl", "FOLDER/config.json", kept):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    program, *words = shlex.split(command)[2:]
+    if "--multirun" in words:
+        words = [word.partition(",")[0] for word in words]
+    overrides = [word for word in words if not word.startswith("--") and word != "job"]
+    validate(composed(*overrides, name=program.rpartition(".")[2]))

@@ -1,4 +1,4 @@
-"""An engine of a project's own, by one file and a dotted path."""
+"""An engine of a project's own: what is refused. What it does: test_architecture.py."""
 
 import subprocess
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from compose_cases import composed
-from run_cases import only, rows
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import capabilities_of
@@ -24,21 +23,6 @@ SMALL = (
     "sampling.max_tokens=8",
 )
 SMALL += ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "save_model=false")
-
-
-def test_a_run_with_an_engine_of_its_own(run_train: RunTrain, tmp_path: Path) -> None:
-    (tmp_path / "my_engine.py").write_text(OWN_ENGINE.read_text())
-    done = run_train(tmp_path, *SMALL, "engine.name=my_engine.PlainEngine", "steps=2")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "my_engine.PlainEngine (fp32)" in done.stdout
-    first, second = (
-        row for row in rows(only(tmp_path, "outputs/grpo/*")) if row["sync/probe_diff/max"] or row["actor/pg_loss"]
-    )
-    assert 0 < float(first["sync/probe_diff/max"]) < 1e-3  # two programs, the same weights
-    for step in (first, second):
-        assert float(step["actor/trained_rows"]) > 0
-        assert float(step["actor/logprob_diff/mean"]) < 1e-4
-    assert float(second["sample/lag/mean"]) == 0
 
 
 def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrain, tmp_path: Path) -> None:

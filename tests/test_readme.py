@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,18 +51,3 @@ def test_a_reward_and_a_recipe_of_ones_own(kind: str, run_train: RunTrain, tmp_p
     [completions] = tmp_path.glob("outputs/*/*/completions/step_1.jsonl")
     first = json.loads(completions.read_text().splitlines()[0])
     assert {"reward/short_and_right", "reward/short_and_right/right", "reward/short_and_right/short"} <= first.keys()
-
-
-def test_an_operator_and_a_strategy_of_ones_own(run_train: RunTrain, tmp_path: Path) -> None:
-    [parts] = [block for block in blocks("python") if "ExperienceOperatorV1" in block]
-    (tmp_path / "my_parts.py").write_text(parts)
-    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if "my_parts.DropEmpty" in line]
-    arguments = shlex.split(line.partition("trinity_lightning.train ")[2])
-    quick = ["steps=1", "explorer.eval_interval=0", "explorer.eval_on_startup=false", "logger=csv"]
-    done = run_train(tmp_path, *arguments, "model=tiny", "reward=contains_digits", "engine=transformers", *quick)
-    assert done.returncode == 0, done.stdout[-4000:]
-    [metrics] = tmp_path.glob("outputs/grpo/*/metrics.csv")
-    assert "experience_pipeline/my_parts.DropEmpty/dropped" in metrics.read_text()
-    [completions] = tmp_path.glob("outputs/grpo/*/completions/step_1.jsonl")
-    advantages = [json.loads(line)["advantage"] for line in completions.read_text().splitlines()]
-    assert {1.0, -1.0} <= set(advantages) <= {1.0, -1.0, 0.0, None}  # None: dropped

@@ -228,7 +228,7 @@ class ExperiencePipeline:
             [(reason, _)] = reasons.most_common(1)
             if reason not in self._explained:
                 self._explained.add(reason)
-                logger.warning("what helps if responses are left out as '%s': %s", reason, what_helps(reason))
+                logger.warning("what helps against '%s': %s", reason, what_helps(reason))
         counts = {f"experience_pipeline/untrained/{r.replace(' ', '_')}": float(n) for r, n in reasons.items()}
         return {"experience_pipeline/trained": float(trained), **counts}
 

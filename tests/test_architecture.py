@@ -1,0 +1,178 @@
+"""What docs/architecture.md shows: its examples are trained and built in, its tables are those of the code."""
+
+import copy
+import importlib
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from compose_cases import composed
+from conftest import ROOT
+from hydra.core.config_store import ConfigStore
+from run_cases import only, rows
+
+from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
+from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
+from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
+from trinity_lightning.build import train_source
+from trinity_lightning.config.hydra import CONFIG_ERRORS, explain
+from trinity_lightning.config.registry import PARTS, import_object
+from trinity_lightning.config.schema import typed_config
+from trinity_lightning.explorer.rewards import REWARDS
+from trinity_lightning.explorer.workflows import WORKFLOWS
+from trinity_lightning.explorer.workflows.environments import ENVIRONMENTS
+from trinity_lightning.train import check
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+PACKAGE = ROOT / "trinity_lightning"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ENGINE = ROOT / "tests" / "own_engine.py"
+REGISTRIES = (POLICY_LOSS_FN, ADD_STRATEGY, EXPERIENCE_OPERATORS, WORKFLOWS, ENVIRONMENTS, REWARDS)
+
+# Files by their names, each a part of a project of one's own.
+EXAMPLES = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+EXAMPLES["my_engine.py"] = ENGINE.read_text()
+# Rows of the table: kind, file, configuration, file and line of a built-in part, and what chooses it.
+PART_ROWS = [
+    tuple(cell.strip().strip("`") for cell in line.strip("|").split("|"))
+    for line in PAGE.splitlines()
+    if re.match(r"\| [\w ]+ \| `my_", line)
+]
+BY_KIND = pytest.mark.parametrize("row", PART_ROWS, ids=[row[0] for row in PART_ROWS])
+
+
+def write_examples(folder: Path) -> None:
+    for name, code in EXAMPLES.items():
+        (folder / name).write_text(code)
+
+
+def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
+    assert {row[1] for row in PART_ROWS} == set(EXAMPLES)
+    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "schedule"}
+
+
+def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -> None:
+    """Two steps; the workflow is that of the evaluation, as the environment needs another to train with."""
+    write_examples(tmp_path)
+    own = [word.replace("workflow.name=", "eval_workflow=") for row in PART_ROWS for word in shlex.split(row[2])]
+    small = ["explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8", "eval_sampling.max_tokens=2"]
+    quiet = ["logger=csv", "save_model=false", "explorer.eval_interval=0", "workflow.args.max_turns=2"]
+    done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *own, *small, *quiet)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "my_engine.PlainEngine (fp32)" in done.stdout
+    assert "my_loss.tempered, my_strategy.Sign" in done.stdout
+    run = only(tmp_path, "outputs/grpo/*")
+    evaluated, *steps = (row for row in rows(run) if row["sync/probe_diff/max"] or row["actor/pg_loss"])
+    assert evaluated["eval/addition_heldout/mean@1"] != ""
+    assert 0 < float(evaluated["sync/probe_diff/max"]) < 1e-3  # two programs, the same weights
+    assert len(steps) == 2
+    for step in steps:
+        assert float(step["actor/trained_rows"]) > 0
+        assert float(step["actor/logprob_diff/mean"]) < 1e-4
+        assert step["experience_pipeline/my_operator.DropEmpty/dropped"] != ""
+        assert step["reward/digits/mean"] != ""
+    assert float(steps[1]["sample/lag/mean"]) == 0
+    completions = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
+    assert all(each["prompt"].endswith("Say 3.") for each in completions)
+    assert {1.0, -1.0} <= {each["advantage"] for each in completions} <= {1.0, -1.0, 0.0, None}  # None: dropped
+
+
+def test_a_knob_of_ones_own_loss_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_examples(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loss = "algorithm.policy_loss={name: my_loss.tempered, args: {tau: 2.0}}"
+    check(composed("+recipe=grpo", "model=tiny", loss))
+    assert "'tao' of policy loss 'my_loss.tempered'" not in refused(loss)
+    assert "unknown argument of policy loss 'my_loss.tempered' 'tao'. Did you mean 'tau'?" in refused(
+        loss.replace("tau", "tao")
+    )
+    assert "argument 'tau' of policy loss 'my_loss.tempered' is 'hot'; give a number" in refused(
+        loss.replace("2.0", "hot")
+    )
+
+
+# -- built in ----------------------------------------------------------------------------------------------------------
+
+
+def refused(*choices: str) -> str:
+    """The sentence that refuses a run with these choices; nothing if it can be built."""
+    try:
+        config = composed("+recipe=grpo", "model=tiny", *choices)
+        check(config)
+        train_source(typed_config(config))
+    except CONFIG_ERRORS as error:
+        return explain(error)
+    return ""
+
+
+@pytest.fixture
+def built_in(row: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Add one file and one line to the package, for a test; the line's name."""
+    kind, own_file, _, file, line, _ = row
+    folder = tmp_path / Path(file).parent
+    folder.mkdir(parents=True)
+    (tmp_path / file).write_text(EXAMPLES[own_file])
+    package = importlib.import_module(f"trinity_lightning.{'.'.join(Path(file).parent.parts)}")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    name, path = cast("list[str]", re.findall(r'"(.*?)"', line))
+    monkeypatch.setitem(cast("dict[str, str]", PARTS[kind]), name, f"{package.__name__}.{path}")
+    # What is registered and imported by now is forgotten again.
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
+    for registry in REGISTRIES:
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
+    return name
+
+
+@BY_KIND
+def test_a_part_is_built_in_by_a_file_and_a_line(row: tuple[str, ...], built_in: str) -> None:
+    kind, chosen = row[0], shlex.split(row[5])
+    part: Any = import_object(PARTS[kind][built_in])
+    assert part.__module__.startswith("trinity_lightning.")
+    assert refused(*chosen) == ""
+    for registry in REGISTRIES:
+        if registry.kind == kind:
+            assert registry.get(built_in) is part
+
+
+@BY_KIND
+def test_a_misspelt_name_lists_what_was_built_in(row: tuple[str, ...], built_in: str) -> None:
+    *others, chosen = shlex.split(row[5])
+    sentence = refused(*others, f"{chosen}x")
+    assert f"Did you mean '{built_in}'?" in sentence
+    listed = re.split(r"[.,] ?", sentence.partition("Known: ")[2])
+    assert PARTS[row[0]].keys() <= set(listed)
+
+
+# -- the picture and the lists -----------------------------------------------------------------------------------------
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    planned = {row[3] for row in PART_ROWS}
+    named = set(re.findall(r"(?<![./\w])\w[\w/]*/\w+\.py", PAGE)) - planned
+    missing = [name for name in named if not ((PACKAGE / name).is_file() or (ROOT / name).is_file())]
+    assert not missing
+
+
+SIDE_EFFECTS = (
+    r"os\.environ\[.*\] =|os\.environ\.(?:setdefault|update|pop)|del os\.environ|filterwarnings|simplefilter"
+    r"|signal\.signal\(|torch\.set_(?!grad)|seed_everything|atexit\.register|register_at_fork|sys\.path\.insert"
+    r"|sys\.path \+=|mallopt\(|madvise\(|prctl\(|\.handlers\.clear|\.setLevel\(|addHandler\(|register_new_resolver"
+    r"|_dynamo\.config|Interface\.register\(|\.__class__ =|precision_plugin =|os\.environ \|"
+)
+
+
+def test_the_list_of_side_effects_is_complete() -> None:
+    [table] = re.findall(r"## What a process notices\n.*", PAGE, re.DOTALL)
+    doing = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(SIDE_EFFECTS, path.read_text())
+    }
+    assert doing <= set(re.findall(r"`([\w/]+\.py)`", table))
