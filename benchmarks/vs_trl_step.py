@@ -3,14 +3,15 @@
     python benchmarks/vs_trl_step.py [--model smollm2] [--steps 3]
 
 Ours is `+recipe=grpo` with vLLM, without evaluations; TRL generates by transformers, since its vLLM mode stops at the
-first weight sync on a CPU. Both learn the same sums with 8 prompts x 8 completions of at most 32 tokens, the same
-learning rate and objective, in the dtype whose products are faster here: in bf16 ours has bfloat16 weights with float32
-masters, TRL's is autocast over float32 weights. TRL's other settings are its defaults, gradient checkpointing among
-them; `--trl` changes them, as JSON. Each side is a process of its own, and they take turns. Each begins with the same
-model and learns, so that completions become shorter on both sides; the first step warms up. Prints one JSON line:
-seconds a step (median, least, largest), peak memory of each process in these steps, `ratio` is TRL's time divided by
-ours, `completion_tokens` the mean length of what each side generated, `trained_rows` the share of completions that it
-computed gradients of: ours leaves out groups whose rewards are all equal, which have none.
+first weight sync on a CPU. Neither writes checkpoints. Both learn the same sums with 8 prompts x 8 completions of at
+most 32 tokens, the same learning rate and objective, in the dtype whose products are faster here: in bf16 ours has
+bfloat16 weights with float32 masters, TRL's is autocast over float32 weights. TRL's other settings are its defaults,
+gradient checkpointing among them; `--trl` changes them, as JSON. Each side is a process of its own, and they take
+turns. Each begins with the same model and learns, so that completions become shorter on both sides; the first step
+warms up. Prints one JSON line: seconds a step (median, least, largest), peak memory of each process in these steps,
+`ratio` is TRL's time divided by ours, `completion_tokens` the mean length of what each side generated, `trained_rows`
+the share of completions that it computed gradients of: ours leaves out groups whose rewards are all equal, which have
+none.
 """
 
 import argparse
@@ -87,7 +88,9 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
     compose.register()
     overrides = ["+recipe=grpo", f"output_dir={folder}", f"model={spec['model']}", "steps=1000000", "ckpt_path=null"]
     overrides += [f"model.dtype={spec['dtype']}"]
-    overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "~callbacks.checkpoint"]
+    overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv"]
+    # Without its own callback for checkpoints Lightning would write one at every step, unless it is asked not to.
+    overrides += ["~callbacks.checkpoint", "+trainer.enable_checkpointing=false"]
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
         run = build(hydra_compose("train", overrides))
     callbacks: list[L.Callback] = run.trainer.callbacks  # type: ignore[attr-defined]
