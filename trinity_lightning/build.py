@@ -1,4 +1,4 @@
-"""From a validated configuration to a training run or an evaluation: the only place where parts are put together."""
+"""From a validated configuration to a training run: the only place where its parts are put together."""
 
 import logging
 import warnings
@@ -22,7 +22,6 @@ from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
-from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
@@ -38,14 +37,11 @@ from trinity_lightning.engines import (
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
-from trinity_lightning.monitor.csv_logger import log_row
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.monitor.step_line import evaluation_rows, summary_table
-from trinity_lightning.sync.stream import WeightStream, as_checkpoint, checkpoint_weights, skeleton
+from trinity_lightning.monitor.step_line import summary_table
+from trinity_lightning.sync.stream import checkpoint_weights
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -370,81 +366,6 @@ def response_budget(config: TrainConfig) -> int:
     """Longest response in tokens; with several turns, as your own workflow may have, all that the context holds."""
     single = config.workflow.name in SINGLE_RESPONSE_WORKFLOWS
     return config.sampling.max_tokens if single else config.engine.max_model_len
-
-
-# -- an evaluation ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Evaluation:
-    """Everything an evaluation is made of."""
-
-    model: str
-    explorer: Explorer
-    engines: list[Engine]
-    checkpoints: list[Path]
-    folder: Path
-    monitor: RunMonitor
-    loggers: list[Logger]
-
-    def run(self) -> dict[int, dict[str, float]]:
-        """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
-        host = Host(self.engines)
-        try:
-            host.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
-            host.limit_blocking(self.explorer.config.max_timeout)
-            results: dict[int, dict[str, float]] = {}
-            for weights in [self._weights(path) for path in self.checkpoints] or [None]:
-                found = host.run(self.explorer.benchmark(weights and [weights]))
-                results |= found
-                self._show(found)
-        finally:
-            host.end(self.explorer.shutdown())
-            host.close()
-            finish(self.loggers)
-        print(f"everything is in {self.folder}", flush=True)
-        return results
-
-    def _weights(self, path: Path) -> tuple[int, WeightStream]:
-        """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
-        step, weights = checkpoint_weights(path)
-        if all(engine.capabilities.shares_weights for engine in self.engines):
-            return step, weights
-        return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))
-
-    def _show(self, results: dict[int, dict[str, float]]) -> None:
-        for step, metrics in results.items():
-            log_row(self.loggers, metrics, step, row=step)
-            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics)]), flush=True)
-
-
-def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
-    """The parts of an evaluation, connected.
-
-    Raises:
-        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
-    """
-    settle_dtypes(config, checkpoints[0] if checkpoints else None)
-    typed = typed_config(config)
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    quiet_lightning()
-    record_config(config, folder / "config.yaml")
-    L.seed_everything(typed.seed, verbose=False)
-    check_room(typed)
-    if checkpoints:
-        check_experts(typed)
-    engines = engines_of(typed, folder)
-    if any(engine.capabilities.shares_weights for engine in engines):
-        policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
-        policy.configure_model()
-        for engine in engines:
-            engine.bind(policy.policy)
-    loggers = loggers_of(config)
-    monitor = RunMonitor(folder, total_steps=0)
-    auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
-    explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
-    return Evaluation(typed.model.name, explorer, engines, checkpoints, folder, monitor, loggers)
 
 
 # -- loggers and records ----------------------------------------------------------------------------------------------

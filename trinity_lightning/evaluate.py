@@ -15,7 +15,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_models, check_reward
 
 if TYPE_CHECKING:
-    from trinity_lightning.build import Evaluation
+    from trinity_lightning.evaluation import Evaluation
 
 # Files that are written once, at the end or on Ctrl-C, sort behind the steps.
 _STEP = re.compile(r"(\d+)")
@@ -32,7 +32,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
             "there is nothing to evaluate on: give eval_tasksets, or a recipe that has some (+recipe=NAME)."
         )
     checkpoints = find_checkpoints(config)
-    from trinity_lightning.build import build_evaluation
+    from trinity_lightning.evaluation import build_evaluation
 
     try:
         run: Evaluation = build_evaluation(config, checkpoints)
