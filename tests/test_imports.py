@@ -70,7 +70,7 @@ DEFAULT_RUN = (
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",
 )
-MAX_DEFAULT_RUN = 10_400  # lines of code that it imports before it needs an option
+MAX_DEFAULT_RUN = 9_700  # lines of code that it imports before it needs an option
 MAX_FILES, MAX_LINES = 145, 27_600  # of the package
 
 
