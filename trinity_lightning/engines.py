@@ -83,6 +83,7 @@ def _check_context(key: str, name: str, engine: EngineConfig) -> None:
 
     model = AutoConfig.from_pretrained(str(resolve_model(name))).get_text_config()
     longest = getattr(model, "max_position_embeddings", None)
+    # Scaled positions have rules of their own, which are left to vLLM.
     stretched = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
     if longest is not None and engine.max_model_len > longest and not stretched:
         raise ConfigError(
