@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, cast
 
-from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import number
@@ -134,7 +133,7 @@ async def _call(reward: Reward, response: str, task: Task) -> Any:
 def _number(reward: Reward, part: str, value: Any) -> float:
     # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
     number = value.item() if hasattr(value, "shape") and math.prod(value.shape) == 1 else value
-    if not isinstance(number, Real) or not is_valid_reward(float(number)):
+    if not isinstance(number, Real) or not math.isfinite(number):
         raise RewardError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
     return float(number)
 
