@@ -1,4 +1,4 @@
-"""Loaders of optimizer batches: sized, lazy, stateful; groups stay whole, and a resumed run goes on where it stood."""
+"""The buffer in memory, and its loader of optimizer batches: whole groups, sized, lazy, and resumed where it stood."""
 
 from itertools import islice
 
@@ -6,14 +6,98 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
 from support.buffer import filled, make_group, names, through_a_file
 
 from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
-from trinity_lightning.buffer.offline import OfflineExperienceDataModule, OfflineLoader
-from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
-from trinity_lightning.buffer.step_files import StepReader, keep_step
-from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.common.experience import ExperienceFormatError
+from trinity_lightning.errors import ConfigError
+
+
+def test_what_was_written_is_held_in_order_once_committed():
+    storage = MemoryStorage()
+    assert (storage.batch, storage.experiences, storage.columns) == (0, [], {})
+    first, second = make_group(0, 3), make_group(1, 2)
+    storage.begin()
+    storage.write(first)
+    storage.write(second)
+    assert (storage.batch, storage.experiences) == (0, [])
+    storage.commit(1)
+    assert (storage.batch, storage.is_ready(1)) == (0, True)
+    storage.advance(1)
+    assert (storage.batch, storage.is_ready(1)) == (1, False)
+    assert storage.experiences == first + second
+
+
+def test_the_next_step_replaces_the_last_and_its_columns():
+    storage = filled([2, 2], batch=1, columns=True)
+    storage.begin()
+    storage.write(make_group(7, 1, batch=2))
+    storage.commit(2)
+    storage.advance(2)
+    assert (storage.batch, len(storage.experiences), storage.columns) == (2, 1, {})
+
+
+def test_a_filling_cut_short_leaves_the_step_before_and_is_forgotten():
+    storage = filled([2], batch=1, columns=True)
+    before, columns = list(storage.experiences), storage.columns
+    storage.begin()
+    storage.write(make_group(3, 4, batch=2))
+    assert (storage.batch, storage.experiences, storage.columns) == (1, before, columns)
+    storage.begin()
+    again = make_group(3, 1, batch=2)
+    storage.write(again)
+    storage.commit(2)
+    storage.advance(2)
+    assert storage.experiences == again
+
+
+def test_steps_wait_their_turn_while_another_is_trained_on_and_go_through_a_checkpoint():
+    storage = filled([2], batch=1, columns=True)
+    trained = list(storage.experiences)
+    waiting = {step: make_group(step, 2, batch=step) for step in (2, 3)}
+    for step, experiences in waiting.items():
+        storage.begin()
+        storage.write(experiences)
+        storage.commit(step)
+    assert (storage.batch, storage.experiences, len(storage.columns)) == (1, trained, 1)
+    other = MemoryStorage()
+    other.load_state_dict(through_a_file(storage.state_dict()))
+    assert other.experiences == trained
+    for step, experiences in waiting.items():
+        assert other.is_ready(step)
+        other.advance(step)
+        assert other.experiences == experiences
+        assert (other.batch, other.columns) == (step, {})
+    assert not other.is_ready(2)
+
+
+def test_state_goes_through_a_checkpoint():
+    storage, other = filled([3, 1], batch=4, columns=True), filled([2])
+    other.load_state_dict(through_a_file(storage.state_dict()))
+    assert other.batch == 4
+    assert other.experiences == storage.experiences
+    assert other.columns.keys() == storage.columns.keys()
+    for mine, theirs in zip(storage.columns["old_logprobs"], other.columns["old_logprobs"], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_empty_storage_has_a_state_too():
+    other = filled([2])
+    other.load_state_dict(through_a_file(MemoryStorage().state_dict()))
+    assert (other.batch, other.experiences, other.columns) == (0, [], {})
+
+
+def test_a_damaged_payload_is_an_error_and_changes_nothing():
+    state = filled([2], batch=5).state_dict()
+    payload = bytearray(state["payload"])
+    payload[len(payload) // 2] ^= 1
+    storage = filled([3], batch=4)
+    with pytest.raises(ExperienceFormatError):
+        storage.load_state_dict(state | {"payload": bytes(payload)})
+    assert (storage.batch, len(storage.experiences)) == (4, 3)
+
+
+# -- the loader --------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,111 +217,3 @@ def test_batches_of_a_step_know_all_of_it():
     storage = filled([2, 3])
     assert all(batch.step is storage.experiences for batch in ExperienceLoader(storage, optimizer_steps=2))
     assert [batch.step for batch in ExperienceLoader(storage)] == [None]
-
-
-# -- without an explorer: an epoch is so many reads -------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Step files with groups of 2, 3, 1, 2, 2 and 4 experiences."""
-    for task, size in enumerate([2, 3, 1, 2, 2, 4]):
-        keep_step(tmp_path / "steps", task, make_group(task, size))
-    return tmp_path / "steps"
-
-
-def test_each_read_becomes_a_batch_of_whole_groups(folder):
-    loader = OfflineLoader(StepReader(folder), batch_size=4, steps_per_epoch=2)
-    assert len(loader) == 2
-    first, second = list(loader), list(loader)
-    tasks = [[e.eid.task for e in item.experiences] for item in first + second]
-    assert tasks == [[0, 0], [1, 1, 1, 2], [3, 3, 4, 4], [5, 5, 5, 5]]
-    assert [item.explore_step for item in first + second] == [1, 1, 2, 2]
-    assert [item.num_tokens for item in first] == [4, 8]
-
-
-def test_groups_may_be_parted(folder):
-    loader = OfflineLoader(StepReader(folder), batch_size=7, steps_per_epoch=2, whole_groups=False)
-    assert [len(item.experiences) for item in loader] == [7, 7]
-
-
-def test_nothing_is_read_before_it_is_asked_for(folder):
-    reader = StepReader(folder)
-    state = reader.state_dict()
-    iterator = iter(OfflineLoader(reader, batch_size=4, steps_per_epoch=2))
-    assert reader.state_dict() == state
-    next(iterator)
-    assert reader.state_dict() != state
-
-
-@pytest.mark.parametrize("done", range(7))
-def test_a_resumed_run_reads_exactly_what_is_left(folder, done):
-    def start():
-        reader = RepeatingReader(StepReader(folder))
-        return OfflineExperienceDataModule(reader, batch_size=4, steps_per_epoch=3)
-
-    def batches(data, number):
-        """So many, over as many epochs as it takes."""
-        got = []
-        while len(got) < number:
-            got += [(names(item), item.explore_step) for item in islice(data.train_dataloader(), number - len(got))]
-        return got
-
-    whole = batches(start(), 9)
-    data = start()
-    before = batches(data, done)
-    states = through_a_file([data.state_dict(), data.train_dataloader().state_dict()])
-    resumed = start()
-    resumed.load_state_dict(states[0])
-    resumed.train_dataloader().load_state_dict(states[1])
-    assert before + batches(resumed, 9 - done) == whole
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's own use of torch
-def test_lightning_resumes_in_the_middle_of_an_epoch(folder, tmp_path):
-    class Recorder(LightningModule):
-        def __init__(self, save_at=None):
-            super().__init__()
-            self.automatic_optimization = False
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-            self.seen, self.save_at = [], save_at
-
-        def training_step(self, batch, _index):
-            self.seen.append(names(batch))
-
-        def on_train_batch_end(self, *_arguments, **_named):
-            if len(self.seen) == self.save_at:
-                self.trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def run(model, ckpt_path=None):
-        data = OfflineExperienceDataModule(RepeatingReader(StepReader(folder)), batch_size=4, steps_per_epoch=3)
-        trainer = Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
-        return model.seen
-
-    whole = run(Recorder(save_at=4))
-    assert len(whole) == 6
-    assert run(Recorder(), tmp_path / "middle.ckpt") == whole[4:]
-
-
-def test_data_that_end_are_an_error(folder):
-    loader = OfflineLoader(StepReader(folder), batch_size=4, steps_per_epoch=9)
-    with pytest.raises(StorageError, match=r"step 5 of 9 in epoch 1.*RepeatingReader"):
-        list(loader)
-
-
-@pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"steps_per_epoch": 0}, {"wait": -1.0}])
-def test_numbers_that_cannot_work_are_refused(arguments):
-    with pytest.raises(ConfigError, match=next(iter(arguments))):
-        OfflineLoader(MemoryReader([]), **({"batch_size": 1, "steps_per_epoch": 1} | arguments))

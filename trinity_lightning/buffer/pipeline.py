@@ -115,8 +115,7 @@ class ExperiencePipeline:
         add_strategy: a registered name or dotted path, or several with arguments: [("grpo", {"epsilon": 1e-6})].
         writer: where the result goes.
         operators: run before the add strategy, in order.
-        auxiliary_models: clients of other models, for operators that ask them.
-        folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
+        auxiliary_models, folder: as `OperatorChain`.
 
     Attributes:
         chain: the operators, if there are any.
@@ -142,7 +141,7 @@ class ExperiencePipeline:
 
     @property
     def selector_metric(self) -> dict[Any, Any]:
-        """What the last step's operators tell a task selector: {taskset_id: {"indices": [...], "values": [...]}}.
+        """What the last step's operators report to a task selector: {taskset_id: {"indices": [...], "values": [...]}}.
 
         For selectors of your own: tasksets of this library are updated by the explorer, by rewards before operators.
         """

@@ -41,10 +41,7 @@ class ReplayReader(BufferReader):
         seed: of the random order.
         name: under which reads are logged; readers at work at the same time need different ones.
 
-    Raises:
-        ConfigError: an argument out of range, a URL that is none, or a driver that is not installed.
-        StorageError: there is no such buffer, or no connection.
-        StorageFormatError: what is there is something else.
+    A ConfigError if an argument is out of range; other errors as `Database`.
     """
 
     def __init__(

@@ -311,10 +311,7 @@ class SqlStorage(BufferWriter):
         priority_of: what a `ReplayReader` chooses by, 0 for never; see there.
         retry_for: seconds for which a busy or restarting database is asked again.
 
-    Raises:
-        ConfigError: a URL that is none, or a driver that is not installed.
-        StorageError: no connection.
-        StorageFormatError: what is there is something else.
+    Errors as `Database`.
     """
 
     def __init__(
@@ -403,32 +400,20 @@ class SqlStorage(BufferWriter):
 def keep_step(place: str | Path, run: str, step: int, experiences: list[Experience]) -> None:
     """Insert the experiences of an explore step of a run, in place of what an earlier attempt at it left.
 
-    A reader that has passed those reads the new ones too: they are the newest of the database.
+    A reader that has passed those reads the new ones too. Errors as `SqlStorage.write`.
 
     Args:
         place: as `SqlStorage`.
         run: identity of the run, at most 16 characters: several runs may keep their steps in one database.
         step: its number.
         experiences: as they went to the trainer.
-
-    Raises:
-        ExperienceError, StorageError: as `SqlStorage.write`.
     """
     with SqlStorage(place) as storage:
         storage.replace(f"{run}/{step}", experiences)
 
 
 class SqlReader(CursorReader):
-    """Reads in the order of writing, each experience once a reader, whoever else reads.
-
-    Args:
-        place, table, retry_for: as `SqlStorage`.
-
-    Raises:
-        ConfigError: a URL that is none, or a driver that is not installed.
-        StorageError: there is no such buffer, or no connection.
-        StorageFormatError: what is there is something else.
-    """
+    """Reads in the order of writing, each experience once a reader, whoever else reads; arguments as `SqlStorage`."""
 
     def __init__(self, place: str | Path, *, table: str = TABLE, retry_for: float = RETRY_FOR) -> None:
         self._database = Database(place, table, create=False, retry_for=retry_for)

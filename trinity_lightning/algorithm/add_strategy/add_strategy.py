@@ -311,7 +311,6 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
     has advantages of exactly 0.
 
     Args:
-        writer: where the experiences go.
         epsilon: added to the standard deviation.
         std_level: "group", or "batch": divide by the standard deviation of all valid rewards of the step.
         std_threshold: leave out groups whose rewards, as they were before operators, have a standard deviation not
@@ -351,7 +350,6 @@ class OPMDAddStrategy(TaskAdvantageStrategy):
     """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
 
     Args:
-        writer: where the experiences go.
         opmd_baseline: "mean": b = mean(r); "logavgexp": b = tau * (logsumexp(r / tau) - log n).
         tau: temperature of "logavgexp", above 0.
     """
@@ -379,7 +377,6 @@ class RewardVarianceAddStrategy(AddStrategy):
     answers. `filtered_count` counts the experiences that were not written, `add_strategy_time` is in seconds.
 
     Args:
-        writer: where the experiences go.
         variance_threshold: what the variance of a group must exceed.
         metric: what to judge by in place of the reward: the name of a reward function ("accuracy"), another metric of
             the experiences, or an entry of their info ("judge_score").

@@ -62,7 +62,6 @@ class ASYMREAddStrategy(BaselineAddStrategy):
     """AsymRE: r - (mean + baseline_shift) (arXiv 2506.20520); a group of one keeps its reward.
 
     Args:
-        writer: where the experiences go.
         baseline_shift: added to the mean; below 0, good responses count for more than bad ones.
     """
 

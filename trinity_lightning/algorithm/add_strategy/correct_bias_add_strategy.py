@@ -23,7 +23,6 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     The metrics reward_mean and reward_std are those of r'.
 
     Args:
-        writer: where the experiences go.
         epsilon: added to the standard deviation.
         rank_penalty: share of its reward that the likeliest response of a large group loses.
     """

@@ -73,7 +73,6 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
     The last step is the one with the greatest `eid.step`. Rewards of other steps do not count, and may be missing.
 
     Args:
-        writer: where the experiences go.
         epsilon: added to the standard deviation.
         enable_step_norm: divide the score by the number of the run's steps, for long runs to weigh no more than short.
         std_level, std_threshold: as `grpo`, of the rewards of the runs' last steps.

@@ -185,15 +185,11 @@ class OperatorChain:
     """Runs operators in order on the experiences of an explore step.
 
     Args:
-        configs: the operators.
-        auxiliary_models: clients of other models, for operators that ask them.
+        configs, auxiliary_models: as `create_operators`, errors too.
         folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
 
     Attributes:
-        selector_metric: what the last step's operators tell the task selector, {} if nothing.
-
-    Raises:
-        ValueError, TypeError, ConfigError: as `create_operators`.
+        selector_metric: what the last step's operators report to the task selector, {} if nothing.
     """
 
     def __init__(
@@ -337,8 +333,7 @@ class OperatorChain:
 def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
     """Copies that nothing done to the originals in place reaches; what originals share, the copies share too.
 
-    Raises:
-        ExperienceError: a field holds what cannot be copied, such as a lock in info.
+    ExperienceError: a field holds what cannot be copied, such as a lock in info.
     """
     memo: dict[int, Any] = {}
     return [_copy_experience(experience, memo) for experience in experiences]
@@ -379,12 +374,7 @@ def as_number(value: Any) -> float | None:
 
 
 def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
-    """What an operator returned, if it is what one has to return.
-
-    Raises:
-        TypeError: it is not.
-        ExperienceError: the operator set a field of an experience to what it cannot hold.
-    """
+    """What an operator returned; TypeError or ExperienceError if that is not what it has to return."""
     if isinstance(result, tuple) and len(result) == 2:
         experiences, metrics = result
         of_experiences = isinstance(experiences, Sequence) and all(isinstance(e, Experience) for e in experiences)

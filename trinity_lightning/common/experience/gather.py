@@ -181,15 +181,8 @@ def gather_response_attrs(
     """A per-token field of the response, padded on the right: [B, R] in the dtype of the first.
 
     Args:
-        experiences: at least one; all must have the field.
         attr_name: logprobs, advantages, returns, token_level_reward, teacher_logprobs or action_mask.
-        max_response_length: R, in tokens.
-        pad_value: what padding is filled with.
-        device: of the result; None: host memory.
-        pin_memory: build it in page-locked memory (ignored without a GPU).
-
-    Raises:
-        ExperienceError: empty list, a missing field, mixed dtypes, or a response that is too long.
+        pad_value: what padding is filled with; other arguments and errors as `gather_token_ids`.
     """
     rows = _column(experiences, attr_name)
     return _pad_response(experiences, rows, attr_name, max_response_length, pad_value, device, pin_memory)
