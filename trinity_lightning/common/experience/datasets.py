@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trinity_lightning.common.experience.codec import (
-    DTYPE_NAMES,
-    Writer,
-    custom_field_rows,
-    known_dtype,
-    read_custom_fields,
-    unpack,
-)
+from trinity_lightning.common.experience.codec import DTYPE_NAMES, Writer, known_dtype, unpack
 from trinity_lightning.common.experience.experience import (
     INTEGER_DTYPES,
     RESPONSE_FIELDS,
@@ -26,6 +19,7 @@ from trinity_lightning.common.experience.experience import (
     ExperienceError,
     ExperienceFormatError,
 )
+from trinity_lightning.common.experience.payload import custom_field_rows, read_custom_fields
 
 if TYPE_CHECKING:
     from datasets import Dataset

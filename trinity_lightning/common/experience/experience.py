@@ -6,9 +6,6 @@ import numbers
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import eq
-from types import NoneType
 from typing import Any, Literal
 
 import numpy as np
@@ -277,9 +274,9 @@ class Experience:
             ExperienceError: a field holds what cannot be encoded, or has a type or length that it must not have (fields
                 may be assigned unchecked); the message names experience and field.
         """
-        from trinity_lightning.common.experience import codec  # which knows of Experience
+        from trinity_lightning.common.experience import payload  # which knows of Experience
 
-        return codec.serialize_many(experiences)
+        return payload.serialize_many(experiences)
 
     @staticmethod
     def deserialize(data: Buffer, allow_pickle: bool = False) -> "Experience":
@@ -307,9 +304,9 @@ class Experience:
         Raises:
             ExperienceFormatError: anything else, or a damaged payload.
         """
-        from trinity_lightning.common.experience import codec
+        from trinity_lightning.common.experience import payload
 
-        return codec.deserialize_many(data, allow_pickle)
+        return payload.deserialize_many(data, allow_pickle)
 
     def to_dict(self) -> dict[str, Any]:
         """What a person or a logger wants to see, without tensors; optional entries only if they are not None."""
@@ -512,80 +509,3 @@ def group_by(experiences: Sequence[Experience], id_type: Literal["task", "run", 
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, _ID_OF[id_type]), []).append(experience)
     return groups
-
-
-# -- The same rules for many experiences at once, which were not made by the constructor or assigned to since ----------
-
-Columns = dict[str, list[Any]]
-REQUIRED_COLUMNS: dict[str, tuple[type, ...]] = {
-    **{f"eid.{each.name}": (int, str) for each in dataclasses.fields(EID)},
-    "experience_type": (str,),
-    "prompt_length": (int,),
-}
-COLUMN_TYPES: dict[str, tuple[type, ...]] = REQUIRED_COLUMNS | {
-    "reward": (float, NoneType),
-    "truncate_status": (str, NoneType),
-    "info": (dict,),
-    "metrics": (dict,),
-    "response_text": (str, NoneType),
-    "prompt_text": (str, NoneType),
-    "messages": (list, NoneType),
-    "tools": (list, NoneType),
-    "chosen_messages": (list, NoneType),
-    "rejected_messages": (list, NoneType),
-    "multi_modal_inputs": (dict, NoneType),
-    "custom_fields": (list,),
-}
-_LARGE = 2**62
-
-
-def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
-    """The first value whose type its column must not have, as (row, message)."""
-    for name, column in columns.items():
-        kinds = COLUMN_TYPES[name]
-        for row, value in enumerate(column if not set(map(type, column)) <= set(kinds) else ()):
-            if not isinstance(value, kinds):
-                return row, f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}."
-    return None
-
-
-def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, str] | None:
-    """The first experience whose parts do not fit together, as (row, message).
-
-    Args:
-        columns: the plain fields.
-        lengths: length of every tensor field that some experience has, int64 [B], -1 for those that lack it.
-    """
-    none = np.full(len(columns["prompt_length"]), -1)
-    tokens, chosen, rejected, logprobs = (lengths.get(n, none) for n in ("tokens", "chosen", "rejected", "logprobs"))
-    single, multi, pair = (_equal(columns["experience_type"], kind) for kind in ("single_turn", "multi_turn", "dpo"))
-    truncated = single & _equal(columns["truncate_status"], "prompt_truncated")
-    prompt = _integers(columns["prompt_length"])
-    responses = np.where(truncated & (logprobs >= 0), logprobs, tokens - prompt)
-    rules = {
-        "experience_type: expected single_turn, multi_turn or dpo": single | multi | pair,
-        "tokens: expected a tensor": tokens >= 0,
-        "chosen, rejected: expected in a dpo experience": ~pair | ((chosen >= 0) & (rejected >= 0)),
-        "prompt_length: expected within the tokens": (prompt >= single) & (prompt <= tokens - (single & ~truncated)),
-    }
-    for name in filter(lengths.__contains__, RESPONSE_FIELDS):
-        rules[f"{name}: expected one value a response token"] = (lengths[name] < 0) | (lengths[name] == responses)
-    for message, kept in rules.items():
-        if not kept.all():
-            row = int(np.flatnonzero(~kept.astype(bool))[0])
-            found = {name: int(length[row]) for name, length in lengths.items() if length[row] >= 0}
-            return row, f"{message}, got lengths {found} and prompt_length {prompt[row]}."
-    return None
-
-
-def _equal(column: list[str | None], value: str) -> np.ndarray:
-    count = column.count(value)
-    if count in (0, len(column)):
-        return np.full(len(column), count > 0)
-    return np.fromiter(map(eq, column, repeat(value)), bool, len(column))
-
-
-def _integers(column: list[int]) -> np.ndarray:
-    """The column as int64, or as Python's integers if differences could leave the range of those."""
-    small = not column or (min(column) >= -_LARGE and max(column) <= _LARGE)
-    return np.array(column, dtype=np.int64 if small else object)
