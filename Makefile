@@ -3,15 +3,20 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Two processes, each with whole files, whose fixtures are engines; in the order of tests/support/tiers.py. ARGS="-n 8" for more.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test lint style bench setup-train setup-dev setup-bench
+.PHONY: train check test lint style bench setup-train setup-dev setup-bench
 
 train: setup-train
 	$(BIN)/python -m trinity_lightning.train +recipe=grpo $(ARGS)
 
-# Two processes, each with whole files, whose fixtures are engines: about half the time on two cores. ARGS="-n 8" for more.
+# What starts no engine, server or whole run: within two minutes on two cores.
+check: style
+	$(PYTEST) -m fast $(ARGS)
+
 test: style
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Type checking takes minutes on a small machine, hence its place outside `make test`.
 lint: style

@@ -1,10 +1,8 @@
-"""Fixtures for whole runs: real commands in processes of their own, from a folder of their own."""
+"""The tiers of the tests, and the fixture for whole runs."""
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,37 +10,37 @@ import pytest
 # Before torch is imported; the commands that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ROOT = Path(__file__).resolve().parents[1]
-TRAIN = "trinity_lightning.train"
+from support import tiers
+from support.runs import Commands
+
+GUARD = tiers.Guard()
 
 
-def environment() -> dict[str, str]:
-    """The environment of a command: the checkout is importable, W&B stays offline and quiet."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return os.environ | {"PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tiers.mark(item)
+    tiers.slow_files_first(items)
 
 
-def train_command(*arguments: str, program: str = TRAIN) -> list[str]:
-    """The command line of a training run."""
-    return [sys.executable, "-m", program, *arguments]
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    GUARD.on = tiers.is_fast(item)
+    try:
+        return (yield)
+    finally:
+        GUARD.on = False
 
 
 @pytest.fixture(scope="session")
-def run_train() -> Callable[..., subprocess.CompletedProcess[str]]:
+def needs_vllm() -> Any:
+    """For tests and fixtures that start a vLLM."""
+    return pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="session")
+def run_train() -> Iterator[Commands]:
     """Runs `python -m trinity_lightning.train ARGUMENTS` in a folder; stdout and stderr are captured together."""
-
-    def run(
-        folder: Path, *arguments: str, timeout: float = 420, program: str = TRAIN
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            train_command(*arguments, program=program),
-            cwd=folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    return run
+    commands = Commands()
+    yield commands
+    commands.close()

@@ -5,16 +5,13 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from compose_cases import composed
-from conftest import ROOT
 from hydra.core.config_store import ConfigStore
-from run_cases import only, rows
+from support.compose import composed
+from support.runs import ROOT, RunTrain, only, rows
 
 from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
@@ -28,11 +25,9 @@ from trinity_lightning.explorer.workflows import WORKFLOWS
 from trinity_lightning.explorer.workflows.environments import ENVIRONMENTS
 from trinity_lightning.train import check
 
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
-
 PACKAGE = ROOT / "trinity_lightning"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-ENGINE = ROOT / "tests" / "own_engine.py"
+ENGINE = ROOT / "tests" / "support" / "own_engine.py"
 REGISTRIES = (POLICY_LOSS_FN, ADD_STRATEGY, EXPERIENCE_OPERATORS, WORKFLOWS, ENVIRONMENTS, REWARDS)
 
 # Files by their names, each a part of a project of one's own.

@@ -3,8 +3,6 @@
 import asyncio
 import csv
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.judge_server import judge_server
+from support.runs import SMALL, RunTrain
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
-
-SMALL = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
-SMALL += (
-    "sampling.max_tokens=8",
-    "steps=1",
-    "explorer.eval_on_startup=false",
-    "explorer.eval_interval=0",
-    "logger=csv",
-)
+ONE_STEP = ("+recipe=grpo", *SMALL, "steps=1")
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -49,7 +39,7 @@ def test_an_endpoint_judges(asked_by: str, run_train: RunTrain, tmp_path: Path) 
     }
     with judge_server(by_length, ["some-model"]) as server:
         model = ("+auxiliary_models.umpire.model=some-model", f"+auxiliary_models.umpire.url={server.url}")
-        done = run_train(tmp_path, *SMALL, *judging[asked_by], *model)
+        done = run_train(tmp_path, *ONE_STEP, *judging[asked_by], *model)
     assert done.returncode == 0, done.stdout[-4000:]
     assert len(server.requests) == 8
     assert {request["model"] for request in server.requests} == {"some-model"}
@@ -66,7 +56,7 @@ def test_a_server_of_the_runs_own_teaches(run_train: RunTrain, tmp_path: Path) -
     save_file({name: 2 * tensor for name, tensor in weights.items()}, teacher / "model.safetensors", {"format": "pt"})
     done = run_train(
         tmp_path,
-        *SMALL,
+        *ONE_STEP,
         "workflow=on_policy_distill",
         "add_strategy=on_policy_distill",
         f"+auxiliary_models.teacher.model={teacher}",

@@ -2,46 +2,51 @@
 
 import importlib
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, environment
+from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.policy import PolicyModule
 
+RunBenchmark = Callable[..., dict[str, Any]]
 
-def run_benchmark(name: str, *arguments: str) -> dict[str, Any]:
+
+@pytest.fixture
+def run_benchmark(run_train: RunTrain, tmp_path: Path) -> RunBenchmark:
     """The JSON line that a benchmark prints last."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+
+    def run(name: str, *arguments: str) -> dict[str, Any]:
+        done = run_train(tmp_path, *arguments, program=str(ROOT / "benchmarks" / name), timeout=300)
+        assert done.returncode == 0, done.stdout[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
-def test_faults_lose_nothing() -> None:
+def test_faults_lose_nothing(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("faults.py", "600")
     assert found["failed"] == {"raise": 60, "hang": 30, "cancel": 12}
     assert (found["succeeded"], found["lost"]) == (498, 0)
 
 
-def test_killed_ray_workers_lose_nothing() -> None:
+def test_killed_ray_workers_lose_nothing(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("ray_faults.py", "80")
     assert (found["killed_once"], found["killed_always"]) == (3, 1)
     assert (found["failed"], found["succeeded"], found["lost"]) == (1, 79, 0)
 
 
-def test_experience_measures_every_size() -> None:
+def test_experience_measures_every_size(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("experience.py", "--sizes", "4x64", "2x128", "--seconds", "0")
     for size in ("4x64", "2x128"):
         measured = found[size]
         assert all(measured[name]["ratio"] > 0 for name in ("serialize", "deserialize", "gather"))
 
 
-def test_contended_training_measures_every_setting() -> None:
+def test_contended_training_measures_every_setting(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("contended_training.py", "--model", "tiny", "--rounds", "1", "--busy", "0", "1")
     assert set(found) == {"benchmark", "model", "rows", "cores", "seconds", "quiet_cost", "gain"}
     assert {count: set(by_setting) for count, by_setting in found["seconds"].items()} == {
@@ -54,7 +59,7 @@ def test_contended_training_measures_every_setting() -> None:
     assert gain > 0
 
 
-def test_reward_workers_measures_training_beside_a_reward_in_each_place() -> None:
+def test_reward_workers_measures_training_beside_a_reward_in_each_place(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("reward_workers.py", "--model", "tiny", "--rounds", "1")
     gains = {"gain", "gain_of_interval"}
     assert set(found) == {"benchmark", "model", "rows", "rounds", "cores", "seconds", "rewards_per_second", *gains}
@@ -63,7 +68,7 @@ def test_reward_workers_measures_training_beside_a_reward_in_each_place() -> Non
     assert all(found[gain] > 0 for gain in gains)
 
 
-def test_memory_names_every_part_of_the_peak() -> None:
+def test_memory_names_every_part_of_the_peak(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("memory.py", "--model", "tiny", "--tokens", "256", "--steps", "2")
     parts = {"libraries", "vLLM", "weights", "masters", "moments", "gradients", "activations", "rest"}
     assert set(found["gb"]) == parts
@@ -72,7 +77,7 @@ def test_memory_names_every_part_of_the_peak() -> None:
     assert len(found["step_peaks_gb"]) == 2
 
 
-def test_vs_trl_computes_the_same_on_both_sides() -> None:
+def test_vs_trl_computes_the_same_on_both_sides(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("vs_trl.py", "--quick", "--models", "tiny", "--cases", "ragged", "--dtype", "fp32")
     assert (found["case"], found["rows"], found["rounds"]) == ("ragged", 8, 1)
     assert set(found["seconds"]) == {"ours", "trl"}
@@ -101,14 +106,14 @@ def test_a_batch_is_asked_for_when_the_one_before_is_trained(monkeypatch: pytest
     assert seen == [f"{word} {rows}" for rows in (2, 4, 8) for word in ("ask", "train", "done")]
 
 
-def test_growth_measures_every_size() -> None:
+def test_growth_measures_every_size(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("growth.py", "--model", "tiny", "--rounds", "1")
     assert found["response_tokens"]["rollouts x8"] > 7 * found["response_tokens"]["1"]
     assert found["seconds"].keys() == found["growth"].keys() == found["response_tokens"].keys()
     assert found["growth"]["1"] == 1
 
 
-def test_utilization_is_that_of_the_metric() -> None:
+def test_utilization_is_that_of_the_metric(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("utilization.py", "--model", "tiny", "--cases", "ragged", "--rounds", "1")
     assert found["dtype"] in ("bf16", "fp32")
     case = found["cases"]["ragged"]
@@ -117,7 +122,7 @@ def test_utilization_is_that_of_the_metric() -> None:
     assert case["peak_tflops"] > 0
 
 
-def test_step_profile_accounts_for_the_whole_step() -> None:
+def test_step_profile_accounts_for_the_whole_step(run_benchmark: RunBenchmark) -> None:
     found = run_benchmark("step_profile.py", "--model", "tiny")
     assert sum(found["share"].values()) == pytest.approx(1, abs=0.01)
     assert all(share >= 0 for share in found["share"].values())

@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from compose_cases import composed
-from conftest import ROOT
+from support.compose import composed
+from support.runs import ROOT
 
 from trinity_lightning.config.checks import validate
 

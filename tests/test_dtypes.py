@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from compose_cases import composed
 from omegaconf import DictConfig
+from support.compose import composed
 
 from trinity_lightning.build import build
 from trinity_lightning.common import hardware

@@ -2,29 +2,14 @@
 
 import csv
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import environment
+from support.runs import RunTrain
 
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
 QUICK += ("sampling.max_tokens=8", "eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
-
-
-def run_evaluate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trinity_lightning.evaluate", *arguments],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def evaluations(file: Path) -> dict[int, dict[str, float]]:
@@ -36,7 +21,12 @@ def evaluations(file: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def trained(run_train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_evaluate(run_train: RunTrain) -> RunTrain:
+    return partial(run_train, program="trinity_lightning.evaluate")
+
+
+@pytest.fixture(scope="module")
+def trained(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint and an evaluation after each."""
     folder = tmp_path_factory.mktemp("trained")
     steps = ("steps=2", "explorer.eval_interval=1", "callbacks.checkpoint.every_n_epochs=1")
@@ -47,7 +37,7 @@ def trained(run_train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: Path) -> None:
+def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: Path, run_evaluate: RunTrain) -> None:
     (run,) = trained.glob("outputs/grpo/2*")
     out = f"hydra.run.dir={trained / engine}"
     done = run_evaluate(trained, *QUICK, f"engine={engine}", f"ckpt_path={run}", out)
@@ -61,7 +51,7 @@ def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: 
     assert [path.name for path in (trained / "outputs").iterdir()] == ["grpo"]  # no folder of a run that never was
 
 
-def test_the_model_itself_several_times(trained: Path) -> None:
+def test_the_model_itself_several_times(trained: Path, run_evaluate: RunTrain) -> None:
     out = f"hydra.run.dir={trained / 'model'}"
     done = run_evaluate(trained, *QUICK, "eval_repeat_times=3", "eval_sampling.temperature=1.0", out)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -81,7 +71,9 @@ def test_the_model_itself_several_times(trained: Path) -> None:
         ((*QUICK, "eval_repeat_tmes=3"), "eval_repeat_times"),
     ],
 )
-def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_wrong_input_is_one_message(
+    arguments: tuple[str, ...], message: str, run_evaluate: RunTrain, tmp_path: Path
+) -> None:
     done = run_evaluate(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stdout
@@ -89,7 +81,7 @@ def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str, tm
     assert not list(tmp_path.glob("outputs/*/*/*"))  # nothing is left of it
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint(run_evaluate: RunTrain, tmp_path: Path) -> None:
     (tmp_path / "broken.ckpt").write_bytes(b"no checkpoint")
     done = run_evaluate(tmp_path, *QUICK, "engine=transformers", "ckpt_path=broken.ckpt")
     assert done.returncode == 2

@@ -2,14 +2,14 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compose_cases import composed
 from safetensors.torch import load_file
+from support.compose import composed
+from support.runs import SMALL, RunTrain
 
 from trinity_lightning.buffer.offline import AnswerReader, expert_data
 from trinity_lightning.buffer.step_files import keep_step, read_experiences
@@ -133,21 +133,12 @@ def test_what_cannot_work_is_refused(arguments: tuple[str, ...], message: str) -
         config_of(*arguments)
 
 
-RUN = (
-    "+recipe=mix",
-    "model=tiny",
-    "reward=contains_digits",
-    "engine=transformers",
-    "logger=csv",
-    "buffer.keep=true",
-    "optimizer.lr=1e-3",
-)
-RUN += ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "buffer.expert.per_step=3")
 # One task at a time: the transformers engine decodes what waits together, and a batch's rows round by their number.
-RUN += ("explorer.runner_per_model=1", "explorer.eval_on_startup=false", "explorer.eval_interval=0")
+RUN = ("+recipe=mix", *SMALL, "engine=transformers", "explorer.runner_per_model=1", "buffer.keep=true")
+RUN += ("optimizer.lr=1e-3", "buffer.expert.per_step=3")
 
 
-def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: RunTrain, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     path = write_lines(tmp_path / "expert.jsonl", [{"prompt": f"{i}?", "answer": str(i)} for i in range(7)])
     arguments = (*RUN, *of_dataset(path))

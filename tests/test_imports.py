@@ -135,6 +135,7 @@ def test_every_module_has_a_room() -> None:
     assert root == {PACKAGE, f"{PACKAGE}.errors"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["config.checks", "train"])
 def test_configuration_is_read_without_heavy_imports(module: str) -> None:
     heavy = ["torch", "lightning", "transformers", "vllm", "datasets", "wandb"]

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from support.runs import ROOT
+
+pytestmark = pytest.mark.slow
 
 # LD_PRELOAD too: vLLM sets it where an engine ran in this process, and the library is there before Python is.
 SET = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD")

@@ -10,11 +10,13 @@ from typing import Any
 import matplotlib.font_manager  # noqa: F401  # makes the font cache: a kernel that has to says so on stderr
 import nbformat
 import pytest
-from conftest import ROOT, environment
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from support.runs import ROOT, environment
+
+pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS = 60

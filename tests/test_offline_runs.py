@@ -2,13 +2,12 @@
 
 import csv
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.runs import RunTrain
 
 from trinity_lightning.buffer.sql import SqlReader
 from trinity_lightning.buffer.step_files import read_experiences
@@ -20,7 +19,7 @@ OFFLINE = ("+recipe=offline", *TINY, "buffer.batch_size=4", "optimizer.lr=1e-3")
 
 
 @pytest.fixture(scope="module")
-def kept(run_train: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of experiences that a run of three steps kept."""
     folder = tmp_path_factory.mktemp("online")
     arguments = ("+recipe=grpo", *TINY, *QUICK, "explorer.eval_on_startup=false", "steps=3", "buffer.keep=true")
@@ -48,7 +47,7 @@ def test_every_step_is_kept_with_its_advantages(kept: Path) -> None:
     assert len(to_hf_datasets(experiences)) == 24
 
 
-def test_offline_training_and_its_resume(kept: Path, run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_offline_training_and_its_resume(kept: Path, run_train: RunTrain, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
@@ -68,7 +67,7 @@ def test_offline_training_and_its_resume(kept: Path, run_train: Callable[..., An
     assert any(not torch.equal(resumed[name], before[name]) for name in before)
 
 
-def test_what_is_kept_in_a_database_is_there_once_and_trained_on(run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_is_kept_in_a_database_is_there_once_and_trained_on(run_train: RunTrain, tmp_path: Path) -> None:
     """Also the step that a run resumed from an earlier checkpoint does again."""
 
     def run(*arguments: str) -> None:

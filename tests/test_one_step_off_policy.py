@@ -1,18 +1,13 @@
 """Rollouts by a server while the trainer trains: what overlaps, how old the weights are, and exact resume."""
 
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import TRAIN
-from run_cases import only, rows, same_metrics, start, steps_done, wait_for
 from safetensors.torch import load_file
-
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+from support.runs import TRAIN, RunTrain, only, rows, same_metrics, start, steps_done, wait_for
 
 SMALL = (
     "model=tiny",

@@ -1,33 +1,23 @@
 """An engine of a project's own: what is refused. What it does: test_architecture.py."""
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from compose_cases import composed
+from support.compose import composed
+from support.runs import ROOT, SMALL, RunTrain
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import capabilities_of
 from trinity_lightning.errors import ConfigError
 
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
-
-OWN_ENGINE = Path(__file__).with_name("own_engine.py")
-SMALL = (
-    "+recipe=grpo",
-    "model=tiny",
-    "reward=contains_digits",
-    "explorer.batch_size=4",
-    "explorer.repeat_times=4",
-    "sampling.max_tokens=8",
-)
-SMALL += ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "save_model=false")
+PLAIN = "support.own_engine.PlainEngine"
+OWN = f"engine.name={PLAIN}"
+OWN_ENGINE = ROOT / "tests" / "support" / "own_engine.py"
 
 
 def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrain, tmp_path: Path) -> None:
     (tmp_path / "my_engine.py").write_text(OWN_ENGINE.read_text())
-    done = run_train(tmp_path, *SMALL, "engine.name=my_engine.StaleEngine", "steps=1")
+    done = run_train(tmp_path, "+recipe=grpo", *SMALL, "engine.name=my_engine.StaleEngine", "steps=1")
     assert done.returncode == 1
     assert "drill with perturbed weights: the engine's log-probabilities are not the trainer's" in done.stdout
 
@@ -36,16 +26,25 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
     ("arguments", "message"),
     [
         (("engine.name=vllmm",), "unknown engine 'vllmm'. Did you mean 'vllm'"),
-        (("engine.name=own_engine.Plain",), "engine.name: cannot import 'own_engine.Plain'"),
+        (("engine.name=support.own_engine.Plain",), "engine.name: cannot import 'support.own_engine.Plain'"),
         (("engine.name=no_such_module.Mine",), "engine.name: .*there is no module 'no_such_module'"),
-        (("engine.name=tiny_policy.tiny_model",), "'tiny_policy.tiny_model' is no engine: give a subclass"),
         (
-            ("engine.name=own_engine.PlainEngine", "engine.kv_cache_gb=1"),
-            "engine.kv_cache_gb is of vLLM, and engine=own",
+            ("engine.name=support.tiny_model.tiny_model",),
+            "'support.tiny_model.tiny_model' is no engine: give a subclass",
         ),
-        (("engine.name=own_engine.PlainEngine", "explorer.sync_offset=1"), "engine=own_engine.PlainEngine computes in"),
-        (("engine.name=own_engine.PlainEngine", "explorer.runner=ray"), "where Ray runners cannot reach it"),
-        (("engine.name=own_engine.PlainEngine", "synchronizer=nccl"), "engine=own_engine.PlainEngine by memory"),
+        (
+            (OWN, "engine.kv_cache_gb=1"),
+            "engine.kv_cache_gb is of vLLM, and engine=support.own",
+        ),
+        (
+            (OWN, "explorer.sync_offset=1"),
+            f"engine={PLAIN} computes in",
+        ),
+        ((OWN, "explorer.runner=ray"), "where Ray runners cannot reach it"),
+        (
+            (OWN, "synchronizer=nccl"),
+            f"engine={PLAIN} by memory",
+        ),
     ],
 )
 def test_what_an_engine_says_that_it_cannot_do_is_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -64,4 +63,4 @@ def test_an_engine_says_what_it_can_do() -> None:
         "vllm_server": VLLMServerEngine,
     }.items():
         assert capabilities_of(name) is engine.capabilities
-    assert capabilities_of("own_engine.PlainEngine").keys == ("dtype", "max_num_seqs", "args")
+    assert capabilities_of(PLAIN).keys == ("dtype", "max_num_seqs", "args")

@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from compose_cases import composed
 from omegaconf import OmegaConf
+from support.compose import composed
 
 from trinity_lightning.build import online_data, record_config
 from trinity_lightning.common.experience import EID, Experience

@@ -4,19 +4,17 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment
-
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+from support.runs import ROOT, RunTrain, environment
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_script_without_hydra_trains(tmp_path: Path) -> None:
     [script] = [block for block in blocks("python") if "L.Trainer" in block]
     assert len([line for line in script.splitlines() if line.strip()]) <= 28

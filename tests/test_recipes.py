@@ -2,27 +2,23 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from compose_cases import composed
 from omegaconf import DictConfig
 from safetensors.torch import load_file
+from support.compose import composed
+from support.runs import SMALL, RunTrain
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.parts import PartConfig
 from trinity_lightning.config.schema import options, typed_config
 
-SMALL = ("reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
-QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv")
 
-
-def assert_trains(run_train: Callable[..., Any], folder: Path, recipe: str, *arguments: str) -> Path:
+def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: str) -> Path:
     """One step trains tokens, changes weights and samples from the policy that it trains; returns the run's folder."""
-    done = run_train(folder, f"+recipe={recipe}", "model=tiny", "steps=1", *SMALL, *QUIET, *arguments)
+    done = run_train(folder, f"+recipe={recipe}", "steps=1", *SMALL, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     [run] = folder.glob(f"outputs/{recipe}/*")
     with (run / "metrics.csv").open() as file:
@@ -37,7 +33,7 @@ def assert_trains(run_train: Callable[..., Any], folder: Path, recipe: str, *arg
 
 # The offline recipe: tests/test_offline_runs.py
 @pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
-def test_a_recipe_trains_one_step(recipe: str, run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_recipe_trains_one_step(recipe: str, run_train: RunTrain, tmp_path: Path) -> None:
     assert_trains(run_train, tmp_path, recipe)
 
 
@@ -63,7 +59,7 @@ def test_a_recipe_of_ones_own_names_its_loss(given: str, args: dict[str, float],
     assert typed_config(config).algorithm.policy_loss == PartConfig("cispo", args)
 
 
-def test_a_reasoning_gym_game_in_several_turns_trains(run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_reasoning_gym_game_in_several_turns_trains(run_train: RunTrain, tmp_path: Path) -> None:
     game = ("taskset=reasoning_gym", "taskset.path=chain_sum", "reward={reasoning_gym: 1.0, contains_digits: 1.0}")
     run = assert_trains(run_train, tmp_path, "multi_turn", *game)
     rollouts = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]

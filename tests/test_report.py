@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.runs import SMALL, RunTrain
 
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.build import checkpoint_of
@@ -15,22 +16,11 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.report import main, write_report
 
-QUICK = (
-    "+recipe=grpo",
-    "model=tiny",
-    "reward=contains_digits",
-    "engine=transformers",
-    "logger=csv",
-    "steps=2",
-    "buffer.keep=true",
-)
-QUICK += ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8")
-QUICK += ("explorer.eval_on_startup=false", "explorer.eval_interval=0")
-
+QUICK = ("+recipe=grpo", *SMALL, "engine=transformers", "steps=2", "buffer.keep=true")
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
-def test_a_run_ends_with_its_report(run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_ends_with_its_report(run_train: RunTrain, tmp_path: Path) -> None:
     done = run_train(tmp_path, *QUICK)
     assert done.returncode == 0, done.stdout[-4000:]
     [run] = tmp_path.glob("outputs/grpo/*")
@@ -40,7 +30,7 @@ def test_a_run_ends_with_its_report(run_train: Callable[..., Any], tmp_path: Pat
     assert str(tmp_path) not in page.partition("config.yaml</summary>")[0]
 
 
-def test_a_report_that_cannot_be_written_does_not_fail_the_run(run_train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(run_train: RunTrain, tmp_path: Path) -> None:
     (tmp_path / "run" / "report.html").mkdir(parents=True)
     done = run_train(tmp_path, *QUICK, f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stdout[-4000:]

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow  # asks other Pythons and nvidia-smi
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "setup.py"
 
 

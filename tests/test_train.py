@@ -3,18 +3,14 @@
 import json
 import shlex
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_cases import only, rows, same_metrics, start, steps_done, wait_for
 from safetensors.torch import load_file
-from wandb_reader import read_wandb_run
-
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+from support.runs import RunTrain, only, rows, same_metrics, start, steps_done, wait_for
+from support.wandb_reader import read_wandb_run
 
 # Small steps, a checkpoint after each.
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=4", "explorer.repeat_times=4")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compose_cases import composed
 from omegaconf import DictConfig
+from support.compose import composed
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.errors import ConfigError

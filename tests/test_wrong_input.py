@@ -5,13 +5,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from compose_cases import composed
-from conftest import environment
 from omegaconf import OmegaConf
+from support.compose import composed
+from support.runs import RunTrain, environment
 
 from trinity_lightning.build import instantiate
 from trinity_lightning.config import hydra as compose
@@ -20,8 +19,6 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_objective
 from trinity_lightning.trainer.layout import CPU_TOKENS
-
-RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
 BY_THE_COMMAND = {
@@ -226,6 +223,7 @@ except SystemExit as stop:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BY_THE_COMMAND)
 def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     """At once: before anything that takes seconds is imported."""
@@ -325,6 +323,7 @@ def test_what_a_callback_refuses_keeps_its_sentence() -> None:
         instantiate({"_target_": "trinity_lightning.monitor.profiler.StepProfiler", "folder": "x", "step": 0})
 
 
+@pytest.mark.slow
 def test_an_argument_of_the_loss_is_refused_by_the_command(tmp_path: Path) -> None:
     """Signatures need torch, and nothing else."""
     arguments = ["+recipe=grpo", "model=tiny", f"{ARGUMENTS}.clip_range_low=abc"]

@@ -78,7 +78,7 @@ class Crashes:
         return {life: text[: text.rfind("\n") + 1].split() for life, text in texts.items()}
 
 
-@pytest.mark.parametrize("kind", list(WRITERS))
+@pytest.mark.parametrize("kind", ["file", "sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def test_acknowledged_writes_survive_kills_and_are_read_once(processes, kind, tmp_path, request):  # noqa: F811
     place = request.getfixturevalue("postgres_url")() if kind == "postgresql" else str(tmp_path / "buffer")
     run = Crashes(processes, kind, place, tmp_path)

@@ -145,6 +145,7 @@ def test_what_cannot_be_read_or_kept_is_refused_by_its_key(settings, message):
         BufferConfig(**settings)
 
 
+@pytest.mark.slow
 def test_without_sqlalchemy_the_extra_is_named(tmp_path):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None\n"

@@ -18,7 +18,7 @@ from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def place(request, tmp_path):
     """A place for one buffer: nothing is there yet."""
     if request.param == "sqlite":

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from compose_cases import composed
 from support.buffer import make_group
+from support.compose import composed
 
 from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule

@@ -66,6 +66,7 @@ def grown(**variables: str) -> float:
     return float(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no bfloat16 products")
 def test_products_of_many_shapes_do_not_pile_up() -> None:
     assert 2 * grown() < grown(**dict.fromkeys(PRIMITIVE_CACHES, "1024"))
@@ -89,6 +90,7 @@ print(min(faults(size) for size in (9_000_000, 12_000_000, 15_000_000, 18_000_00
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_large_buffers_are_used_again() -> None:
     def page_faults(reuse: bool) -> int:
@@ -115,6 +117,7 @@ print(before - resident_gb())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_free_memory_between_buffers_is_given_back() -> None:
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compose_cases import composed
+from support.compose import composed
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import AuxiliaryConfig, EngineConfig

@@ -59,6 +59,7 @@ def make_checkpoint(folder: Path) -> Path:
 # Names
 
 
+@pytest.mark.slow
 def test_names_are_checked_without_importing_anything_heavy():
     code = (
         "import sys\n"
@@ -286,6 +287,7 @@ def test_a_checkpoint_without_tokenizer_is_a_readable_error(tiny, tmp_path):
 # SmolLM2
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_smollm2_has_the_weights_of_the_gguf_in_bfloat16(smollm2):
     gguf = model_files._smollm2_gguf()

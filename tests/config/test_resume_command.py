@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compose_cases import composed
 from hydra.core.hydra_config import HydraConfig
+from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.schema import PACKAGE_DIR

@@ -3,7 +3,7 @@ import threading
 from typing import Any
 
 import pytest
-from fake_model import FakeModel
+from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.random_state import rollout_seed

@@ -8,7 +8,8 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from run_cases import quiet_trainer, rows
+from support.runs import rows
+from support.trainer import quiet_trainer
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -89,6 +90,7 @@ class TamperedEngine(VLLMEngine):
         self.syncs += 1
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_a_run_syncs_before_every_step_and_the_engine_follows_the_trainer(tmp_path: Path) -> None:
     engine = TamperedEngine(lambda syncs, name, tensor: tensor)
     trainer, metrics = fit(engine, tmp_path)
@@ -177,6 +179,7 @@ def test_the_time_of_the_first_step_has_its_rollouts(tmp_path: Path) -> None:
     assert all(m["time/step"] > m["time/rollout"] + m["time/sync_weight"] > 0 for m in metrics)
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_a_corrupted_sync_stops_the_run_with_the_probes_error(tmp_path: Path) -> None:
     """One tensor is negated on its way, in the sync after the first training step."""
 
@@ -195,6 +198,7 @@ class DeafEngine(TamperedEngine):
         self.syncs += 1
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_an_engine_that_ignores_syncs_stops_the_run_at_its_start(tmp_path: Path) -> None:
     engine = DeafEngine(lambda syncs, name, tensor: tensor)
     with pytest.raises(WeightSyncError, match=r"drill with perturbed weights: .*are not the trainer's"):

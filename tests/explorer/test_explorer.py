@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import FakeModel
+from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig

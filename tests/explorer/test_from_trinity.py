@@ -6,9 +6,9 @@ import shlex
 from typing import Any
 
 import pytest
-from compose_cases import composed
-from conftest import ROOT
-from fake_model import FakeModel
+from support.compose import composed
+from support.fake_model import FakeModel
+from support.runs import ROOT
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import ExplorerConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import FakeModel
+from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig

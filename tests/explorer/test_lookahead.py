@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from fake_model import FakeModel
+from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import ExplorerConfig

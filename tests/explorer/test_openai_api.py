@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, scripted
+from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, scripted
 from support.judge_server import JudgeServer, judge_server
 
 from trinity_lightning.common.experience import Experience

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from compose_cases import composed
-from conftest import environment
-from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+from support.compose import composed
+from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+from support.runs import environment
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
@@ -276,7 +276,7 @@ def test_what_workflows_log_reaches_the_log_of_the_run(cluster: Cluster, caplog:
 JOIN = """
 import asyncio, json, os, signal, sys
 import ray
-from fake_model import FakeModel, scripted, succeed
+from support.fake_model import FakeModel, scripted, succeed
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.interruption import keep_sigterm
@@ -303,11 +303,10 @@ asyncio.run(main(sys.argv[1]))
 
 def test_a_cluster_is_joined_twice_and_left_running_and_sigterm_stays_with_the_program(cluster: Cluster) -> None:
     address = ray.get_runtime_context().gcs_address
-    paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-c", JOIN, address],
         # Ray would look for the cluster at the machine's address, and this one listens on the loopback interface only.
-        env=environment() | {"PYTHONPATH": paths, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        env=environment() | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
         capture_output=True,
         text=True,
         timeout=120,

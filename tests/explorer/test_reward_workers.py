@@ -14,10 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT
-from fake_model import FakeModel
 from pebble import ProcessPool
-from reward_functions import (
+from support.fake_model import FakeModel
+from support.reward_functions import (
     Scale,
     WaitHere,
     dies,
@@ -30,6 +29,7 @@ from reward_functions import (
     returns_text,
     wait_here,
 )
+from support.runs import ROOT
 
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
@@ -42,7 +42,7 @@ from trinity_lightning.explorer.rewards.workers import RewardWorkers, check_impo
 from trinity_lightning.explorer.tasks import Task, Taskset
 
 a_task = Task("simple", {"answer": "12", "more": 1})
-HERE = "reward_functions"
+HERE = "support.reward_functions"
 TWICE = f"{HERE}.twice"
 
 
@@ -150,6 +150,7 @@ def test_a_worker_that_hangs_or_dies_fails_the_rollout_and_is_replaced(
     assert with_workers(both) == (2.0, {"reward/length": 2.0})
 
 
+@pytest.mark.slow
 def test_an_idle_worker_that_somebody_ended_is_replaced() -> None:
     async def run() -> None:
         async with running():
@@ -163,6 +164,7 @@ def test_an_idle_worker_that_somebody_ended_is_replaced() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_pool_that_broke_is_joined_beside_the_loop_and_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     joined_by = []
     join = ProcessPool.join
@@ -191,6 +193,7 @@ def test_a_pool_that_broke_is_joined_beside_the_loop_and_named_in_the_error(monk
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_cancelled_ends_its_reward() -> None:
     async def run() -> None:
         async with running():
@@ -230,6 +233,7 @@ def test_a_task_that_cannot_be_sent_is_refused(with_workers: Any) -> None:
         with_workers(lambda: score(resolve_rewards(length), "x", task))
 
 
+@pytest.mark.slow
 def test_the_scheduler_has_workers_for_the_rewards_of_its_rollouts() -> None:
     async def run() -> tuple[list[Any], list[Any]]:
         scheduler = Scheduler(ExplorerConfig(reward_workers=1, max_retry_times=0), [FakeModel()])
@@ -314,6 +318,7 @@ async def main():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_a_script_that_is_killed_or_interrupted(tmp_path: Any, number: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("{guard}", 'if __name__ == "__main__":\n    '))
@@ -363,12 +368,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_ends_while_a_worker_is_replaced(tmp_path: Any) -> None:
     (tmp_path / "script.py").write_text(SLOW_TO_END)
     done = run_script(tmp_path / "script.py")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_a_run_when_it_is_imported_is_told_why(tmp_path: Any) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("{guard}", ""))
     done = run_script(tmp_path / "script.py")

@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from support.runs import ROOT
 
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import REWARDS, math_verifier, resolve_rewards, score
@@ -404,6 +404,7 @@ def verify(*args, **kwargs):
 """
 
 
+@pytest.mark.slow
 def test_what_a_library_prints_is_no_reply_and_a_process_that_was_large_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +420,7 @@ def test_what_a_library_prints_is_no_reply_and_a_process_that_was_large_is_repla
     verifier.close()
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_asks() -> None:
     code = """
 import time
@@ -435,6 +437,7 @@ time.sleep(60)
     assert not psutil.wait_procs(family, timeout=20)[1], "it outlived the run"
 
 
+@pytest.mark.slow
 def test_a_fork_has_processes_of_its_own() -> None:
     code = """
 import os

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
 from trinity_lightning.buffer.loader import MemoryStorage

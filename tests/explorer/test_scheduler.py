@@ -6,7 +6,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from fake_model import FakeModel, LeapingLoop, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
+from support.fake_model import (
+    FakeModel,
+    LeapingLoop,
+    Scripted,
+    ScriptedRepeatable,
+    an_experience,
+    hang,
+    scripted,
+    succeed,
+)
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed

@@ -15,7 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from run_cases import quiet_trainer, rows, same_metrics
+from support.runs import rows, same_metrics
+from support.trainer import quiet_trainer
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.inference import Completion
@@ -36,6 +37,7 @@ from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 from trinity_lightning.trainer.policy import PolicyModule
 
 pytestmark = [
+    pytest.mark.slow,  # whole runs, in this process
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own use of torch
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),  # of the run that is resumed
 ]

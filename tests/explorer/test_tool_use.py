@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from fake_model import FakeModel
+from support.fake_model import FakeModel
 
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError

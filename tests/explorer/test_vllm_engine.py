@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.engine_promises import EnginePromises, ask, plain_logprobs
-from tiny_policy import tiny_model
-from tiny_vllm import driven_engine, standing_still, tiny_engine
+from support.tiny_model import tiny_model
+from support.tiny_vllm import driven_engine, standing_still, tiny_engine
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.models import resolve_model
@@ -28,7 +28,7 @@ from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import weight_stream
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("needs_vllm")
 
 CONTEXT = 320
 PROMPT = [7, 30, 41, 12]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import hang, scripted
-from tiny_policy import tiny_model
-from tiny_vllm import driven_engine, standing_still
+from support.fake_model import hang, scripted
+from support.tiny_model import tiny_model
+from support.tiny_vllm import driven_engine, standing_still
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
@@ -31,8 +31,6 @@ from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.sync.stream import weight_stream
 
-pytest.importorskip("vllm")
-
 CONTEXT = 320
 HOLD = 5  # the step that the engine stands still at: requests for two tokens are through
 Run = Callable[..., None]
@@ -40,7 +38,7 @@ Tokens = dict[tuple[int | str, int | str, int, int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def driven() -> Iterator[tuple[VLLMEngine, Host]]:
+def driven(needs_vllm: Any) -> Iterator[tuple[VLLMEngine, Host]]:
     with driven_engine(CONTEXT) as engine_and_host:
         yield engine_and_host
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_promises import EnginePromises
-from tiny_policy import logprobs, tiny_model
+from support.tiny_model import logprobs, tiny_model
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
@@ -37,8 +37,6 @@ from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.folder import WeightFolder
 from trinity_lightning.sync.stream import weight_stream
 
-pytest.importorskip("vllm")
-
 CONTEXT = 320
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": CONTEXT, "max_num_seqs": 16, "kv_cache_gb": 0.1}
 PROMPT = [7, 30, 41, 12]
@@ -57,7 +55,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(host: Host, log: Path) -> Iterator[VLLMServerEngine]:
+def engine(needs_vllm: Any, host: Host, log: Path) -> Iterator[VLLMServerEngine]:
     """Of the tiny model, in a folder with sampling settings of its own."""
     model = log.parent / "model"
     shutil.copytree(resolve_model("tiny"), model)
@@ -254,6 +252,7 @@ def test_a_url_where_nothing_answers(host: Host, monkeypatch: pytest.MonkeyPatch
         host.run(engine.load())
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_a_server_that_does_not_start_says_why(host: Host) -> None:
     engine = VLLMServerEngine("tiny", args={"no_such_thing": 1}, **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"exit code 2(.|\n)*no-such-thing"):

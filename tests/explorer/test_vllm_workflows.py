@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import tiny_model
-from tiny_vllm import driven_engine
+from support.tiny_model import tiny_model
+from support.tiny_vllm import driven_engine
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
@@ -21,14 +21,12 @@ from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.calculator import calculate
 
-pytest.importorskip("vllm")
-
 CONTEXT = 480
 HI = {"prompt": "hi", "answer": "3"}
 
 
 @pytest.fixture(scope="module")
-def driven() -> Iterator[tuple[VLLMEngine, Host]]:
+def driven(needs_vllm: Any) -> Iterator[tuple[VLLMEngine, Host]]:
     with driven_engine(CONTEXT) as engine_and_host:
         yield engine_and_host
 

@@ -104,6 +104,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_text() == "step,loss\n0,1.0\n1,0.5\n"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the child only writes, and dies
 def test_what_was_logged_survives_a_kill(tmp_path: Path) -> None:
     child = os.fork()

@@ -22,6 +22,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_children_are_counted() -> None:
     before = resident_gb()
     code = "block = bytearray(b'x' * 100_000_000); print('ready', flush=True); input()"
@@ -34,6 +35,7 @@ def test_children_are_counted() -> None:
         child.communicate("\n")
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_meanwhile_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         ended = psutil.Process(child.pid)
@@ -111,12 +113,14 @@ def counted_while(process: psutil.Process, seconds: float) -> tuple[float, float
     return own, now.busy - counters.busy - own
 
 
+@pytest.mark.slow
 def test_a_child_counts_as_the_runs_own() -> None:
     with busy_process(BUSY) as child:
         own, _ = counted_while(child, 0.5)
     assert own >= 0.45
 
 
+@pytest.mark.slow
 def test_a_process_of_nobody_here_counts_as_another_program() -> None:
     with busy_process(ORPHAN) as stranger:
         own, others = counted_while(stranger, 0.5)

@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 import wandb
 from lightning.pytorch.loggers import WandbLogger
-from wandb_reader import WandbRun, read_wandb_run
+from support.wandb_reader import WandbRun, read_wandb_run
 
 from trinity_lightning.monitor.completions import define_metrics, log_completions
+
+pytestmark = pytest.mark.slow  # W&B records in a process of its own
 
 LONG_TEXT = "a completion " * 4000  # longer than a block of the file
 

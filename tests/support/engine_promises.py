@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny_policy import logprobs, tiny_model
 
+from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.host import Host

@@ -63,7 +63,7 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
 def judge_server(answer: Answer, models: list[str] | None = None, refusal: int = 404) -> Iterator[JudgeServer]:
     """A server for the time of a `with` block; `models`: what it lists, None: it refuses to, with status `refusal`."""
     server = JudgeServer(answer, models, refusal)
-    thread = threading.Thread(target=server.http.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True)  # stops within that
     thread.start()
     try:
         yield server

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from support.trainer import quiet_trainer
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
@@ -112,12 +113,10 @@ def make_policy(optimizer=None, dtype="fp32", model=None, **algorithm):
 
 def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):
     """Train one epoch over the batches; the Trainer."""
-    settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    settings |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     with warnings.catch_warnings():
         # Lightning uses a deprecated check of torch's.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        trainer = L.Trainer(**(settings | trainer_settings), callbacks=list(callbacks))
+        trainer = quiet_trainer(None, *callbacks, **trainer_settings)
         trainer.fit(policy, Items(batches), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return trainer
 

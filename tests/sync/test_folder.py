@@ -118,6 +118,7 @@ def test_what_killed_runs_have_left_is_deleted_and_what_others_hold_is_not(tmp_p
 FORK_SECONDS = 5.0
 
 
+@pytest.mark.slow
 def test_a_fork_that_outlives_a_run_keeps_nothing_of_it_nor_deletes_it(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     run = os.fork()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from support import nccl_stand_in
 from support.nccl_stand_in import Communicator, join
-from tiny_policy import logprobs, tiny_model
+from support.tiny_model import logprobs, tiny_model
 from torch import Tensor
 
 from trinity_lightning.common.threads import run_in_thread
@@ -32,14 +32,12 @@ from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, check_device
 from trinity_lightning.sync.stream import Shape, WeightStream, weight_stream
 
-pytest.importorskip("vllm")
-
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
 TEXT = [7, 30, 41, 12, 5, 97, 58]
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
+def host(needs_vllm: Any) -> Iterator[Host]:
     with pytest.MonkeyPatch.context() as patch:
         nccl_stand_in.install_in_trainer(patch.setattr)
         host = Host()
@@ -295,6 +293,7 @@ def test_nccl_sends_from_no_cpu() -> None:
         check_device(torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part of NCCL's path that needs no GPU: the requests, read by vLLM's own classes."""
     from vllm.distributed.device_communicators import pynccl_wrapper

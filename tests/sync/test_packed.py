@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_policy import logprobs, train_a_little
+from support.tiny_model import logprobs, train_a_little
 
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
@@ -18,7 +18,7 @@ from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import weight_stream
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("needs_vllm")
 
 TEXT = [7, 30, 41, 12, 5, 97, 58]
 SIZES: dict[str, Any] = {"vocab_size": 102, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

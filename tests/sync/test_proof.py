@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import logprobs, tiny_model, train_a_little
+from support.tiny_model import logprobs, tiny_model, train_a_little
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -263,7 +263,7 @@ def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> No
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "fp8"])
-def vllm(request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Host, Any]]:
+def vllm(needs_vllm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Host, Any]]:
     """An engine, its host, and a policy of the same dtype; a quantised engine's policy is bfloat16."""
     fp32 = request.param == "fp32"
     args = {"quantization": "fp8_per_channel"} if request.param == "fp8" else {}

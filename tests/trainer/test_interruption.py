@@ -6,8 +6,8 @@ import time
 import lightning
 import pytest
 import torch
-from run_cases import quiet_trainer
 from support.policy import Items, batch_of, make_experiences, make_policy
+from support.trainer import quiet_trainer
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from compose_cases import composed
 from lightning import Trainer
 from omegaconf import OmegaConf
+from support.compose import composed
 from support.policy import (
     Gradients,
     Prepare,

@@ -13,8 +13,9 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import model as models
 
-# torch's own, of its compiler
 pytestmark = [
+    pytest.mark.slow,  # compilers are started
+    # torch's own, of its compiler
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

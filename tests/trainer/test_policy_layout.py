@@ -196,6 +196,7 @@ def test_bfloat16_gradients_are_as_near_the_truth_as_those_of_padded_rows():
     assert distances[Layout.shared_prefix] <= 1.05 * distances[Layout.padded]
 
 
+@pytest.mark.slow
 def test_smollm2_has_one_gradient_in_both_layouts():
     policy = PolicyModule("smollm2", AlgorithmConfig(), dtype="fp32")
     policy.configure_model()
@@ -206,6 +207,7 @@ def test_smollm2_has_one_gradient_in_both_layouts():
     assert float((other - gradient).norm()) <= 1e-5 * float(gradient.norm())
 
 
+@pytest.mark.slow
 def test_smollm2_shares_prefixes_in_bfloat16_too():
     policy = PolicyModule("smollm2", AlgorithmConfig(layout=Layout.shared_prefix), dtype="bf16")
     policy.configure_model()

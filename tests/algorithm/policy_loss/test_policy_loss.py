@@ -193,6 +193,6 @@ def test_wrong_names_and_values_are_refused(name, args, error, message):
 def test_arguments_with_postponed_annotations_are_checked():
     for wrong in ({"width": "abc"}, {"cap": "abc"}):
         with pytest.raises(TypeError, match=f"argument '{next(iter(wrong))}'.*give a number"):
-            create_policy_loss("postponed_loss.postponed", **wrong)
-    create_policy_loss("postponed_loss.postponed", width=2, cap=None)
-    create_policy_loss("postponed_loss.unresolved", width="anything")  # its types cannot be known
+            create_policy_loss("support.postponed_loss.postponed", **wrong)
+    create_policy_loss("support.postponed_loss.postponed", width=2, cap=None)
+    create_policy_loss("support.postponed_loss.unresolved", width="anything")  # its types cannot be known

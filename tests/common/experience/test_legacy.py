@@ -131,6 +131,7 @@ def test_what_is_nested_100_deep_or_has_tuples_as_keys_is_read():
 
 
 # In another process: the hash of such a key overruns the stack, or takes 2**80 steps.
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["b')' + b'\\x85' * 1_000_000", "b')' + b'q\\x00h\\x00\\x86' * 80"])
 @pytest.mark.parametrize("item", ["b'}' + KEY + b'Ns.'", "b'}(' + KEY + b'Nu.'"])
 def test_keys_that_cannot_be_hashed_are_refused_and_nothing_dies(key, item):

@@ -1,0 +1,133 @@
+"""Commands and runs: how they are started, watched, interrupted and compared."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "trinity_lightning.train"
+
+# A run that is over as soon as it can be: add `+recipe=NAME`.
+SMALL = (
+    "model=tiny",
+    "reward=contains_digits",
+    "explorer.batch_size=2",
+    "explorer.repeat_times=4",
+    "sampling.max_tokens=8",
+    "explorer.eval_on_startup=false",
+    "explorer.eval_interval=0",
+    "logger=csv",
+)
+
+RunTrain = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a command: the checkout is importable, W&B stays offline and quiet."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return os.environ | {"PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+
+
+class Commands:
+    """Runs commands of the package, one after the other, each in a process forked off one that is warm.
+
+    See support/warm.py. A command that must be a process from its very beginning: `start`.
+    """
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("warm.py"))]
+        self._warm = subprocess.Popen(
+            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(
+        self, folder: Path, *arguments: str, program: str = TRAIN, timeout: float = 420
+    ) -> subprocess.CompletedProcess[str]:
+        """What `python -m PROGRAM ARGUMENTS` does in a folder; stdout and stderr are captured together."""
+        with tempfile.NamedTemporaryFile("r") as output:
+            command = {"folder": str(folder), "environment": environment(), "output": output.name}
+            print(json.dumps(command | {"arguments": [program, *arguments]}), file=self._warm.stdin, flush=True)
+            kill = threading.Timer(timeout, os.kill, (self._answer(), signal.SIGKILL))
+            kill.start()
+            try:
+                code = self._answer()
+            finally:
+                kill.cancel()
+            return subprocess.CompletedProcess([program, *arguments], code, output.read())
+
+    def close(self) -> None:
+        """End the warm process."""
+        self._warm.communicate()
+
+    def _answer(self) -> int:
+        assert self._warm.stdout is not None
+        return int(self._warm.stdout.readline())
+
+
+def start(folder: Path, *arguments: str, program: str = TRAIN) -> subprocess.Popen[str]:
+    """`python -m PROGRAM ARGUMENTS` in a folder, at work; its output goes to the file `stdout`."""
+    with (folder / "stdout").open("w") as stdout:
+        return subprocess.Popen(
+            [sys.executable, "-m", program, *arguments],
+            cwd=folder,
+            env=environment(),
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    assert len(found) == 1, (pattern, found)
+    return found[0]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be interrupted"
+        assert time.monotonic() < end, "the run did not get there in time"
+        time.sleep(0.01)
+
+
+def steps_done(folder: Path, name: str) -> int:
+    return len(list(folder.glob(f"outputs/{name}/*/completions/step_*.jsonl")))
+
+
+# What is measured in seconds, tokens a second or bytes differs between runs.
+MEASURED = (
+    "time/",
+    "perf/peak",
+    "perf/mfu",
+    "perf/tok",
+    "perf/trained",
+    "rollout/tokens_per_second",
+    "rollout/overlap",
+    "sync/",
+)
+
+
+def same_metrics(a: Path, b: Path) -> None:
+    left, right = rows(a), rows(b)
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        measured = [
+            name for name in one.keys() | other.keys() if name.startswith(MEASURED) or re.search("time|seconds", name)
+        ]
+        names = (one.keys() | other.keys()) - set(measured)
+        assert {name: one.get(name, "") for name in names} == {name: other.get(name, "") for name in names}

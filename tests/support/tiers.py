@@ -1,0 +1,57 @@
+"""Which tests are quick enough for `make check`, and the guard that keeps them so.
+
+Marked `fast` is every test without a mark of SLOW. What uses one of FIXTURES is marked by that; other tests carry the
+mark themselves, and the guard fails one that does not and should.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+
+SLOW = ("engine", "ray", "postgres", "slow")  # what they mean: pyproject.toml
+FIXTURES = {
+    "needs_vllm": "engine",
+    "cluster": "ray",
+    "run_train": "slow",
+    "processes": "slow",
+    "with_workers": "slow",
+    "browser": "slow",
+}
+STARTS_A_PROCESS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
+# Of a process that compares expressions all tests share one; the others are how libraries ask for the platform.
+HARMLESS = ("math_verifier", "uname", "lsb_release")
+
+
+def mark(item: pytest.Item) -> None:
+    """Add what the fixtures of a test say, and `fast` to those that nothing makes slow."""
+    for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
+        item.add_marker(FIXTURES[fixture])
+    if not any(item.get_closest_marker(name) for name in SLOW):
+        item.add_marker("fast")
+
+
+def is_fast(item: pytest.Item) -> bool:
+    return item.get_closest_marker("fast") is not None
+
+
+def slow_files_first(items: list[pytest.Item]) -> None:
+    """So that of several workers none is still at a long file when the others have nothing left to do."""
+    slow = {item.path for item in items if not is_fast(item)}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+class Guard:
+    """Fails a test of the fast tier that starts a process or imports vLLM."""
+
+    def __init__(self) -> None:
+        self.on = False
+        sys.addaudithook(self._watch)
+
+    def _watch(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        starts = event in STARTS_A_PROCESS and not any(name in str(arguments) for name in HARMLESS)
+        if starts or (event == "import" and arguments[0] == "vllm"):
+            what = f"{event} {arguments[:2]}"
+            pytest.fail(f"a test of the fast tier must not do this ({what}): mark it, see tests/support/tiers.py")

@@ -1,0 +1,32 @@
+"""The fast tier starts nothing, and which tests are in it is seen from their fixtures."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.tiers import is_fast
+
+RUN_NOTHING = [sys.executable, "-c", ""]
+
+
+def test_a_fast_test_that_starts_a_process_fails(request: pytest.FixtureRequest) -> None:
+    assert is_fast(request.node)
+    with pytest.raises(pytest.fail.Exception, match=r"fast tier .*subprocess\.Popen.*mark it"):
+        subprocess.run(RUN_NOTHING, check=True)
+
+
+def test_a_fast_test_that_imports_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(pytest.fail.Exception, match=r"fast tier .*import.*mark it"):
+        __import__("vllm")
+
+
+@pytest.mark.slow
+def test_a_slow_test_may_start_processes() -> None:
+    subprocess.run(RUN_NOTHING, check=True)
+
+
+def test_a_test_is_marked_by_its_fixtures(request: pytest.FixtureRequest, needs_vllm: Any) -> None:
+    assert request.node.get_closest_marker("engine")
+    assert not is_fast(request.node)
