@@ -5,6 +5,7 @@ Importing torch, Lightning and vLLM takes longer than a run of the tiny model. W
 Answered are two lines for each: the id of the process, and its exit code once it has ended.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -60,6 +61,7 @@ def become(command: dict[str, Any]) -> None:
     output = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    atexit.register(gc.unfreeze)  # so that nothing is taken for a leak at the end
     sys.argv = command["arguments"]
 
 
