@@ -53,7 +53,7 @@ MAY_IMPORT = {
 MAY_USE_LIGHTNING = {
     *TOP,
     f"{PACKAGE}.explorer.interruption",
-    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "checkpoint_io")),
+    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "checkpoint_io")),
 }
 
 MAX_FILE_LINES = 600  # cut by idea, not by length

@@ -43,6 +43,10 @@ class WeightSyncError(TrinityError):
     """The engine's weights are not the trainer's: names or shapes differ, or the probe disagrees."""
 
 
+class RankError(TrinityError):
+    """Another process of a run on several devices failed or ended; the message says which, and why."""
+
+
 class PromptTooLongError(TrinityError, ValueError):
     """The prompt leaves no room for a response in the engine's context."""
 

@@ -256,6 +256,16 @@ MIXED = ("bf16", "bf16-mixed")
 HALF = "bf16-true"
 
 
+# Joins several devices, each with the whole policy.
+REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
+
+
+def trains_replicas(settings: Mapping[str, Any]) -> bool:
+    """Whether these settings of `lightning.Trainer` are for processes that train one policy together."""
+    strategy = settings.get("strategy")
+    return isinstance(strategy, Mapping) and strategy.get("_target_") == REPLICAS
+
+
 def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings of `lightning.Trainer` under which a policy would not train, or not as they say.
 
@@ -274,15 +284,25 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
             f"trainer.accumulate_grad_batches is {batches}: gradients are added up within an optimizer step, set "
             "algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps for how many there are."
         )
-    if (nodes := settings.get("num_nodes", 1)) != 1:
-        raise ConfigError(f"trainer.num_nodes is {nodes}: the policy trains on one device of one machine, give 1.")
-    if (devices := settings.get("devices", 1)) not in (1, "1"):
-        raise ConfigError(f"trainer.devices is {devices}: the policy trains on one device, give 1.")
+    if not trains_replicas(settings):
+        _check_alone(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
         raise ConfigError(
             f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true (16-bit float would "
             "need a gradient scaler)."
         )
+
+
+def _check_alone(settings: Mapping[str, Any]) -> None:
+    """Refuse several devices that nothing joins, and strategies that would not; a ConfigError."""
+    alone = "the policy trains on one device of one machine"
+    strategy = settings.get("strategy") or AUTO
+    if strategy != AUTO:
+        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
+        raise ConfigError(f"trainer.strategy is {name}: {alone} without it.")
+    for key, one in (("num_nodes", 1), ("devices", "1")):
+        if (given := settings.get(key, 1)) not in (1, one):
+            raise ConfigError(f"trainer.{key} is {given}: {alone}, give 1.")
 
 
 def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:

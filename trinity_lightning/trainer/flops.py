@@ -77,13 +77,7 @@ class Work:
 
     @classmethod
     def of(cls, lengths: Sequence[int], parts: Sequence[Part], predicted: int) -> "Work":
-        """Of these micro-batches.
-
-        Args:
-            lengths: tokens of each row.
-            parts: the micro-batches.
-            predicted: positions through the head.
-        """
+        """Of these micro-batches of rows of these lengths."""
         return cls(computed_tokens(parts), predicted, sum(_pairs(lengths, part) for part in parts))
 
 
@@ -151,14 +145,9 @@ def _attention_width(config: Any) -> int:
 def step_costs(
     batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: float | None
 ) -> dict[str, float]:
-    """Metrics of what an optimizer step computed, and how fast.
+    """Metrics of what the micro-batches of an optimizer step computed, and how fast.
 
-    Args:
-        batch: the optimizer batch.
-        parts: its micro-batches.
-        seconds: how long it took.
-        size: of the model.
-        peak: operations a second that the device can compute; None: not known, and no `perf/mfu`.
+    `peak` is how many operations a second the devices can compute; None: not known, and no `perf/mfu`.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
     trained = trained_tokens(batch, parts)

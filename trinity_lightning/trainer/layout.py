@@ -75,19 +75,34 @@ def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
 
 
 def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Layout) -> list[Part]:
-    """Rows dealt into micro-batches of at most `max_tokens` computed tokens; a longer row gets one of its own.
+    """These rows of the batch in micro-batches of at most `max_tokens` computed tokens; a longer row has its own.
 
-    Args:
-        batch: the optimizer batch.
-        rows: the rows to deal, a subset.
-        max_tokens: budget of a micro-batch.
-        layout: of `auto`, see `better_layout`.
+    Of the layout `auto`, see `better_layout`.
     """
     if layout is Layout.auto:
         layout = better_layout(batch, rows, max_tokens)
     if layout is Layout.shared_prefix:
         return cut_shared(batch.experiences, rows, max_tokens)
     return cut_padded([len(e.tokens) for e in batch.experiences], rows, max_tokens)
+
+
+def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int, layout: Layout) -> list[list[int]]:
+    """Rows dealt to `size` ranks for each to compute about as many tokens; none, for some, if there are few.
+
+    Rows that share a prefix stay together, unless there is too much of them for one rank. Arguments as of `cut`.
+    """
+    lengths = [len(e.tokens) for e in batch.experiences]
+    groups = [PrefixGroup((row,), 0, lengths[row]) for row in rows]
+    if layout is Layout.shared_prefix:
+        whole, groups = prefix_groups(batch.experiences, rows, max_tokens), []
+        share = -(-sum(group.tokens for group in whole) // size)
+        for group in whole:
+            most = max(share, group.prefix - (group.prefix - group.tokens) // size)
+            groups += [group] if group.tokens <= share else _pieces(group, lengths, most)
+    dealt: list[list[PrefixGroup]] = [[] for _ in range(size)]
+    for group in sorted(groups, key=lambda group: -group.tokens):
+        min(dealt, key=lambda rank: sum(each.tokens for each in rank)).append(group)
+    return [sorted(row for group in rank for row in group.rows) for rank in dealt]
 
 
 def better_layout(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int) -> Layout:
@@ -116,13 +131,7 @@ def trained_tokens(batch: OptimizerBatch, parts: Sequence[Part], sampled: bool =
 
 
 def cut_padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[Part]:
-    """The padded layout, whose computed tokens are rows x longest row: longest rows first.
-
-    Args:
-        lengths: tokens of each row of the batch.
-        rows: the rows to deal, a subset.
-        max_tokens: budget of a micro-batch.
-    """
+    """The padded layout, whose computed tokens are rows x longest row: longest rows first."""
     parts: list[list[int]] = []
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
         if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
@@ -252,10 +261,7 @@ def useful_tokens(model: Any, device: torch.device) -> int:
 def tokens_that_fit(shape: ModelShape, width: int, free: int) -> int:
     """The largest budget of a CPU whose activations fit beside gradients and moments; else the smallest.
 
-    Args:
-        shape: of the model, whose weights and masters are loaded.
-        width: bytes of a weight.
-        free: bytes of memory.
+    Weights, of `width` bytes each, and masters are loaded; `free` bytes are left.
     """
     later = 3 * FLOAT * shape.parameters  # float32 gradients, and two moments
     token = shape.layers * layer_bytes(shape, Training(width, longest_row=0)) + width * shape.vocabulary

@@ -148,7 +148,6 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Ten
     the size of the vocabulary.
 
     Args:
-        head: the model's head.
         hidden: hidden state at the position *before* each target [n, hidden].
         targets: token ids, int64 [n].
         temperature: sampling temperature of each target's rollout, float32 [n].

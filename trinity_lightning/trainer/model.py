@@ -189,11 +189,6 @@ def logprob_function(model: Any) -> LogprobFn:
 def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
     """The layout, or `padded` if it is `auto` and the model's log-probabilities differ with shared prefixes.
 
-    Args:
-        layout: the layout asked for.
-        model: the policy.
-        function: how its log-probabilities are computed.
-
     Raises:
         ConfigError: it is `shared_prefix`, and they do; the message says why.
     """

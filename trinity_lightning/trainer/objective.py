@@ -26,9 +26,6 @@ K1_AS_A_LOSS = (
 class Objective:
     """What is minimised, and what it needs to be computed.
 
-    Args:
-        config: the algorithm.
-
     Attributes:
         needs_old_logprobs: whether log-probabilities from before the step's first update are needed: several optimizer
             steps follow one rollout batch. With one, they are the detached new ones; and the engine has its own.
@@ -234,11 +231,7 @@ MAX_NAMED = 5
 def describe_fault(batch: OptimizerBatch, parts: Sequence[Sequence[int]], losses: Tensor, model: nn.Module) -> str:
     """The experiences with values that are not finite, or whose loss is not, and the first such parameter's gradient.
 
-    Args:
-        batch: the optimizer batch.
-        parts: rows of each micro-batch.
-        losses: loss of each micro-batch [parts].
-        model: the policy, with its gradients.
+    `parts` are the rows, and `losses` [parts] the loss of each micro-batch.
     """
     computed = sorted(row for part in parts for row in part)
     wrong = {row: names for row in computed if (names := _not_finite(batch, row))}

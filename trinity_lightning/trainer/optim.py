@@ -73,13 +73,7 @@ class MasterWeights(Optimizer):
 
     Gradients are accumulated in float32 too (`Tensor.grad_dtype`), so that summing micro-batches loses nothing.
     Learning rate and the like are set on this optimizer's `param_groups`, as schedulers do.
-
-    Args:
-        params: parameters, or parameter groups.
-        factory: makes the inner optimizer of the float32 parameters or groups.
-
-    Attributes:
-        inner: that optimizer.
+    `factory` makes the `inner` optimizer, of the float32 parameters or groups.
     """
 
     def __init__(
@@ -159,10 +153,7 @@ class HostMemory:
     """Moves what an optimizer keeps of each parameter to the host and back, bit for bit.
 
     The tensors stay the objects that they are, so that nobody who holds one notices; no step may be taken meanwhile.
-    A checkpoint that is written meanwhile is the same.
-
-    Args:
-        optimizer: `MasterWeights`, or a plain one, which has moments alone.
+    A checkpoint that is written meanwhile is the same. A plain optimizer has moments alone, and no masters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -26,6 +26,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.keys import section_of
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.training import (
@@ -39,6 +40,7 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
+from trinity_lightning.trainer.ddp import ALONE, add_up_gradients, ranks_of, strategy_setting
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, step_costs
 from trinity_lightning.trainer.layout import (
     MicroBatch,
@@ -46,6 +48,7 @@ from trinity_lightning.trainer.layout import (
     better_layout,
     collate,
     cut,
+    deal,
     rows_to_train,
     trained_tokens,
     useful_tokens,
@@ -164,10 +167,11 @@ class PolicyModule(L.LightningModule):
         """None of its own: the earliest hook, where settings of the Trainer are refused before anything is loaded.
 
         Raises:
-            ConfigError: more than one device, or a setting that the policy has a knob of its own for.
+            ConfigError: several devices without ReplicaStrategy, or a setting that the policy has its own knob for.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
         settings = {name: getattr(self.trainer, name) for name in names}
+        settings["strategy"] = strategy_setting(self.trainer)
         check_trainer_settings(settings | {"devices": self.trainer.num_devices})
         return []
 
@@ -184,6 +188,7 @@ class PolicyModule(L.LightningModule):
         """
         if getattr(getattr(self.trainer, "datamodule", None), "older_weights", False):
             self.objective.expect_older_weights()
+        self._dtype = self._ranks.exchange(self._dtype)[0]  # model.dtype=auto was timed by each
         if self.trainer.precision == HALF:
             if self.model is not None and self._dtype != torch.bfloat16:
                 raise ConfigError(
@@ -217,6 +222,10 @@ class PolicyModule(L.LightningModule):
         return load_model(self.model_name, self._dtype, dropout, attention)
 
     # -- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks_of(self.trainer)
 
     @property
     def policy(self) -> Any:
@@ -274,6 +283,11 @@ class PolicyModule(L.LightningModule):
             self._settled = _Settled(self.device, layout, tokens)
         return self._settled
 
+    def _agreed(self, settled: _Settled) -> _Settled:
+        """What all ranks cut by, since each knows the micro-batches of all: the budget that fits everywhere."""
+        found = self._ranks.exchange((settled.max_tokens, settled.layout), patient=True)  # rank 0 has loaded engines
+        return replace(settled, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
+
     @cached_property
     def _logprob_fn(self) -> LogprobFn:
         """How log-probabilities of this architecture are computed."""
@@ -313,9 +327,10 @@ class PolicyModule(L.LightningModule):
             return None
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
-        parts = self._cut(batch, rows)
+        shares = self._shares(batch, rows, self._ranks.size)
+        parts = [part for share in shares for part in share]
         try:
-            losses, metrics = self._accumulate(batch, parts)
+            losses, metrics = self._accumulate(batch, parts, shares[self._ranks.rank])
             norm = self._clip()
             if not math.isfinite(norm):
                 rows_of_parts = [part.rows for part in parts]
@@ -329,7 +344,8 @@ class PolicyModule(L.LightningModule):
             if self.device.type == "cpu":
                 trim_heap()
         self.bad_steps_in_a_row = 0
-        costs = step_costs(batch, parts, time.perf_counter() - start, self._size, self._peak)
+        peak = None if self._peak is None else self._peak * self._ranks.size
+        costs = step_costs(batch, parts, time.perf_counter() - start, self._size, peak)
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
 
@@ -346,14 +362,14 @@ class PolicyModule(L.LightningModule):
         logger.warning("%s: no optimizer step was taken, %d so far.", what, self.bad_steps)
         self._log(self._counts([]), batch)
 
-    def _accumulate(self, batch: OptimizerBatch, parts: list[Part]) -> tuple[Tensor, dict[str, float]]:
-        """Gradients of all micro-batches, added up; the loss of each [parts], metrics of the whole optimizer batch."""
+    def _accumulate(self, batch: OptimizerBatch, parts: list[Part], own: list[Part]) -> tuple[Tensor, dict[str, float]]:
+        """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
         computed_tokens = trained_tokens(batch, parts)
         sampled_tokens = trained_tokens(batch, parts, sampled=True)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
-        for part in parts:
+        for part in own:
             start = time.perf_counter()
             micro = collate(batch, part, self.device)
             collating += time.perf_counter() - start
@@ -363,8 +379,17 @@ class PolicyModule(L.LightningModule):
             self.manual_backward(part_loss)
             losses.append(part_loss.detach())
             measured.append(part_metrics)
+        if self._ranks.size > 1:
+            losses, measured = self._of_all_ranks(losses, measured)
         metrics = {f"actor/{name}": float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
+
+    def _of_all_ranks(self, losses: list[Tensor], metrics: list[dict[str, Tensor]]) -> tuple[list[Any], list[Any]]:
+        """Losses and metrics of each rank's micro-batches, of all ranks; and their gradients, added up."""
+        add_up_gradients(self.policy.parameters(), self._ranks)
+        own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
+        found = self._ranks.exchange(own)
+        return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, R] of the trained tokens; 0 elsewhere."""
@@ -376,14 +401,18 @@ class PolicyModule(L.LightningModule):
     def _rows(self, batch: OptimizerBatch) -> list[int]:
         return rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
 
-    def _cut(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[Part]:
+    def _shares(self, batch: OptimizerBatch, rows: Sequence[int], ranks: int = 1) -> list[list[Part]]:
+        """The micro-batches of each rank, which each of them knows."""
         settled = self._settle()
-        layout = settled.layout
+        layout, tokens = settled.layout, settled.max_tokens
         if layout is Layout.auto and batch.step is not None:
             # That of `prepare_step`, which sees the whole step: in bfloat16 the first ratio would not be 1 otherwise.
             step = replace(batch, experiences=batch.step)
-            layout = better_layout(step, self._rows(step), settled.max_tokens)
-        return cut(batch, rows, settled.max_tokens, layout)
+            layout = better_layout(step, self._rows(step), tokens)
+        elif layout is Layout.auto:
+            layout = better_layout(batch, rows, tokens)
+        dealt = deal(batch, rows, ranks, tokens, layout) if ranks > 1 else [rows]
+        return [cut(batch, each, tokens, layout) for each in dealt]
 
     def _clip(self) -> float:
         """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
@@ -423,31 +452,35 @@ class PolicyModule(L.LightningModule):
         columns: dict[str, list[Tensor]] = {}
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
             if self.objective.needs_old_logprobs:
-                columns["old_logprobs"] = self._column(self.policy, experiences)
+                columns["old_logprobs"] = self._column(self.policy, experiences, self._ranks)
             if self.reference is not None:
-                columns["ref_logprobs"] = self._column(self.reference.to(self.device), experiences)
+                columns["ref_logprobs"] = self._column(self.reference.to(self.device), experiences, self._ranks)
         return columns
 
-    def _column(self, model: Any, experiences: Sequence[Experience]) -> list[Tensor]:
+    def _column(self, model: Any, experiences: Sequence[Experience], ranks: Ranks = ALONE) -> list[Tensor]:
+        """Log-probabilities of each experience's response; of each rank's share of the rows, added up."""
         batch = OptimizerBatch.of(experiences, explore_step=0)
         column = [torch.zeros(e.response_length) for e in experiences]
         rows = self._rows(batch)
         was_training = model.training
         model.eval()  # dropout would make them another model's
-        for part in self._cut(batch, rows):
+        for part in self._shares(batch, rows, ranks.size)[ranks.rank]:
             # Graphs of a pass without gradients round otherwise than those of training: the first ratio would not be 1.
             with torch.set_grad_enabled(self.hparams["compile_layers"]):
                 values, _ = self._logprobs(model, collate(batch, part, self.device))
             for row, value in zip(part.rows, values.detach().cpu(), strict=True):
                 column[row] = value[: len(column[row])].clone()
         model.train(was_training)
+        if ranks.size > 1:
+            ranks.add_up([together := torch.cat([*column, torch.zeros(0)])])
+            column = list(together.split([len(each) for each in column]))
         return column
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability, at temperature 1, of each token given those before it: [len - 1]. What probes compare."""
         experience = Experience(tokens=list(token_ids), prompt_length=1)
-        return self._column(self.policy, [experience])[0].tolist()
+        return self._column(self.policy, [experience])[0].tolist()  # of rank 0 alone: the others are not here
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -490,6 +523,7 @@ class PolicyModule(L.LightningModule):
             reuse_large_buffers()
         self._peak = self._peak_flops()
         self.check_trainable()
+        self._settled = self._agreed(self._settle())
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             for model in (self.policy, *self._reference):
                 compile_layers_of(model)

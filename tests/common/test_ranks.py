@@ -1,0 +1,132 @@
+"""Ranks as threads: what is handed over, and that an error, a delay or a death of one is everyone's end."""
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_lightning.common.ranks import Ranks, join
+from trinity_lightning.errors import RankError
+
+SIZE = 3
+CPU = torch.device("cpu")
+
+
+def together(work: Callable[[Ranks], Any], timeout: float = 20.0, size: int = SIZE) -> list[Any]:
+    """What the work returns on each rank, or the exception that it raises, which ends that rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+
+    def run(rank: int) -> Any:
+        group = join(address, Ranks(rank, size), CPU, timedelta(minutes=1)).group
+        ranks = Ranks(rank, size, group, timedelta(seconds=timeout))
+        try:
+            return work(ranks)
+        except Exception as error:
+            ranks.end(error)
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def test_alone_nothing_is_sent() -> None:
+    ranks, tensor = Ranks(), torch.ones(3)
+    ranks.add_up([tensor])
+    ranks.end(ValueError())
+    assert ranks.exchange("mine") == ["mine"]
+    assert ranks.broadcast(tensor) is tensor
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_everyone_has_what_each_hands_in() -> None:
+    def work(ranks: Ranks) -> Any:
+        return ranks.exchange("x" * 1000 * ranks.rank), ranks.broadcast(bytes(10**6) if ranks.rank == 1 else None, 1)
+
+    assert together(work) == [(["", "x" * 1000, "x" * 2000], bytes(10**6))] * SIZE
+
+
+def test_sums_are_the_same_bits_on_all_ranks() -> None:
+    def some(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        tensors = [torch.randn(shape, generator=generator) for shape in ((7, 3), (), (0,), (100,))]
+        return [*tensors, torch.arange(4) * rank, tensors[0].double().T]
+
+    def work(ranks: Ranks) -> list[torch.Tensor]:
+        tensors = some(ranks.rank)
+        ranks.add_up(tensors)
+        return tensors
+
+    found = together(work)
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
+    expected = [torch.stack(each).sum(0) for each in zip(*map(some, range(SIZE)), strict=True)]
+    torch.testing.assert_close(found[0], expected)
+
+
+ROUNDS: list[Callable[[Ranks], Any]] = [
+    lambda ranks: ranks.exchange(ranks.rank),
+    lambda ranks: ranks.exchange(ranks.rank, patient=True),
+    lambda ranks: ranks.broadcast(b"0" * 1000),
+    lambda ranks: ranks.add_up([torch.ones(10)]),
+]
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("before", range(len(ROUNDS)))
+def test_an_error_at_any_round_ends_all_with_its_message(rank: int, before: int) -> None:
+    def work(ranks: Ranks) -> None:
+        for number, each in enumerate(ROUNDS):
+            if (ranks.rank, number) == (rank, before):
+                raise KeyError("broken")
+            each(ranks)
+
+    errors = together(work)
+    assert isinstance(errors.pop(rank), KeyError)
+    assert [f"{type(error).__name__}: {error}" for error in errors] == [
+        f"RankError: rank {rank}: KeyError: 'broken'"
+    ] * 2
+
+
+def test_errors_of_several_ranks_at_once_keep_their_own() -> None:
+    def work(ranks: Ranks) -> None:
+        ranks.exchange(None)
+        if ranks.rank > 0:
+            raise ValueError(f"of {ranks.rank}")
+        ranks.exchange(None)
+
+    first, *others = together(work)
+    assert str(first) == "rank 1: ValueError: of 1; rank 2: ValueError: of 2"
+    assert [str(each) for each in others] == ["of 1", "of 2"]
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_time_out() -> None:
+    def work(ranks: Ranks) -> None:
+        if ranks.rank < 2:
+            ranks.exchange(None)
+
+    first, second, _ = together(work, timeout=0.3)
+    assert "did not answer in time" in str(first)
+    assert isinstance(second, RankError)
+
+
+def test_rank_0_may_take_longer_than_the_time_out() -> None:
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank == 0:
+            time.sleep(0.6)
+        return ranks.exchange(ranks.rank, patient=True)
+
+    assert together(work, timeout=0.2, size=2) == [[0, 1]] * 2
+
+
+def test_a_process_that_ends_before_it_came_is_not_waited_for() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    with pytest.raises(RankError, match="ended with code 3"):
+        join(address, Ranks(0, 2, lost=lambda: "rank 1 ended with code 3."), CPU, timedelta(seconds=30))

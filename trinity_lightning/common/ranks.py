@@ -1,0 +1,147 @@
+"""The processes that train one policy together, and how they agree: in rounds, and an error of one is everyone's."""
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
+
+from trinity_lightning.errors import RankError
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class Ranks:
+    """This process among those that train one policy together; without arguments it is alone, and nothing is sent.
+
+    Ranks meet in rounds, to which each hands in something and gets what all have handed in: all take part in the same
+    rounds in the same order. A rank that fails hands in its error instead, whichever round is next, so that nobody
+    waits for one that does not come. Every method but `end` raises a RankError if another rank has failed, died, or was
+    later than `timeout`; `lost` says which other process of this machine has died, if one has.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    timeout: timedelta = PATIENCE
+    lost: Callable[[], str | None] = lambda: None
+    _told: bool = False  # of an error, whoever's
+    _ended: bool = False  # for one
+
+    def exchange(self, value: T, patient: bool = False) -> list[T]:
+        """What every rank hands in, by rank; tensors are of the CPU. `patient`: rank 0 may be rolling out."""
+        if self.size == 1:
+            return [value]
+        answers = self._round((value, None), PATIENCE if patient else self.timeout)
+        if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error is not None]:
+            self._told = True
+            raise RankError("; ".join(failed))
+        return [value for value, _ in answers]
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """What rank `source` hands in, however large and however late."""
+        if self.size == 1:
+            return value
+        data = pickle.dumps(value) if self.rank == source else b""
+        buffer = _padded(data, self.exchange(len(data), patient=True)[source])
+        self._wait(lambda: self.group.broadcast(buffer, source, self.timeout))
+        return value if self.rank == source else _unpickled(buffer)
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all."""
+        if self.size == 1:
+            return
+        self.exchange(None)
+        for tensor in tensors:
+            total = tensor.contiguous()
+            self._wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout))
+            if total is not tensor:
+                tensor.copy_(total)
+
+    def end(self, error: BaseException) -> None:
+        """This rank fails: tell the others, unless they know, and wait with them until rank 0 has saved what it can.
+
+        Rank 0 calls it when it has. Twice is allowed.
+        """
+        if self.size == 1 or self._ended:
+            return
+        self._ended = True
+        try:
+            if not self._told:
+                told = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._round((None, told), PATIENCE if self.rank else self.timeout)
+            self._round((None, None), self.timeout)
+        except RankError:
+            return  # another process has ended: there is nobody to tell
+
+    def _round(self, answer: tuple[Any, str | None], timeout: timedelta) -> list[tuple[Any, str | None]]:
+        data = pickle.dumps(answer)
+        lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout)]
+        answers = self._gathered(_padded(data, max(lengths)), self.timeout)
+        return [_unpickled(each[:length]) for each, length in zip(answers, lengths, strict=True)]
+
+    def _gathered(self, tensor: Tensor, timeout: timedelta) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait(lambda: self.group.allgather(gathered, tensor, timeout))
+        return gathered
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            self._told = self._ended = True  # whoever still waits for this rank sees its connection end
+            reason = self.lost() or f"another process of the run ended, or did not answer in time ({error})"
+            raise RankError(reason) from error
+
+
+def _padded(data: bytes, length: int) -> Tensor:
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())  # noqa: S301 - of another process of this run, by its own connection
+
+
+def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: timedelta, meeting: int = 0) -> Ranks:
+    """These ranks, connected by the CPU and by the device that trains; they meet where rank 0 or torchrun lets them.
+
+    torch's default process group is left alone: an engine within rank 0 makes that one its own, as a world of one.
+    `meeting` is a number that these processes have not met by before at this address.
+
+    Raises:
+        RankError: another process has ended before it came, or has not come in time.
+    """
+    rank, size = ranks.rank, ranks.size
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store: Any = TCPStore(*address, size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
+    store = PrefixStore(f"trinity_lightning/{start}/{meeting}", store)
+    store.set(f"here/{rank}", b"")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check([f"here/{each}" for each in range(size)]):
+        if (reason := ranks.lost()) is not None or time.monotonic() > deadline:
+            raise RankError(reason or f"not all of {size} processes have come within {timeout}.")
+        time.sleep(POLL_SECONDS)
+    group = ProcessGroup(store, rank, size)
+    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL  # not in torch's builds for CPUs
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        nccl.eager_connect_single_device(device)
+        group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
+    return Ranks(rank, size, group, timeout, ranks.lost)
