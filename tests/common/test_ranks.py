@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_lightning.common.ranks import Ranks, join
+from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError
+from trinity_lightning.trainer.ddp import join
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -1,23 +1,19 @@
 """The processes that train one policy together, and how they agree: in rounds, and an error of one is everyone's."""
 
-import os
 import pickle
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
+from torch import Tensor, nn
 
 from trinity_lightning.errors import RankError
 
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
-POLL_SECONDS = 0.1
 
 
 @dataclass
@@ -112,36 +108,23 @@ def _unpickled(data: Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())  # noqa: S301 - of another process of this run, by its own connection
 
 
-def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: timedelta, meeting: int = 0) -> Ranks:
-    """These ranks, connected by the CPU and by the device that trains; they meet where rank 0 or torchrun lets them.
+ALONE = Ranks()
 
-    torch's default process group is left alone: an engine within rank 0 makes that one its own, as a world of one.
-    `meeting` is a number that these processes have not met by before at this address.
 
-    Raises:
-        RankError: another process has ended before it came, or has not come in time.
+def ranks_of(trainer: Any) -> Ranks:
+    """The processes that a Lightning Trainer trains with; one of another strategy than ReplicaStrategy is alone."""
+    return getattr(trainer.strategy, "ranks", ALONE)
+
+
+def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Make gradients those of all ranks together, after the last micro-batch; a rank without rows joins with zeros.
+
+    The loss of each is its rows' share of the whole optimizer batch's. Without a gradient on any rank there is none.
     """
-    rank, size = ranks.rank, ranks.size
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store: Any = TCPStore(*address, size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
-    store = PrefixStore(f"trinity_lightning/{start}/{meeting}", store)
-    store.set(f"here/{rank}", b"")
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check([f"here/{each}" for each in range(size)]):
-        if (reason := ranks.lost()) is not None or time.monotonic() > deadline:
-            raise RankError(reason or f"not all of {size} processes have come within {timeout}.")
-        time.sleep(POLL_SECONDS)
-    group = ProcessGroup(store, rank, size)
-    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    if device.type == "cuda":
-        from torch.distributed import ProcessGroupNCCL  # not in torch's builds for CPUs
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
-        nccl.eager_connect_single_device(device)
-        group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
-    return Ranks(rank, size, group, timeout, ranks.lost)
+    parameters = list(parameters)
+    found = ranks.exchange([each.grad is not None for each in parameters])
+    trained = [parameter for parameter, *has in zip(parameters, *found, strict=True) if any(has)]
+    for each in trained:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each, dtype=each.grad_dtype)
+    ranks.add_up([each.grad for each in trained if each.grad is not None])

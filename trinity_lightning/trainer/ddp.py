@@ -1,9 +1,10 @@
 """Several devices, each with the whole policy in a process of its own: `trainer=ddp`."""
 
 import itertools
+import os
 import signal
 import threading
-from collections.abc import Iterable
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,25 +12,16 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
-from trinity_lightning.common.ranks import Ranks, join
+from trinity_lightning.common.ranks import ALONE, Ranks
+from trinity_lightning.errors import RankError
 
-ALONE = Ranks()
+POLL_SECONDS = 0.1
 _MEETINGS = itertools.count()  # of the Trainers of this process, the same on all ranks
-
-
-def ranks_of(trainer: L.Trainer) -> Ranks:
-    """The processes that this Trainer trains with; one of another strategy is alone."""
-    return getattr(trainer.strategy, "ranks", ALONE)
-
-
-def strategy_setting(trainer: L.Trainer) -> Any:
-    """What `trainer.strategy` would say of this Trainer."""
-    kind = type(trainer.strategy)
-    return "auto" if issubclass(kind, SingleDeviceStrategy) else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
 
 
 class ReplicaStrategy(DDPStrategy):
@@ -110,15 +102,36 @@ class _Launcher(_SubprocessScriptLauncher):
         return next((f"the process of rank {rank} ended with code {code}." for rank, code in ended if code), None)
 
 
-def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Make gradients those of all ranks together, after the last micro-batch; a rank without rows joins with zeros.
+def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: timedelta, meeting: int = 0) -> Ranks:
+    """These ranks, connected by the CPU and by the device that trains; they meet where rank 0 or torchrun lets them.
 
-    The loss of each is its rows' share of the whole optimizer batch's. Without a gradient on any rank there is none.
+    torch's default process group is left alone: an engine within rank 0 makes that one its own, as a world of one.
+    `meeting` is a number that these processes have not met by before at this address.
+
+    Raises:
+        RankError: another process has ended before it came, or has not come in time.
     """
-    parameters = list(parameters)
-    found = ranks.exchange([each.grad is not None for each in parameters])
-    trained = [parameter for parameter, *has in zip(parameters, *found, strict=True) if any(has)]
-    for each in trained:
-        if each.grad is None:
-            each.grad = torch.zeros_like(each, dtype=each.grad_dtype)
-    ranks.add_up([each.grad for each in trained if each.grad is not None])
+    rank, size = ranks.rank, ranks.size
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store: Any = TCPStore(*address, size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
+    store = PrefixStore(f"trinity_lightning/{start}/{meeting}", store)
+    store.set(f"here/{rank}", b"")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check([f"here/{each}" for each in range(size)]):
+        if (reason := ranks.lost()) is not None or time.monotonic() > deadline:
+            raise RankError(reason or f"not all of {size} processes have come within {timeout}.")
+        time.sleep(POLL_SECONDS)
+    group = ProcessGroup(store, rank, size)
+    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL  # not in torch's builds for CPUs
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        nccl.eager_connect_single_device(device)
+        group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
+    return Ranks(rank, size, group, timeout, ranks.lost)

@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.common.ranks import ALONE, Ranks, add_up_gradients, ranks_of
 from trinity_lightning.config.keys import section_of
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.training import (
@@ -40,7 +41,6 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
-from trinity_lightning.trainer.ddp import ALONE, add_up_gradients, ranks_of, strategy_setting
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, step_costs
 from trinity_lightning.trainer.layout import (
     MicroBatch,
@@ -171,7 +171,8 @@ class PolicyModule(L.LightningModule):
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
         settings = {name: getattr(self.trainer, name) for name in names}
-        settings["strategy"] = strategy_setting(self.trainer)
+        kind, alone = type(self.trainer.strategy), isinstance(self.trainer.strategy, SingleDeviceStrategy)
+        settings["strategy"] = AUTO if alone else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
         check_trainer_settings(settings | {"devices": self.trainer.num_devices})
         return []
 
