@@ -19,12 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.ranks import follows
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
 from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
+from trinity_lightning.config.training import trains_replicas
 from trinity_lightning.engines import (
     ThreadShare,
     auxiliary_models_of,
@@ -35,7 +37,7 @@ from trinity_lightning.engines import (
     settle_dtypes,
 )
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.callback import ExplorerCallback, ExplorerFollower
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
@@ -70,11 +72,14 @@ class Run:
 
     def announce(self) -> None:
         """Print the one table that says what is about to happen."""
-        print(summary_table(_summary(self)), flush=True)
+        if self.trainer.is_global_zero:
+            print(summary_table(_summary(self)), flush=True)
 
     def finish(self) -> None:
         """Write the trained policy and close the loggers, so that the next job of a sweep gets a W&B run of its own."""
         self._save_last_checkpoint()
+        if not self.trainer.is_global_zero:
+            return
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
         finish(self.trainer.loggers)
@@ -123,8 +128,12 @@ def build(config: DictConfig) -> Run:
     recorder = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
     callbacks: list[L.Callback] = [recorder, monitor]
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
+    online, follower = typed.buffer.storage == "memory", trains_replicas(config.trainer) and follows()
     data: L.LightningDataModule
-    if typed.buffer.storage == "memory":
+    if follower:  # rank 0 rolls out, saves, shows and records
+        callbacks = [ExplorerFollower()] if online else []
+        data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed)
+    elif online:
         check_room(typed)
         check_experts(typed)
         auxiliary_models = auxiliary_models_of(typed, folder)
@@ -133,15 +142,7 @@ def build(config: DictConfig) -> Run:
         callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
     else:
         callbacks.append(stop)
-        from trinity_lightning.buffer.offline import OfflineExperienceDataModule
-        from trinity_lightning.buffer.reader import create_reader
-
-        data = OfflineExperienceDataModule(
-            create_reader(typed.buffer, typed.seed),
-            batch_size=typed.buffer.batch_size,
-            steps_per_epoch=1,
-            max_response_length=response_budget(typed),
-        )
+        data = offline_data(typed)
     return Run(
         config=typed,
         folder=folder,
@@ -322,14 +323,30 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
     }
     return ExperienceDataModule(
         strategies(config.add_strategy),
-        optimizer_steps=config.algorithm.optimizer_steps,
-        inner_epochs=config.algorithm.inner_epochs,
-        seed=config.seed,
         operators=operator_configs(config.operators),
         auxiliary_models=clients,
         folder=folder,
         keep=step_keeper(config.buffer, folder),
         experts=_experts(config),
+        **_dealing(config),
+    )
+
+
+def _dealing(config: TrainConfig) -> dict[str, Any]:
+    """How a buffer hands out what is in it: all that those of ranks other than 0 have to know."""
+    steps = {"optimizer_steps": config.algorithm.optimizer_steps, "inner_epochs": config.algorithm.inner_epochs}
+    return {**steps, "seed": config.seed, "max_response_length": response_budget(config)}
+
+
+def offline_data(config: TrainConfig) -> L.LightningDataModule:
+    """What another run left, read as it is trained on."""
+    from trinity_lightning.buffer.offline import OfflineExperienceDataModule
+    from trinity_lightning.buffer.reader import create_reader
+
+    return OfflineExperienceDataModule(
+        create_reader(config.buffer, config.seed),
+        batch_size=config.buffer.batch_size,
+        steps_per_epoch=1,
         max_response_length=response_budget(config),
     )
 

@@ -82,6 +82,7 @@ def check_objective(config: DictConfig) -> None:
 def _main(config: DictConfig) -> float | None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
+        compose.check_processes(config)
         check(config)
         trainer = train(config)
     reward = trainer.callback_metrics.get("reward/mean")

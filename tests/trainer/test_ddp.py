@@ -7,6 +7,8 @@ import torch
 from support.policy import assert_same_gradients
 from support.replicas import CASES, RANKS, start
 
+pytestmark = pytest.mark.slow
+
 Found = list[dict[str, dict[str, Any]]]
 
 TIMED = ("time/", "perf/mfu", "perf/tokens_per_second", "perf/trained_tokens_per_second")

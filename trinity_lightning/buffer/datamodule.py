@@ -31,6 +31,15 @@ CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run th
 
 
 class UnmovedDataModule(L.LightningDataModule):
+    def everywhere(self, obtain: Callable[[], list[Experience]]) -> list[Experience]:
+        """What `obtain` returns on rank 0, on every rank that trains; the others do not call it."""
+        trainer = self.trainer
+        if trainer is None or trainer.world_size == 1:
+            return obtain()
+        experiences = obtain() if trainer.is_global_zero else []
+        payload = trainer.strategy.broadcast(Experience.serialize_many(experiences))
+        return experiences if trainer.is_global_zero else Experience.deserialize_many(payload)
+
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Nothing is moved here: micro-batches are padded on the device when they are cut."""
         return batch
@@ -90,6 +99,15 @@ class ExperienceDataModule(UnmovedDataModule):
     def advance(self, step: int, columns: dict[str, list[Tensor]] | None = None) -> None:
         """Hand the trainer explore step `step`, which has been filled in, with the columns computed for it."""
         self.storage.advance(step, columns)
+
+    def share(self, step: int) -> list[Experience]:
+        """The experiences of explore step `step`, which is ready on rank 0, and then on every rank."""
+        experiences = self.everywhere(lambda: self.storage.ready(step))
+        if not self.storage.is_ready(step):
+            self.storage.begin()
+            self.storage.write(experiences)
+            self.storage.commit(step)
+        return experiences
 
     @property
     def experiences(self) -> list[Experience]:

@@ -31,6 +31,7 @@ class OfflineLoader:
         whole_groups: never part the experiences of a task.
         wait: seconds to wait for a batch that another process is still to write.
         max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
+        everywhere: where several ranks train, lets rank 0 read, and gives what it has read to all.
 
     Attributes:
         pause: as the reader's `read` has it, for a run that may end while it waits.
@@ -48,6 +49,7 @@ class OfflineLoader:
         whole_groups: bool = True,
         wait: float = 0.0,
         max_response_length: int | None = None,
+        everywhere: Callable[[Callable[[], list[Experience]]], list[Experience]] = lambda read: read(),
     ) -> None:
         whole_number("batch_size", batch_size, least=1)
         whole_number("steps_per_epoch", steps_per_epoch, least=1)
@@ -56,6 +58,7 @@ class OfflineLoader:
         self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
         self._whole_groups, self._wait = whole_groups, wait
         self._max_response_length = max_response_length
+        self._everywhere = everywhere
         self.pause: Callable[[float], None] = time.sleep
         self._epoch, self._position = 1, 0
         self._before: dict[str, Any] = {}  # where the reader stood before the last batch
@@ -69,9 +72,7 @@ class OfflineLoader:
             self._epoch, self._position = self._epoch + 1, 0
         for index in range(self._position, len(self)):
             self._before = self._reader.state_dict()
-            experiences = self._reader.read(
-                self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self.pause
-            )
+            experiences = self._everywhere(self._read)
             if not experiences:
                 raise StorageError(
                     f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
@@ -80,6 +81,9 @@ class OfflineLoader:
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
             yield OptimizerBatch.of(experiences, self._epoch, self._max_response_length)
+
+    def _read(self) -> list[Experience]:
+        return self._reader.read(self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self.pause)
 
     def rewind(self, position: int) -> None:
         """What was handed out last, behind the first `position` batches, was not trained on: it is read again."""
@@ -134,6 +138,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
             whole_groups=whole_groups,
             wait=wait,
             max_response_length=max_response_length,
+            everywhere=self.everywhere,
         )
 
     def train_dataloader(self) -> OfflineLoader:

@@ -1,5 +1,6 @@
 """The processes that train one policy together, and how they agree: in rounds, and an error of one is everyone's."""
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from trinity_lightning.errors import RankError
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
+
+
+def follows() -> bool:
+    """Whether this process has a rank other than 0, by the environment that torchrun, SLURM or Lightning gave it."""
+    return any(int(os.environ.get(name, "0")) > 0 for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from yaml import MarkedYAMLError, YAMLError
 from trinity_lightning.config.keys import choice_of, sentence_of
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
-from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.training import AlgorithmConfig, trains_replicas
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, TrinityError
 
@@ -177,6 +177,24 @@ def check_overrides(config: DictConfig) -> None:
                 f"{override} changes nothing, since Hydra merges mappings: leave out an entry by "
                 f"'~{name}.{next(iter(entries))}', or all of them by '~{name}'."
             )
+
+
+def check_processes(config: DictConfig) -> None:
+    """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
+    hydra = HydraConfig.get()
+    if not trains_replicas(config.trainer or {}):
+        return
+    if hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(
+            "trainer=ddp starts this command once more for every device, and each would begin the sweep again: start "
+            "its jobs one by one, without --multirun."
+        )
+    named = any(each.startswith("hydra.run.dir=") for each in hydra.overrides.hydra)
+    if "RANK" in os.environ and not named and config.ckpt_path != "last":
+        raise ConfigError(
+            "processes that torchrun starts need one folder for the run: give it, such as "
+            f"hydra.run.dir={config.output_root}/{config.name}/first."
+        )
 
 
 @contextmanager

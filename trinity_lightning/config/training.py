@@ -299,10 +299,10 @@ def _check_alone(settings: Mapping[str, Any]) -> None:
     strategy = settings.get("strategy") or AUTO
     if strategy != AUTO:
         name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(f"trainer.strategy is {name}: {alone} without it.")
+        raise ConfigError(f"trainer.strategy is {name}: {alone} without it, for several choose trainer=ddp.")
     for key, one in (("num_nodes", 1), ("devices", "1")):
         if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(f"trainer.{key} is {given}: {alone}, give 1.")
+            raise ConfigError(f"trainer.{key} is {given}: {alone}, give 1; for several choose trainer=ddp.")
 
 
 def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:

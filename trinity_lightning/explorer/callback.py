@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.ranks import ranks_of
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
@@ -108,8 +109,11 @@ class ExplorerCallback(L.Callback):
             raise ConfigError(f"ExplorerCallback trains a PolicyModule, not a {type(pl_module).__name__}.")
         if not isinstance(getattr(trainer, "datamodule", None), ExperienceDataModule):
             raise ConfigError("ExplorerCallback needs an ExperienceDataModule: trainer.fit(policy, datamodule).")
-        if trainer.world_size > 1:
-            raise ConfigError("one device only: with an in-process engine set trainer.devices=1.")
+        ranks = ranks_of(trainer)
+        if trainer.world_size != ranks.size or ranks.rank > 0:
+            raise ConfigError(
+                "ExplorerCallback is for rank 0 of a ReplicaStrategy: give the others an ExplorerFollower."
+            )
         if not all(isinstance(model, Engine) for model in self.explorer.engines.models):
             raise ConfigError("ExplorerCallback needs engines that take weights: VLLMEngine, VLLMServerEngine or so.")
         if self.explorer.config.samples_older_weights:
@@ -120,7 +124,7 @@ class ExplorerCallback(L.Callback):
     def _forget(self, trainer: L.Trainer) -> None:
         """What another Trainer's fit left in these parts is not of this one; a checkpoint is loaded after this."""
         self.explorer.restart()
-        self._data(trainer).storage.clear()
+        _data(trainer).storage.clear()
         self.metrics = {}
         self._ahead.forget()
         self._versions.forget()
@@ -134,7 +138,7 @@ class ExplorerCallback(L.Callback):
         """
         # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-        policy, data = _policy(pl_module), self._data(trainer)
+        policy, data = _policy(pl_module), _data(trainer)
         policy.check_trainable()
         for engine in self.explorer.engines.models:
             engine.bind(policy.policy)
@@ -221,8 +225,7 @@ class ExplorerCallback(L.Callback):
         time_of_step = {"time/step": self.metrics["time/step"]}
         log_row(trainer.loggers, time_of_step, step_of(trainer), last_row(trainer))
         self._end_step(trainer)
-        # For ModelCheckpoint and EarlyStopping to monitor; the loggers have them already.
-        pl_module.log_dict(self.metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
+        _let_monitor(trainer, pl_module, self.metrics)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the last step, if a resumed run had only that left to do.
@@ -243,15 +246,16 @@ class ExplorerCallback(L.Callback):
         if self._step == step:
             return
         self._step_began = time.perf_counter()
-        handed_over = self._data(trainer).batch == step  # of a run that is resumed within a step
+        handed_over = _data(trainer).batch == step  # of a run that is resumed within a step
         if not handed_over:
-            self.metrics = rollouts.obtain(step, trainer.global_step, self._data(trainer).storage.is_ready)
+            self.metrics = rollouts.obtain(step, trainer.global_step, _data(trainer).storage.is_ready)
         rollouts.trainers_turn()
         if not handed_over:
             self._hand_over(trainer, step)
         last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
         # Engines that take turns with the trainer have nothing ahead.
         self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last)
+        trainer.strategy.barrier()  # other ranks wait here, however long that took: within a step they would not
         self._step = step
         if not _items_done(trainer):
             log_row(trainer.loggers, self.metrics, step, next_row(trainer))
@@ -260,10 +264,10 @@ class ExplorerCallback(L.Callback):
 
     def _hand_over(self, trainer: L.Trainer, step: int) -> None:
         """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""
-        data = self._data(trainer)
+        data = _data(trainer)
         self._versions.begin_step(trainer.global_step)
         start = time.perf_counter()
-        columns = _policy(trainer.lightning_module).prepare_step(data.storage.ready(step))
+        columns = _policy(trainer.lightning_module).prepare_step(data.share(step))
         self.metrics |= self._ahead.take(step) | {"time/prepare": time.perf_counter() - start}
         lag = self._versions.at(trainer.global_step) - self.metrics["sample/model_version/mean"]
         self.metrics["sample/lag/mean"] = lag
@@ -289,9 +293,6 @@ class ExplorerCallback(L.Callback):
         if self._running is None:
             raise RuntimeError("the explorer runs only inside Trainer.fit.")
         return self._running
-
-    def _data(self, trainer: L.Trainer) -> ExperienceDataModule:
-        return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -325,6 +326,47 @@ class ExplorerCallback(L.Callback):
         self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
         self._ahead.load_state_dict(state_dict["ahead"])
+
+
+class ExplorerFollower(L.Callback):
+    """In the place of ExplorerCallback on ranks other than 0: takes over the explore steps that rank 0 hands over."""
+
+    def __init__(self) -> None:
+        self._step = 0  # what is prepared to be trained on
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """A Trainer that has not trained begins at step 1; a checkpoint is loaded after this."""
+        self._step = 0
+        if not _epochs(trainer).ready:
+            _data(trainer).storage.clear()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """As ExplorerCallback: a resumed run may not come by `on_train_epoch_start`."""
+        self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Wait for the step, however long it is rolled out, and help to prepare it; a checkpoint may have had it."""
+        data, step = _data(trainer), step_of(trainer)
+        if self._step == step:
+            return
+        if data.batch != step:
+            data.advance(step, _policy(pl_module).prepare_step(data.share(step)))
+        trainer.strategy.barrier()
+        self._step = step
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over what was measured: checkpoints and early stopping are decided by it, on all ranks alike."""
+        _let_monitor(trainer, pl_module, {})
+
+
+def _let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:
+    """Let ModelCheckpoint and EarlyStopping see what rank 0 has measured; the loggers have it already."""
+    seen = trainer.strategy.broadcast(metrics)
+    pl_module.log_dict(seen, on_step=False, on_epoch=True, logger=False, batch_size=1)
+
+
+def _data(trainer: L.Trainer) -> ExperienceDataModule:
+    return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
 
 def _policy(module: Any) -> TrainablePolicy:

@@ -14,6 +14,8 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.ranks import ranks_of
+from trinity_lightning.errors import RankError
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +70,11 @@ class StopCheckpoint(L.Callback):
                 loader.pause = partial(self._pause, trainer)
 
     def reason(self, trainer: L.Trainer) -> BaseException | None:
-        """What the run is to end with, if it was asked to end."""
+        """What the run is to end with, if it was asked to end, or if another of its processes has died."""
         if self.ctrl_c.count:
             return KeyboardInterrupt()
+        if (lost := ranks_of(trainer).lost()) is not None:
+            return RankError(lost)
         return SIGTERMException() if trainer.received_sigterm else None
 
     def _pause(self, trainer: L.Trainer, seconds: float) -> None:
