@@ -70,8 +70,8 @@ DEFAULT_RUN = (
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",
 )
-MAX_DEFAULT_RUN = 9_340  # lines of code that it imports before it needs an option
-MAX_FILES, MAX_LINES = 144, 27_530  # of the package
+MAX_DEFAULT_RUN = 9_450  # lines of code that it imports before it needs an option
+MAX_FILES, MAX_LINES = 145, 27_700  # of the package
 
 
 def room_of(module: str) -> str:
