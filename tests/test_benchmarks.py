@@ -17,12 +17,12 @@ RunBenchmark = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def run_benchmark(run_train: RunTrain, tmp_path: Path) -> RunBenchmark:
-    """The JSON line that a benchmark prints last."""
+    """The last JSON line that a benchmark prints."""
 
     def run(name: str, *arguments: str) -> dict[str, Any]:
         done = run_train(tmp_path, *arguments, program=str(ROOT / "benchmarks" / name), timeout=300)
         assert done.returncode == 0, done.stdout[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
     return run
 

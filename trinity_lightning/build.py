@@ -43,6 +43,7 @@ from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.step_line import summary_table
+from trinity_lightning.report import write_report
 from trinity_lightning.sync.stream import checkpoint_weights
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
@@ -83,8 +84,6 @@ class Run:
         if self.config.save_model:
             self.policy.save_pretrained(self.folder / "model")
         finish(self.trainer.loggers)
-        from trinity_lightning.report import write_report  # once, at the end
-
         try:
             write_report(self.folder)
         except (TrinityError, OSError) as error:  # a picture of the run: what was trained is saved, and counts

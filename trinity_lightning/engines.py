@@ -81,15 +81,17 @@ def check_room(config: TrainConfig) -> None:
 def _check_context(key: str, name: str, engine: EngineConfig) -> None:
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(str(resolve_model(name))).get_text_config()
+    try:
+        model = AutoConfig.from_pretrained(str(resolve_model(name)), trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):  # vLLM may know a model that transformers does not, or says what is wrong
+        return
     longest = getattr(model, "max_position_embeddings", None)
-    # Scaled positions have rules of their own, which are left to vLLM.
-    stretched = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
+    # Scaled positions have rules of their own, and vLLM can be made to go beyond: both are left to it.
+    scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
+    stretched = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if longest is not None and engine.max_model_len > longest and not stretched:
-        raise ConfigError(
-            f"{key}.max_model_len is {engine.max_model_len}, and the context of model '{name}' is {longest} tokens: "
-            "give that, or less."
-        )
+        context = f"the context of model '{name}' is {longest} tokens"
+        raise ConfigError(f"{key}.max_model_len is {engine.max_model_len}, and {context}: give that, or less.")
 
 
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:

@@ -53,6 +53,15 @@ def test_everyone_has_what_each_hands_in() -> None:
     assert together(work) == [(["", "x" * 1000, "x" * 2000], bytes(10**6))] * SIZE
 
 
+def test_ranks_in_different_rounds_are_refused() -> None:
+    def work(ranks: Ranks) -> Any:
+        return ranks.exchange(1) if ranks.rank else ranks.add_up([torch.ones(2)])
+
+    for error in together(work):
+        assert isinstance(error, RankError)
+        assert "rank 0 is at a sum; rank 1 is at an exchange" in str(error)
+
+
 def test_sums_are_the_same_bits_on_all_ranks() -> None:
     def some(rank: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(rank)

@@ -100,11 +100,13 @@ def test_a_wrong_name_says_what_to_do(tmp_path, monkeypatch, name, message):
 
 
 class Unknowing(BaseHTTPRequestHandler):
-    """A hub that has no model."""
+    """A hub that has no model, and answers some questions not at all."""
 
     def do_GET(self):
-        self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
+        busy = "busy" in self.path
+        self.send_response(503 if busy else 404)
+        if not busy:
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -125,6 +127,9 @@ def test_a_hub_name_is_asked_for_before_anything_is_loaded(unknowing_hub, monkey
         check_on_hub(here)
     with pytest.raises(ConfigError, match="the hub has no model 'nobody/nothing'"):
         check_on_hub("nobody/nothing")
+    check_on_hub("nobody/busy")
+    with pytest.raises(ConfigError, match=r"model.name 'org/a--b' is no name of a model on the hub"):
+        check_on_hub("org/a--b")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         ConfigError, match=r"'nobody/nothing' is neither .* the hub cannot be asked \(.*\): give a folder"

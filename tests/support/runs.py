@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,10 +44,7 @@ class Commands:
     """
 
     def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("warm.py"))]
-        self._warm = subprocess.Popen(
-            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._warm: subprocess.Popen[str] | None = None
 
     def __call__(
         self, folder: Path, *arguments: str, program: str = TRAIN, timeout: float = 420
@@ -55,22 +52,43 @@ class Commands:
         """What `python -m PROGRAM ARGUMENTS` does in a folder; stdout and stderr are captured together."""
         with tempfile.NamedTemporaryFile("r") as output:
             command = {"folder": str(folder), "environment": environment(), "output": output.name}
-            print(json.dumps(command | {"arguments": [program, *arguments]}), file=self._warm.stdin, flush=True)
-            kill = threading.Timer(timeout, os.kill, (self._answer(), signal.SIGKILL))
-            kill.start()
-            try:
-                code = self._answer()
-            finally:
-                kill.cancel()
+            code = self._run(command | {"arguments": [program, *arguments]}, timeout)
             return subprocess.CompletedProcess([program, *arguments], code, output.read())
 
     def close(self) -> None:
         """End the warm process."""
-        self._warm.communicate()
+        if self._warm is not None:
+            self._warm.kill()
+            self._warm.communicate()
+            self._warm = None
 
-    def _answer(self) -> int:
-        assert self._warm.stdout is not None
-        return int(self._warm.stdout.readline())
+    def _run(self, command: Mapping[str, object], timeout: float) -> int:
+        """The exit code; a warm process whose answers were not read to their end is not asked again."""
+        warm = self._warm = self._warm or self._start()
+        process, kill = 0, None
+        try:
+            print(json.dumps(dict(command)), file=warm.stdin, flush=True)
+            process = _answer(warm)
+            kill = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
+            kill.start()
+            return _answer(warm)
+        except BaseException:
+            if process:
+                os.kill(process, signal.SIGKILL)
+            self.close()
+            raise
+        finally:
+            if kill is not None:
+                kill.cancel()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("warm.py"))]
+        return subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _answer(warm: subprocess.Popen[str]) -> int:
+    assert warm.stdout is not None
+    return int(warm.stdout.readline())
 
 
 def start(folder: Path, *arguments: str, program: str = TRAIN) -> subprocess.Popen[str]:

@@ -42,7 +42,7 @@ def slow_files_first(items: list[pytest.Item]) -> None:
 
 
 class Guard:
-    """Fails a test of the fast tier that starts a process or imports vLLM."""
+    """Fails a test of the fast tier that starts a program, forks, or imports vLLM; it cannot see a spawned one."""
 
     def __init__(self) -> None:
         self.on = False
@@ -51,7 +51,7 @@ class Guard:
     def _watch(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        starts = event in STARTS_A_PROCESS and not any(name in str(arguments) for name in HARMLESS)
+        starts = event in STARTS_A_PROCESS and not any(name in str(arguments[:2]) for name in HARMLESS)
         if starts or (event == "import" and arguments[0] == "vllm"):
             what = f"{event} {arguments[:2]}"
             pytest.fail(f"a test of the fast tier must not do this ({what}): mark it, see tests/support/tiers.py")

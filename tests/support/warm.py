@@ -61,6 +61,8 @@ def become(command: dict[str, Any]) -> None:
     output = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    for module in filter(None, [sys.modules.get("wandb.sdk.data_types._private")]):
+        Path(module.MEDIA_TMP.name).mkdir(exist_ok=True)  # made at its import, and deleted at the end of any run
     atexit.register(gc.unfreeze)  # so that nothing is taken for a leak at the end
     sys.argv = command["arguments"]
 

@@ -1,6 +1,7 @@
 """Whole files or none."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,6 +22,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with suppress(OSError):  # some network file systems sync no folders; the file is there
+            os.fsync(folder)
     finally:
         os.close(folder)

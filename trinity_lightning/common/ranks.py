@@ -37,25 +37,32 @@ class Ranks:
     group: Any = None
     timeout: timedelta = PATIENCE
     lost: Callable[[], str | None] = lambda: None
-    _told: bool = False  # of an error, whoever's
+    _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
 
-    def exchange(self, value: T, patient: bool = False) -> list[T]:
-        """What every rank hands in, by rank; tensors are of the CPU. `patient`: rank 0 may be rolling out."""
+    def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
+        """What every rank hands in, by rank; tensors are of the CPU.
+
+        `patient`: rank 0 may be rolling out. `at`: a name of the round, the same on all ranks, or it is a RankError.
+        """
         if self.size == 1:
             return [value]
-        answers = self._round((value, None), PATIENCE if patient else self.timeout)
-        if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error is not None]:
-            self._told = True
+        answers = self._round((value, None, at), PATIENCE if patient and self.rank else self.timeout)
+        if failed := [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(answers) if error is not None]:
+            self._known = True
             raise RankError("; ".join(failed))
-        return [value for value, _ in answers]
+        if len({place for *_, place in answers}) > 1:
+            self._known = True
+            places = "; ".join(f"rank {rank} is at {place}" for rank, (*_, place) in enumerate(answers))
+            raise RankError(f"the processes went different ways, such as a callback that only one has: {places}.")
+        return [value for value, *_ in answers]
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """What rank `source` hands in, however large and however late."""
         if self.size == 1:
             return value
         data = pickle.dumps(value) if self.rank == source else b""
-        buffer = _padded(data, self.exchange(len(data), patient=True)[source])
+        buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
         self._wait(lambda: self.group.broadcast(buffer, source, self.timeout))
         return value if self.rank == source else _unpickled(buffer)
 
@@ -63,7 +70,7 @@ class Ranks:
         """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all."""
         if self.size == 1:
             return
-        self.exchange(None)
+        self.exchange(None, at="a sum")
         for tensor in tensors:
             total = tensor.contiguous()
             self._wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout))
@@ -79,14 +86,14 @@ class Ranks:
             return
         self._ended = True
         try:
-            if not self._told:
-                told = f"{type(error).__name__}: {error}".removesuffix(": ")
-                self._round((None, told), PATIENCE if self.rank else self.timeout)
-            self._round((None, None), self.timeout)
+            if not self._known:
+                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._round((None, reason, ""), PATIENCE if self.rank else self.timeout)
+            self._round((None, None, ""), self.timeout)
         except RankError:
             return  # another process has ended: there is nobody to tell
 
-    def _round(self, answer: tuple[Any, str | None], timeout: timedelta) -> list[tuple[Any, str | None]]:
+    def _round(self, answer: tuple[Any, str | None, str], timeout: timedelta) -> list[tuple[Any, str | None, str]]:
         data = pickle.dumps(answer)
         lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout)]
         answers = self._gathered(_padded(data, max(lengths)), self.timeout)
@@ -101,7 +108,7 @@ class Ranks:
         try:
             begin().wait()
         except RuntimeError as error:
-            self._told = self._ended = True  # whoever still waits for this rank sees its connection end
+            self._known = self._ended = True  # whoever still waits for this rank sees its connection end
             reason = self.lost() or f"another process of the run ended, or did not answer in time ({error})"
             raise RankError(reason) from error
 

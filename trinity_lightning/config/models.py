@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HUB_SECONDS = 10  # for an answer of the hub
+
 CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
 BUILT_IN_MODELS = ("smollm2", "tiny")
 _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
@@ -87,21 +89,27 @@ def check_trainable(name: str) -> None:
 def check_on_hub(name: str) -> None:
     """Refuse a hub name that neither the cache has nor the hub, which is asked once: transformers asks for minutes.
 
+    A hub that answers late, or in a way of its own, is left to transformers.
+
     Raises:
-        ConfigError: there is no such model, or the hub does not answer.
+        ConfigError: it is no name of a model, there is no such model, or the hub cannot be reached.
     """
     if name in BUILT_IN_MODELS or Path(name).expanduser().is_dir():
         return
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
     try:
-        HfApi().model_info(name, timeout=5)
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+    except HFValidationError as error:
+        raise ConfigError(f"model.name '{name}' is no name of a model on the hub: {error}") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(f"the hub has no model '{name}', or shows it to others only: see `hf auth login`.") from error
     except Exception as error:  # of the HTTP library that the hub's client happens to use
+        if hasattr(error, "response") or "imeout" in type(error).__name__:
+            logger.warning("the hub did not say whether it has model '%s' (%s)", name, error)
+            return
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model '{name}' is neither a folder nor in the hub's cache on this machine, and the hub cannot be asked "

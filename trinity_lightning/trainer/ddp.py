@@ -61,17 +61,16 @@ class ReplicaStrategy(DDPStrategy):
             self.ranks.add_up(weights)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all; not when the run has failed: rank 0 saves alone then."""
-        if self.lightning_module is None or not self.lightning_module.trainer.interrupted:
-            self.ranks.exchange(None, patient=True)
+        """Wait for all."""
+        self._together.exchange(None, patient=True, at="a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What rank `src` has."""
-        return self.ranks.broadcast(obj, src)
+        return self._together.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all ranks, stacked; without gradients."""
-        return torch.stack(self.ranks.exchange(tensor.detach().cpu())).to(tensor.device)
+        return torch.stack(self._together.exchange(tensor.detach().cpu())).to(tensor.device)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, max or min of all ranks' tensors; other things are as they are."""
@@ -79,7 +78,15 @@ class ReplicaStrategy(DDPStrategy):
             return tensor
         given = getattr(reduce_op, "name", str(reduce_op)).lower()
         name = {"avg": "mean", "max": "amax", "min": "amin"}.get(given, given)
-        return getattr(self.all_gather(tensor), name)(0)
+        gathered = self.all_gather(tensor)
+        whole = name == "mean" and not tensor.is_floating_point()
+        return getattr(gathered.float() if whole else gathered, name)(0)
+
+    @property
+    def _together(self) -> Ranks:
+        """Nobody once the run has failed: each rank ends by itself, and rank 0 saves."""
+        module = self.lightning_module
+        return ALONE if module is not None and module.trainer.interrupted else self.ranks
 
     def on_exception(self, exception: BaseException) -> None:
         """After the callbacks have saved what is whole: the other ranks end too."""

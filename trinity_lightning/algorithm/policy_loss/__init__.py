@@ -17,4 +17,5 @@ from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo  # the functi
 def __getattr__(name: str) -> Any:
     if name not in POLICY_LOSS_FN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return POLICY_LOSS_FN.get(name)
+    loss = globals()[name] = POLICY_LOSS_FN.get(name)  # over a module of its name, which was imported
+    return loss
