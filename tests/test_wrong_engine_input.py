@@ -262,7 +262,7 @@ def test_gpus_are_shared_out_and_all_of_them_used(
 def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="trainer=gpu trains on a GPU, and this process sees none: set trainer=cpu"):
+    with pytest.raises(ConfigError, match=r"trainer.accelerator is gpu, and this process sees no GPU: set trainer=cpu"):
         validate(configured("trainer=gpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     validate(configured("trainer=gpu"))

@@ -255,7 +255,8 @@ def _check_trainer(config: DictConfig) -> None:
         raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
     check_trainer_settings(trainer)
     if trainer.get("accelerator") in ("gpu", "cuda") and not _has_gpu():
-        raise ConfigError("trainer=gpu trains on a GPU, and this process sees none: set trainer=cpu, or trainer=auto.")
+        found = f"trainer.accelerator is {trainer.accelerator}, and this process sees no GPU"
+        raise ConfigError(f"{found}: set trainer=cpu, or trainer=auto.")
 
 
 # -- rollouts: engines, runners, and the models beside the policy ------------------------------------------------------

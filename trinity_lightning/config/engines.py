@@ -208,7 +208,7 @@ class AuxiliaryConfig(Section):
             if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
                 raise ConfigError(
                     f"engine.{name} is {getattr(value, 'value', value)}, and an auxiliary model has one server of vLLM "
-                    "that never sleeps: leave the key out."
+                    "that never sleeps: leave the key out, and give the knobs of its engine one by one."
                 )
         if self.url is None and self.api_key_env is not None:
             raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
