@@ -296,6 +296,9 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 SCRIPT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+
 import asyncio, os, sys, time
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards.scoring import SCORER
