@@ -96,10 +96,9 @@ def experiences(draw: st.DrawFn) -> Experience:
     return Experience(**fields)
 
 
-def sample() -> list[Experience]:
-    """A few experiences that use every field."""
-    single = Experience(
-        eid=EID(batch=1, task="a", run=2, step=3),
+def _single_turn(eid: EID) -> Experience:
+    return Experience(
+        eid=eid,
         tokens=[1, 2, 3, 4, 5],
         prompt_length=2,
         logprobs=[-0.1, -0.2, float("nan")],
@@ -112,6 +111,11 @@ def sample() -> list[Experience]:
         response_text="That.",
         custom_fields=[CustomField("shape", "shapes", torch.int64)],
     )
+
+
+def sample() -> list[Experience]:
+    """A few experiences that use every field."""
+    single = _single_turn(EID(batch=1, task="a", run=2, step=3))
     multi = Experience(
         tokens=torch.arange(6),
         prompt_length=2,
@@ -127,20 +131,7 @@ def sample() -> list[Experience]:
 def fixed() -> list[Experience]:
     """The experiences of tests/common/experience/version_2.bin: every dtype and kind of value, and fixed ids."""
     chat = [{"role": "user", "content": "Hi", "tool_calls": [{"id": 1}]}]
-    single = Experience(
-        eid=EID(1, "a", 2, 3, "s"),
-        tokens=[1, 2, 3, 4, 5],
-        prompt_length=2,
-        logprobs=[-0.1, -0.2, float("nan")],
-        reward=0.5,
-        advantages=torch.ones(3, dtype=torch.bfloat16),
-        truncate_status="response_truncated",
-        info={"shape": (1, 2), 7: b"bytes", "tensor": torch.eye(2), "array": np.arange(3), "nan": float("nan")},
-        metrics={"accuracy": 1.0},
-        prompt_text="What?",
-        response_text="That.",
-        custom_fields=[CustomField("shape", "shapes", torch.int64)],
-    )
+    single = _single_turn(EID(1, "a", 2, 3, "s"))
     single.info |= {name: torch.tensor([[0, 1]]).to(TORCH_DTYPES[name]) for name in sorted(TORCH_DTYPES)}
     single.info |= {"scalar": np.float32(1.5), "lone": "a\ud800b", "nested": ({(1, "a"): [None, True, 2**64 - 1]},)}
     multi = Experience(
