@@ -13,9 +13,9 @@ __version__ = "0.1.0.dev0"
 # quiet machine loses next to nothing. What is gained depends on how the kernel deals the cores. Seconds of a training
 # step by benchmarks/contended_training.py, on two cores:
 #   turns          alone    beside one busy process    beside two
-#   300,000         1.09              3.3                  6.8
-#   3,000           1.10              3.7                  4.3
-#   (one thread)    1.77              1.8                  2.8
+#   300,000         1.17              4.1                  8.2
+#   3,000           1.12              2.7                  2.9
+#   (one thread)    1.92              1.7                  2.8
 # On another machine the step beside one took 14.6 s with 300,000 turns and 3.4 with 10,000; 1,000 cost a quarter alone.
 # Fewer threads are what helps reliably: README.
 if "OMP_WAIT_POLICY" not in os.environ:
