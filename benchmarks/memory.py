@@ -27,7 +27,7 @@ from trinity_lightning.build import build  # noqa: F401  imports all that a run 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.training import AlgorithmConfig
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.monitor.machine import GB, MemoryMeter, resident_gb
 from trinity_lightning.trainer.optim import MasterWeights
@@ -97,16 +97,16 @@ def batches(steps: int, vocabulary: int) -> Iterator[OptimizerBatch]:
 def measure(model: str, tokens: int, steps: int) -> dict[str, Any]:
     gb = {"libraries": resident_gb()}
     engine = VLLMEngine(model, dtype=EngineDtype.bf16, max_model_len=256)
-    host = Host([engine])
-    host.run(engine.load())
-    host.run(engine.sleep())
+    driver = Driver([engine])
+    driver.run(engine.load())
+    driver.run(engine.sleep())
     gb["vLLM"] = resident_gb() - gb["libraries"]
     parts = Parts()
     vocabulary = len(engine.tokenizer)
     algorithm = AlgorithmConfig(max_tokens_per_micro_batch=tokens)
     fit(model, batches(steps, vocabulary), algorithm=algorithm, callbacks=[parts])
-    host.run(engine.shutdown())
-    host.close()
+    driver.run(engine.shutdown())
+    driver.close()
     peak = parts.meter.peak_gb
     gb |= parts.tensors
     gb["rest"] = peak - sum(gb.values())

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.rewards.scoring import SCORER, resolve_rewards, score
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.tasks.task import Task
@@ -44,8 +44,8 @@ class Rewards:
     def __init__(self) -> None:
         self.scored = 0
         self._workers = RewardWorkers(1, timeout=60.0)
-        self._host = Host()
-        self._host.run(self._workers.start())
+        self._driver = Driver()
+        self._driver.run(self._workers.start())
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -56,17 +56,17 @@ class Rewards:
         interval = sys.getswitchinterval()
         if place == "thread_5ms":
             sys.setswitchinterval(0.005)
-        scoring = self._host.start(self._score_for_ever(self._workers if place == "process" else None))
+        scoring = self._driver.start(self._score_for_ever(self._workers if place == "process" else None))
         try:
             yield
         finally:
-            self._host.cancel(scoring)
+            self._driver.cancel(scoring)
             sys.setswitchinterval(interval)
             time.sleep(1.0)  # the call under way
 
     def close(self) -> None:
-        self._host.run(self._workers.stop())
-        self._host.close()
+        self._driver.run(self._workers.stop())
+        self._driver.close()
 
     async def _score_for_ever(self, workers: RewardWorkers | None) -> None:
         SCORER.set(workers)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from trinity_lightning.common.hardware import reuse_large_buffers
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
@@ -53,8 +53,8 @@ def in_process(model: Any, rounds: int) -> dict[str, float]:
     """Seconds of a sync in process, of its packing, and of copying the same bytes; and the ratio of sync and copy."""
     reuse_large_buffers()  # as a run does
     engine = VLLMEngine("smollm2", **SETTINGS)
-    host = Host([engine])
-    host.run(engine.load())
+    driver = Driver([engine])
+    driver.run(engine.load())
     buffers = [tensor.clone() for _, tensor in weight_stream(model)]
     pack, seconds = vllm_engine._pack, 0.0
 
@@ -69,13 +69,13 @@ def in_process(model: Any, rounds: int) -> dict[str, float]:
             buffer.copy_(tensor)
 
     def sync() -> None:
-        host.run(engine.sync_weights(weight_stream(model), 1))
+        driver.run(engine.sync_weights(weight_stream(model), 1))
 
     vllm_engine._pack = timed
     found = medians({"in_process": sync, "copy": copy}, rounds)
     vllm_engine._pack = pack
-    host.run(engine.shutdown())
-    host.close()
+    driver.run(engine.shutdown())
+    driver.close()
     ratio = found["in_process_s"] / found["copy_s"]
     return found | {"of_it_packing_s": round(seconds / rounds, 3), "in_process_over_copy": round(ratio, 2)}
 
@@ -85,8 +85,8 @@ def to_a_server(model: Any, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as disk:
         cores, log = sorted(os.sched_getaffinity(0))[-1:], Path(disk) / "server.log"
         engine = VLLMServerEngine("smollm2", cores=cores, log=log, **SETTINGS)
-        host = Host()
-        host.run(engine.load())
+        driver = Driver()
+        driver.run(engine.load())
 
         def through(folder: WeightFolder) -> Callable[[], None]:
             def send() -> None:
@@ -94,14 +94,14 @@ def to_a_server(model: Any, rounds: int) -> dict[str, float]:
                     for parameter in model.parameters():
                         parameter.mul_(0.999)
                 engine._weights = folder
-                host.run(engine.sync_weights(weight_stream(model), 1))
+                driver.run(engine.sync_weights(weight_stream(model), 1))
 
             return send
 
         folders = {"memory": WeightFolder(memory=MEMORY), "disk": WeightFolder(disk)}
         found = medians({name: through(folder) for name, folder in folders.items()}, rounds)
-        host.run(engine.shutdown())
-        host.close()
+        driver.run(engine.shutdown())
+        driver.close()
         for folder in folders.values():
             folder.close()
     return found

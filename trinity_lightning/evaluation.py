@@ -11,8 +11,8 @@ from trinity_lightning.build import eval_sources, finish, loggers_of, quiet_ligh
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.engines import auxiliary_models_of, check_experts, check_room, engines_of, settle_dtypes
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.monitor.csv_logger import log_row
 from trinity_lightning.monitor.run_monitor import RunMonitor
@@ -35,18 +35,18 @@ class Evaluation:
 
     def run(self) -> dict[int, dict[str, float]]:
         """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
-        host = Host(self.engines)
+        driver = Driver(self.engines)
         try:
-            host.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
-            host.limit_blocking(self.explorer.config.max_timeout)
+            driver.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
+            driver.limit_blocking(self.explorer.config.max_timeout)
             results: dict[int, dict[str, float]] = {}
             for weights in [self._weights(path) for path in self.checkpoints] or [None]:
-                found = host.run(self.explorer.benchmark(weights and [weights]))
+                found = driver.run(self.explorer.benchmark(weights and [weights]))
                 results |= found
                 self._show(found)
         finally:
-            host.end(self.explorer.shutdown())
-            host.close()
+            driver.end(self.explorer.shutdown())
+            driver.close()
             finish(self.loggers)
         print(f"everything is in {self.folder}", flush=True)
         return results

@@ -14,8 +14,8 @@ from support.fake_model import FakeModel
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.lookahead import Interval, LookAhead, Watchers
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
@@ -36,113 +36,113 @@ class Gated(FakeModel):
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.close()
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.close()
 
 
 class Ahead:
     """A look-ahead over four tasks a step, and what its sink was given."""
 
-    def __init__(self, host: Host, model: FakeModel, reward: Any = None) -> None:
+    def __init__(self, driver: Driver, model: FakeModel, reward: Any = None) -> None:
         self.taken: list[int] = []
         source = TaskSource(Taskset([{"prompt": str(i)} for i in range(4)]), "simple", reward or (lambda *_: 1.0))
         self.explorer = Explorer(ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0), [model], source)
         self.ahead = LookAhead(self.explorer)
-        host.run(self.explorer.prepare(self.sink))
+        driver.run(self.explorer.prepare(self.sink))
 
     async def sink(self, experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
         self.taken.append(len(experiences))
         return {"taken": 1.0}
 
 
-def test_what_was_begun_is_waited_for_and_measured(host: Host) -> None:
-    made = Ahead(host, FakeModel())
+def test_what_was_begun_is_waited_for_and_measured(driver: Driver) -> None:
+    made = Ahead(driver, FakeModel())
     made.ahead.training = Interval(0.0)  # since ever
-    made.ahead.begin(host, 2)
+    made.ahead.begin(driver, 2)
     assert made.ahead.under_way
     made.ahead.wait()
     assert not made.ahead.under_way
     assert made.taken == [4, 4]
     assert made.ahead.take(1)["taken"] == 1
     assert made.ahead.take(2)["rollout/overlap"] == pytest.approx(1.0)
-    host.run(made.explorer.shutdown())
+    driver.run(made.explorer.shutdown())
 
 
-def test_what_is_given_up_leaves_no_part_of_a_step(host: Host) -> None:
+def test_what_is_given_up_leaves_no_part_of_a_step(driver: Driver) -> None:
     model = Gated()
-    made = Ahead(host, model)
-    made.ahead.begin(host, 1)
-    host.run(until(lambda: model.asked == 4))
+    made = Ahead(driver, model)
+    made.ahead.begin(driver, 1)
+    driver.run(until(lambda: model.asked == 4))
     made.ahead.cancel()
-    host.run(made.explorer.shutdown())
+    driver.run(made.explorer.shutdown())
     assert made.taken == []
     assert made.explorer.step == 0
     assert made.ahead.state_dict() == {"target": 1, "metrics": {}}
 
 
-def test_waiting_may_have_a_limit(host: Host) -> None:
-    made = Ahead(host, Gated())
-    made.ahead.begin(host, 1)
+def test_waiting_may_have_a_limit(driver: Driver) -> None:
+    made = Ahead(driver, Gated())
+    made.ahead.begin(driver, 1)
     made.ahead.settle(limit=0.2)
     assert not made.ahead.complete
     with pytest.raises(TimeoutError):
         made.ahead.wait()
     assert (made.taken, made.explorer.step) == ([], 0)
-    host.run(made.explorer.shutdown())
+    driver.run(made.explorer.shutdown())
 
 
 def broken(response: str, task: Any) -> float:
     raise OSError("no reward today")
 
 
-def test_a_failure_waits_until_the_step_is_needed(host: Host) -> None:
-    made = Ahead(host, FakeModel(), broken)
-    made.ahead.begin(host, 1)
+def test_a_failure_waits_until_the_step_is_needed(driver: Driver) -> None:
+    made = Ahead(driver, FakeModel(), broken)
+    made.ahead.begin(driver, 1)
     made.ahead.settle()  # a checkpoint of the step before
     assert made.explorer.state_dict()["step"] == 0
     with pytest.raises(RolloutError, match="no reward today"):
         made.ahead.wait()
-    host.run(made.explorer.shutdown())
+    driver.run(made.explorer.shutdown())
 
 
-def test_a_failure_that_nobody_waits_for_is_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    made = Ahead(host, FakeModel(), broken)
-    made.ahead.begin(host, 1)
+def test_a_failure_that_nobody_waits_for_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    made = Ahead(driver, FakeModel(), broken)
+    made.ahead.begin(driver, 1)
     made.ahead.settle()
     made.ahead.cancel()
     assert "begun ahead failed: RewardError: explore step 1" in caplog.text
     assert "no reward today" in caplog.text
     made.ahead.wait()  # nothing is left of it
-    host.run(made.explorer.shutdown())
+    driver.run(made.explorer.shutdown())
 
 
-def test_a_failure_that_came_before_it_was_given_up_is_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    made = Ahead(host, FakeModel(), broken)
-    made.ahead.begin(host, 1)
-    host.run(until(lambda: made.ahead._job is not None and made.ahead._job.done))
+def test_a_failure_that_came_before_it_was_given_up_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    made = Ahead(driver, FakeModel(), broken)
+    made.ahead.begin(driver, 1)
+    driver.run(until(lambda: made.ahead._job is not None and made.ahead._job.done))
     made.ahead.cancel()
     assert "no reward today" in caplog.text
-    host.run(made.explorer.shutdown())
+    driver.run(made.explorer.shutdown())
 
 
 def test_ctrl_c_ends_the_wait_for_rollouts_at_once() -> None:
     reasons: list[BaseException] = []
-    host = Host((), lambda: reasons[0] if reasons else None)
+    driver = Driver((), lambda: reasons[0] if reasons else None)
     model = Gated()
-    made = Ahead(host, model)
+    made = Ahead(driver, model)
     for wait in (made.ahead.wait, made.ahead.settle):
         model.asked = 0
-        made.ahead.begin(host, 1)
-        host.run(until(lambda: model.asked == 4))
+        made.ahead.begin(driver, 1)
+        driver.run(until(lambda: model.asked == 4))
         reasons.append(SystemExit("enough"))
         with pytest.raises(SystemExit, match="enough"):
             wait()
         reasons.clear()
         assert (made.ahead.complete, made.taken, made.explorer.step) == (False, [], 0)
-    host.run(made.explorer.shutdown())
-    host.close()
+    driver.run(made.explorer.shutdown())
+    driver.close()
 
 
 async def until(condition: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.sync.proof import Tolerance
 
@@ -34,11 +34,11 @@ def engine(model: Any) -> TransformersEngine:
 
 
 @pytest.fixture
-def host(engine: TransformersEngine) -> Iterator[Host]:
-    host = Host([engine])
-    yield host
+def driver(engine: TransformersEngine) -> Iterator[Driver]:
+    driver = Driver([engine])
+    yield driver
     assert not engine._has_work()
-    host.close()
+    driver.close()
 
 
 @torch.no_grad()
@@ -62,18 +62,18 @@ class TestPromises(EnginePromises):
     may_go_on: ClassVar[dict[str, Any]] = {}  # it has no ignore_eos
 
     def test_greedy_log_probabilities_are_those_at_temperature_1(
-        self, engine: TransformersEngine, host: Host, model: Any
+        self, engine: TransformersEngine, driver: Driver, model: Any
     ) -> None:
-        completion = ask(engine, host, temperature=0.0)
+        completion = ask(engine, driver, temperature=0.0)
         expected = plain_logprobs(model, PROMPT, completion.token_ids)
         assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
-def test_samples_follow_the_distribution(engine: TransformersEngine, host: Host, model: Any) -> None:
+def test_samples_follow_the_distribution(engine: TransformersEngine, driver: Driver, model: Any) -> None:
     """Frequencies of 4000 first tokens at temperature 0.5, against their probabilities, within 4.5 standard errors."""
     n = 4000
     engine._max_rows = n
-    samples = host.run(engine.generate(PROMPT, n=n, seed=0, max_tokens=1, temperature=0.5))
+    samples = driver.run(engine.generate(PROMPT, n=n, seed=0, max_tokens=1, temperature=0.5))
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in samples]), minlength=100).double()
     probabilities = (plain_logits(model, PROMPT, [0])[0] / 0.5).softmax(-1)
     error = (probabilities * (1 - probabilities) / n).sqrt()
@@ -81,13 +81,13 @@ def test_samples_follow_the_distribution(engine: TransformersEngine, host: Host,
 
 
 def test_dropout_is_off_while_generating_and_the_trainer_as_before(
-    engine: TransformersEngine, host: Host, model: Any
+    engine: TransformersEngine, driver: Driver, model: Any
 ) -> None:
     modes: list[bool] = []
     handle = model.register_forward_hook(lambda module, *_: modes.append(module.training))
     before = torch.get_rng_state()
-    ask(engine, host)
-    host.run(engine.logprobs(PROMPT))
+    ask(engine, driver)
+    driver.run(engine.logprobs(PROMPT))
     handle.remove()
     assert modes
     assert not any(modes)
@@ -95,19 +95,19 @@ def test_dropout_is_off_while_generating_and_the_trainer_as_before(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_it_follows_the_trainers_weights_without_a_sync(engine: TransformersEngine, host: Host, model: Any) -> None:
+def test_it_follows_the_trainers_weights_without_a_sync(engine: TransformersEngine, driver: Driver, model: Any) -> None:
     weight = model.get_input_embeddings().weight
-    before = host.run(engine.logprobs(PROMPT))
+    before = driver.run(engine.logprobs(PROMPT))
     with torch.no_grad():
         weight.mul_(2)
     try:
-        assert host.run(engine.logprobs(PROMPT)) != before
-        host.run(engine.sync_weights(model.named_parameters(), 5))
+        assert driver.run(engine.logprobs(PROMPT)) != before
+        driver.run(engine.sync_weights(model.named_parameters(), 5))
         assert engine.model_version == 5
     finally:
         with torch.no_grad():
             weight.div_(2)
-    assert host.run(engine.logprobs(PROMPT)) == before
+    assert driver.run(engine.logprobs(PROMPT)) == before
 
 
 # -- errors, cancelling -----------------------------------------------------------------------------------------------
@@ -124,14 +124,14 @@ def test_it_follows_the_trainers_weights_without_a_sync(engine: TransformersEngi
     ],
 )
 def test_sampling_that_it_cannot_follow_is_refused(
-    engine: TransformersEngine, host: Host, sampling: dict[str, Any], message: str
+    engine: TransformersEngine, driver: Driver, sampling: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ask(engine, host, **sampling)
-    assert len(ask(engine, host, top_p=None).token_ids) == 12
+        ask(engine, driver, **sampling)
+    assert len(ask(engine, driver, top_p=None).token_ids) == 12
 
 
-def test_a_bad_request_is_its_callers_alone(engine: TransformersEngine, host: Host) -> None:
+def test_a_bad_request_is_its_callers_alone(engine: TransformersEngine, driver: Driver) -> None:
     async def mixed() -> list[Any]:
         calls = [
             engine.generate([]),
@@ -142,12 +142,12 @@ def test_a_bad_request_is_its_callers_alone(engine: TransformersEngine, host: Ho
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    empty, too_high, negative, too_long, answer = host.run(mixed())
+    empty, too_high, negative, too_long, answer = driver.run(mixed())
     assert "empty" in str(empty)
     assert "token ids from 5 to 100: the model knows 0 to 99" in str(too_high)
     assert isinstance(negative, ValueError)
     assert isinstance(too_long, PromptTooLongError)
-    assert answer[0].token_ids == ask(engine, host).token_ids
+    assert answer[0].token_ids == ask(engine, driver).token_ids
 
 
 def test_without_a_model_it_says_what_to_do() -> None:
@@ -155,7 +155,7 @@ def test_without_a_model_it_says_what_to_do() -> None:
         asyncio.run(TransformersEngine("tiny").generate(PROMPT))
 
 
-def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, host: Host, model: Any) -> None:
+def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, driver: Driver, model: Any) -> None:
     rows: list[int] = []
     all_posted, third_step, cancelled = threading.Event(), threading.Event(), threading.Event()
 
@@ -182,28 +182,28 @@ def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, h
         return await kept
 
     handle = model.register_forward_pre_hook(note_rows, with_kwargs=True)
-    completions = host.run(cancel())
+    completions = driver.run(cancel())
     handle.remove()
-    assert completions[0].token_ids == ask(engine, host).token_ids
+    assert completions[0].token_ids == ask(engine, driver).token_ids
     assert len(rows) == 12
     assert (rows[0], rows[-1]) == (5, 1)
 
 
 def test_a_failing_step_fails_its_requests_and_no_later_ones(
-    engine: TransformersEngine, host: Host, model: Any, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, driver: Driver, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(RolloutError, match="ZeroDivisionError"):
-        ask(engine, host)
+        ask(engine, driver)
     monkeypatch.undo()
-    assert len(ask(engine, host).token_ids) == 12
+    assert len(ask(engine, driver).token_ids) == 12
 
 
 def test_under_mixed_precision_training_differs_from_the_engine_by_rounding(
-    model: Any, engine: TransformersEngine, host: Host
+    model: Any, engine: TransformersEngine, driver: Driver
 ) -> None:
     """The engine computes in the weights' float32, training in bfloat16: what the probe allows a 16-bit side."""
-    completion = ask(engine, host, max_tokens=32)
+    completion = ask(engine, driver, max_tokens=32)
     with torch.autocast("cpu", torch.bfloat16):
         trained = torch.tensor(plain_logprobs(model, PROMPT, completion.token_ids))
     difference = (torch.tensor(completion.logprobs) - trained).abs()

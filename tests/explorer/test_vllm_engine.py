@@ -24,7 +24,7 @@ from trinity_lightning.errors import (
     RolloutError,
     WeightSyncError,
 )
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import weight_stream
 
@@ -35,11 +35,11 @@ PROMPT = [7, 30, 41, 12]
 
 
 def on_a_host(engine: VLLMEngine, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    host = Host([engine])
+    driver = Driver([engine])
     try:
-        return host.run(coroutine)
+        return driver.run(coroutine)
     finally:
-        host.close()
+        driver.close()
 
 
 # -- what cannot be loaded: before the shared engine exists, which then shows that nothing was left behind ------------
@@ -83,7 +83,7 @@ def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def driven() -> Iterator[tuple[VLLMEngine, Host]]:
+def driven() -> Iterator[tuple[VLLMEngine, Driver]]:
     random.seed(5)
     torch.manual_seed(5)
     expected = random.random(), torch.rand(1).item()
@@ -96,14 +96,14 @@ def driven() -> Iterator[tuple[VLLMEngine, Host]]:
 
 
 @pytest.fixture
-def engine(driven: tuple[VLLMEngine, Host]) -> Iterator[VLLMEngine]:
+def engine(driven: tuple[VLLMEngine, Driver]) -> Iterator[VLLMEngine]:
     yield driven[0]
     assert not driven[0]._engine.has_unfinished_requests()
     assert not driven[0]._waiting
 
 
 @pytest.fixture
-def host(driven: tuple[VLLMEngine, Host]) -> Host:
+def driver(driven: tuple[VLLMEngine, Driver]) -> Driver:
     return driven[1]
 
 
@@ -115,15 +115,17 @@ class TestPromises(EnginePromises):
     misspelt_error = TypeError
 
 
-def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, host: Host) -> None:
+def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, driver: Driver) -> None:
     """Decoded at the end, or by vLLM on the way, as it does when it looks for a stop string."""
     for seed in range(5):
-        decoded, looked_at = (ask(engine, host, seed=seed, max_tokens=30, stop=stop) for stop in (None, ["\x00"]))
+        decoded, looked_at = (ask(engine, driver, seed=seed, max_tokens=30, stop=stop) for stop in (None, ["\x00"]))
         assert decoded == looked_at
         assert decoded.text
 
 
-def test_samples_of_a_prompt_share_its_blocks(engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_prompt_share_its_blocks(
+    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = engine._engine.model_executor
     execute = executor.execute_model
     computed: list[int] = []
@@ -134,9 +136,9 @@ def test_samples_of_a_prompt_share_its_blocks(engine: VLLMEngine, host: Host, mo
 
     monkeypatch.setattr(executor, "execute_model", count)
     prompt = [5 + i % 90 for i in range(100)]  # three blocks of 32, and four tokens more
-    together = host.run(engine.generate(prompt, n=5, seed=0, max_tokens=20, ignore_eos=True))
+    together = driver.run(engine.generate(prompt, n=5, seed=0, max_tokens=20, ignore_eos=True))
     assert computed[0] == 100 + 4 * 4
-    alone = [host.run(engine.generate(prompt, seed=i, max_tokens=20, ignore_eos=True))[0] for i in range(5)]
+    alone = [driver.run(engine.generate(prompt, seed=i, max_tokens=20, ignore_eos=True))[0] for i in range(5)]
     assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
     for sample in together:
         assert list(sample.logprobs) == pytest.approx(plain_logprobs(sample), abs=1e-4)
@@ -145,7 +147,7 @@ def test_samples_of_a_prompt_share_its_blocks(engine: VLLMEngine, host: Host, mo
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, host: Host) -> None:
+def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, driver: Driver) -> None:
     async def mixed() -> list[Any]:
         calls = [
             engine.generate([]),
@@ -158,15 +160,15 @@ def test_a_bad_request_is_its_callers_alone(engine: VLLMEngine, host: Host) -> N
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    *refused, answer = host.run(mixed())
+    *refused, answer = driver.run(mixed())
     assert [type(error).__name__ for error in refused] == ["VLLMValidationError"] * 2 + ["TypeError"] + [
         "VLLMValidationError"
     ] * 3
     assert "temprature" in str(refused[2])
-    assert answer == [ask(engine, host)]
+    assert answer == [ask(engine, driver)]
 
 
-def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = engine._engine.model_executor
     execute = executor.execute_model
     third_step, cancelled = threading.Event(), threading.Event()
@@ -194,17 +196,17 @@ def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, host: Host, monkeyp
         return (await kept)[0]
 
     monkeypatch.setattr(executor, "execute_model", wait_at_the_third)
-    answer = host.run(cancel_two_of_three())
+    answer = driver.run(cancel_two_of_three())
     assert (tokens[1], tokens[-1]) == (6, 1)
     monkeypatch.undo()
-    assert answer == ask(engine, host)
+    assert answer == ask(engine, driver)
     assert engine._engine.get_num_unfinished_requests() == 0
 
 
 def test_a_failing_step_fails_its_requests_and_no_later_ones(
-    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = ask(engine, host)
+    before = ask(engine, driver)
     executor = engine._engine.model_executor
     execute = executor.execute_model
     calls = 0
@@ -226,26 +228,26 @@ def test_a_failing_step_fails_its_requests_and_no_later_ones(
         all_posted.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    errors = host.run(several())
+    errors = driver.run(several())
     assert [str(error) for error in errors] == [
         "the engine failed while generating: RuntimeError: out of memory, say"
     ] * 5
     assert all(isinstance(error, RolloutError) for error in errors)
-    assert ask(engine, host) == before
+    assert ask(engine, driver) == before
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_vllm_failing_in_the_middle_of_a_sync_is_told(
-    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("too much")
 
     monkeypatch.setattr(engine._packed, "take", fail)
     with pytest.raises(WeightSyncError, match=r"MemoryError: too much.*build another engine"):
-        host.run(engine.sync_weights(weight_stream(tiny_model()), 9))
+        driver.run(engine.sync_weights(weight_stream(tiny_model()), 9))
     assert engine.model_version == 0
 
 
@@ -259,42 +261,42 @@ def cache_of(engine: VLLMEngine) -> torch.Tensor:
 
 
 def test_an_idle_engine_gives_the_memory_of_its_cache_to_the_trainer(
-    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, cache = ask(engine, host), cache_of(engine)
+    before, cache = ask(engine, driver), cache_of(engine)
     assert cache.any()
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_has_work", lambda: True)
         engine._empty_cache()
     assert cache.any()  # a request under way would need it
-    host.run(engine.sleep())
+    driver.run(engine.sleep())
     assert not cache[PAGESIZE:-PAGESIZE].any()
-    host.run(engine.wake_up())
-    assert ask(engine, host) == before
+    driver.run(engine.wake_up())
+    assert ask(engine, driver) == before
 
 
 def test_an_engine_that_slept_has_its_weights_and_goes_on(
-    engine: VLLMEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = ask(engine, host)
-    host.run(engine.sleep())
+    before = ask(engine, driver)
+    driver.run(engine.sleep())
     assert not engine._engine.is_sleeping()  # it shares no GPU
     monkeypatch.setattr(engine, "_sleeps", True)
-    host.run(engine.sleep())
-    host.run(engine.sleep())
+    driver.run(engine.sleep())
+    driver.run(engine.sleep())
     assert engine._engine.is_sleeping()
-    host.run(engine.wake_up())
+    driver.run(engine.wake_up())
     assert not engine._engine.is_sleeping()
-    assert ask(engine, host) == before
-    host.run(engine.wake_up())
+    assert ask(engine, driver) == before
+    driver.run(engine.wake_up())
 
 
 # -- life: last, for it takes the engine away -------------------------------------------------------------------------
 
 
-def test_shutdown_twice_and_an_engine_after_it(engine: VLLMEngine, host: Host) -> None:
-    before = ask(engine, host)
-    host.run(engine.shutdown())
-    host.run(engine.shutdown())
+def test_shutdown_twice_and_an_engine_after_it(engine: VLLMEngine, driver: Driver) -> None:
+    before = ask(engine, driver)
+    driver.run(engine.shutdown())
+    driver.run(engine.shutdown())
     assert not torch.distributed.is_initialized()
-    assert ask(engine, host) == before
+    assert ask(engine, driver) == before

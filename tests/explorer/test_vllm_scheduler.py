@@ -23,7 +23,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.explorer import Scheduler
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.metrics import rollout_metrics
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.runner import Status
@@ -38,21 +38,21 @@ Tokens = dict[tuple[int | str, int | str, int, int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def driven(needs_vllm: Any) -> Iterator[tuple[VLLMEngine, Host]]:
+def driven(needs_vllm: Any) -> Iterator[tuple[VLLMEngine, Driver]]:
     with driven_engine(CONTEXT) as engine_and_host:
         yield engine_and_host
 
 
 @pytest.fixture
-def engine(driven: tuple[VLLMEngine, Host]) -> Iterator[VLLMEngine]:
-    engine, host = driven
+def engine(driven: tuple[VLLMEngine, Driver]) -> Iterator[VLLMEngine]:
+    engine, driver = driven
     yield engine
-    assert host.run(left_in(engine)) == (0, 0, 0.0)
+    assert driver.run(left_in(engine)) == (0, 0, 0.0)
     assert not engine._waiting
 
 
 @pytest.fixture
-def run(engine: VLLMEngine, driven: tuple[VLLMEngine, Host], steps: "Steps") -> Run:
+def run(engine: VLLMEngine, driven: tuple[VLLMEngine, Driver], steps: "Steps") -> Run:
     """Has a started scheduler do something: 8 runners, no retries, unless told otherwise."""
 
     def run(body: Callable[[Scheduler], Coroutine[Any, Any, None]], engines: int = 1, **config: Any) -> None:
@@ -716,7 +716,7 @@ def test_a_step_that_raises_once_costs_a_retry_and_changes_no_token(run: Run, st
 
 
 def test_experiences_tell_the_version_of_the_weights_they_were_begun_with(
-    run: Run, steps: Steps, engine: VLLMEngine, driven: tuple[VLLMEngine, Host]
+    run: Run, steps: Steps, engine: VLLMEngine, driven: tuple[VLLMEngine, Driver]
 ) -> None:
     model = tiny_model()
 

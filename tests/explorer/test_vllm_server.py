@@ -28,8 +28,8 @@ from trinity_lightning.errors import (
     RolloutError,
     WeightSyncError,
 )
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
@@ -43,10 +43,10 @@ PROMPT = [7, 30, 41, 12]
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.close()
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.close()
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +55,29 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(needs_vllm: Any, host: Host, log: Path) -> Iterator[VLLMServerEngine]:
+def engine(needs_vllm: Any, driver: Driver, log: Path) -> Iterator[VLLMServerEngine]:
     """Of the tiny model, in a folder with sampling settings of its own."""
     model = log.parent / "model"
     shutil.copytree(resolve_model("tiny"), model)
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
     (model / "generation_config.json").write_text(json.dumps(settings))
     engine = VLLMServerEngine(str(model), log=log, args={"enable_log_requests": True}, **SETTINGS)
-    host.run(engine.load())
+    driver.run(engine.load())
     yield engine
-    host.run(engine.shutdown())
+    driver.run(engine.shutdown())
 
 
 class TestPromises(EnginePromises):
     misspelt_error = ConfigError
 
 
-def test_the_models_own_sampling_settings_are_not_taken(engine: VLLMServerEngine, host: Host) -> None:
-    [completion] = host.run(engine.generate(PROMPT, max_tokens=8, seed=5))
+def test_the_models_own_sampling_settings_are_not_taken(engine: VLLMServerEngine, driver: Driver) -> None:
+    [completion] = driver.run(engine.generate(PROMPT, max_tokens=8, seed=5))
     expected = logprobs(tiny_model(), [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
     assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
-def test_cancelling_a_call_aborts_its_request(engine: VLLMServerEngine, host: Host, log: Path) -> None:
+def test_cancelling_a_call_aborts_its_request(engine: VLLMServerEngine, driver: Driver, log: Path) -> None:
     def requests_in_log(word: str) -> int:
         return len(re.findall(f"equest .*{word}|{word} request", log.read_text()))
 
@@ -92,18 +92,18 @@ def test_cancelling_a_call_aborts_its_request(engine: VLLMServerEngine, host: Ho
             while requests_in_log("aborted") == aborted:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
-    host.run(cancelled())
+    driver.run(cancelled())
 
 
-def test_a_copy_in_another_process_uses_the_same_server(engine: VLLMServerEngine, host: Host) -> None:
+def test_a_copy_in_another_process_uses_the_same_server(engine: VLLMServerEngine, driver: Driver) -> None:
     copy = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
-    mine, its = (host.run(each.generate(PROMPT, seed=3, max_tokens=6)) for each in (engine, copy))
+    mine, its = (driver.run(each.generate(PROMPT, seed=3, max_tokens=6)) for each in (engine, copy))
     assert mine == its
-    host.run(copy.shutdown())
-    assert host.run(engine.generate(PROMPT, seed=3, max_tokens=6)) == mine
+    driver.run(copy.shutdown())
+    assert driver.run(engine.generate(PROMPT, seed=3, max_tokens=6)) == mine
 
 
-def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, host: Host) -> None:
+def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, driver: Driver) -> None:
     async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             writer.write(data)
@@ -124,14 +124,14 @@ def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, host: Host) -> N
         server.close()
         return completions
 
-    assert host.run(through_a_port()) == host.run(engine.generate(PROMPT, seed=3, max_tokens=6))
+    assert driver.run(through_a_port()) == driver.run(engine.generate(PROMPT, seed=3, max_tokens=6))
 
 
-def test_a_server_with_a_shorter_context_is_refused(engine: VLLMServerEngine, host: Host) -> None:
+def test_a_server_with_a_shorter_context_is_refused(engine: VLLMServerEngine, driver: Driver) -> None:
     copy = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
     copy._max_model_len = 2 * CONTEXT
     with pytest.raises(ConfigError, match=f"serves a context of {CONTEXT} tokens.*--max-model-len {2 * CONTEXT}"):
-        host.run(copy.load())
+        driver.run(copy.load())
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -245,18 +245,18 @@ def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPa
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_a_url_where_nothing_answers(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_where_nothing_answers(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.5)
     engine = VLLMServerEngine("tiny", url="http://127.0.0.1:9", **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"127\.0\.0\.1:9 does not answer\. Is it started\?"):
-        host.run(engine.load())
+        driver.run(engine.load())
 
 
 @pytest.mark.usefixtures("needs_vllm")
-def test_a_server_that_does_not_start_says_why(host: Host) -> None:
+def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
     engine = VLLMServerEngine("tiny", args={"no_such_thing": 1}, **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"exit code 2(.|\n)*no-such-thing"):
-        host.run(engine.load())
+        driver.run(engine.load())
 
 
 def kill(engine: VLLMServerEngine, number: int = signal.SIGKILL) -> None:
@@ -284,12 +284,12 @@ def a_step(
 
 
 def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
-    engine: VLLMServerEngine, host: Host, caplog: pytest.LogCaptureFixture
+    engine: VLLMServerEngine, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model(1.5)
-    host.run(engine.sync_weights(weight_stream(model), 11))
+    driver.run(engine.sync_weights(weight_stream(model), 11))
     elsewhere = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
-    host.run(elsewhere.load())
+    driver.run(elsewhere.load())
     killed = asyncio.Event()
 
     def kill_once(done: int) -> None:
@@ -306,14 +306,14 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
                 await asyncio.sleep(0.01)
 
     whole, expected, step = a_step(engine, lambda done: None)
-    host.run(step)
+    driver.run(step)
     explorer, experiences, step = a_step(engine, kill_once)
 
     async def disturbed() -> list[float]:
         _, answer = await asyncio.gather(step, first_answer())
         return answer
 
-    answer = host.run(disturbed())
+    answer = driver.run(disturbed())
     assert (whole.metrics["rollout/engine_restarts"], explorer.metrics["rollout/engine_restarts"]) == (0, 1)
     assert explorer.metrics["rollout/failed_tasks"] == 0
     found, wanted = ([(e.eid.task, e.eid.run, e.tokens.tolist()) for e in each] for each in (experiences, expected))
@@ -323,21 +323,21 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
     assert "the vLLM server died and is started again (1). It was ended by signal 9" in caplog.text
     # Nobody was ever answered with the weights that it began with.
     assert answer == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
-    host.run(elsewhere.shutdown())
+    driver.run(elsewhere.shutdown())
 
 
 def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
-    engine: VLLMServerEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+    engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reload = tiny_model(0.7), vllm_server._reload
     monkeypatch.setattr(vllm_server, "_reload", lambda folder: kill(engine) or reload(folder))
-    host.run(engine.sync_weights(weight_stream(model), 12))
+    driver.run(engine.sync_weights(weight_stream(model), 12))
     assert engine.model_version == 12
-    assert host.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
+    assert driver.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
 
 
 def test_a_server_that_dies_too_often_is_given_up(  # the last one
-    engine: VLLMServerEngine, host: Host, monkeypatch: pytest.MonkeyPatch
+    engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 2)  # of the tests before
 
@@ -349,9 +349,9 @@ def test_a_server_that_dies_too_often_is_given_up(  # the last one
         with pytest.raises(RolloutError, match=r"the vLLM server does not answer.*ended by signal 9"):
             await call
 
-    host.run(killed())
+    driver.run(killed())
     start = time.monotonic()
     for _ in range(2):
         with pytest.raises(RolloutError, match="the vLLM server died 3 times in 600 s"):
-            host.run(engine.generate(PROMPT, max_tokens=3))
+            driver.run(engine.generate(PROMPT, max_tokens=3))
     assert time.monotonic() - start < 30

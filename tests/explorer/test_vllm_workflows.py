@@ -13,7 +13,7 @@ from support.tiny_vllm import driven_engine
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.runner import WorkflowRunner
@@ -26,7 +26,7 @@ HI = {"prompt": "hi", "answer": "3"}
 
 
 @pytest.fixture(scope="module")
-def driven(needs_vllm: Any) -> Iterator[tuple[VLLMEngine, Host]]:
+def driven(needs_vllm: Any) -> Iterator[tuple[VLLMEngine, Driver]]:
     with driven_engine(CONTEXT) as engine_and_host:
         yield engine_and_host
 
@@ -54,11 +54,11 @@ class Spy:
         return completions
 
 
-def tried(driven: tuple[VLLMEngine, Host], task: Task, repeat_times: int = 1) -> tuple[Spy, list[Experience]]:
-    engine, host = driven
+def tried(driven: tuple[VLLMEngine, Driver], task: Task, repeat_times: int = 1) -> tuple[Spy, list[Experience]]:
+    engine, driver = driven
     spy: Any = Spy(engine)
     runner = WorkflowRunner(ExplorerConfig(), spy, [engine])
-    status, experiences = host.run(runner.run_task(task, repeat_times))
+    status, experiences = driver.run(runner.run_task(task, repeat_times))
     assert status.ok, status.message
     return spy, experiences
 
@@ -99,7 +99,7 @@ def between(tokenizer: Any, experience: Experience) -> list[str]:
 @pytest.mark.parametrize("max_tokens", [4, 60])  # cut off, and mostly ended by the end token
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_trained_tokens_of_an_episode_are_the_engines(
-    driven: tuple[VLLMEngine, Host], reference: Any, max_tokens: int, temperature: float
+    driven: tuple[VLLMEngine, Driver], reference: Any, max_tokens: int, temperature: float
 ) -> None:
     task = Task(
         "multi_turn",
@@ -123,7 +123,7 @@ def test_trained_tokens_of_an_episode_are_the_engines(
         )
 
 
-def test_trained_tokens_of_every_step_are_the_engines(driven: tuple[VLLMEngine, Host], reference: Any) -> None:
+def test_trained_tokens_of_every_step_are_the_engines(driven: tuple[VLLMEngine, Driver], reference: Any) -> None:
     arguments = {"environment": "guess_number", "max_turns": 3, "mode": "step_wise"}
     task = Task("multi_turn", HI, rollout_args={"max_tokens": 20}, workflow_args=arguments)
     spy, experiences = tried(driven, task)
@@ -133,7 +133,7 @@ def test_trained_tokens_of_every_step_are_the_engines(driven: tuple[VLLMEngine, 
         check(experience, [completion], reference, 1.0)
 
 
-def test_a_full_context_ends_an_episode(driven: tuple[VLLMEngine, Host], reference: Any) -> None:
+def test_a_full_context_ends_an_episode(driven: tuple[VLLMEngine, Driver], reference: Any) -> None:
     task = Task(
         "multi_turn",
         HI,
@@ -156,7 +156,7 @@ def calling(times: int) -> Callable[[str], tuple[str, list[ToolCall]]]:
     return lambda text: ("", [left.pop()]) if left else (text, [])
 
 
-def test_trained_tokens_of_a_tool_user_are_the_engines(driven: tuple[VLLMEngine, Host], reference: Any) -> None:
+def test_trained_tokens_of_a_tool_user_are_the_engines(driven: tuple[VLLMEngine, Driver], reference: Any) -> None:
     task = Task(
         "tool_use",
         {"prompt": "1+2", "answer": "3"},
@@ -193,7 +193,7 @@ class WithClient(Workflow):
 
 
 def test_calls_through_openais_client_are_trained_on_with_the_engines_tokens(
-    driven: tuple[VLLMEngine, Host], reference: Any
+    driven: tuple[VLLMEngine, Driver], reference: Any
 ) -> None:
     pytest.importorskip("openai")
     spy, experiences = tried(driven, Task(WithClient, rollout_args={"max_tokens": 20, "temperature": 0.8}))
@@ -203,33 +203,33 @@ def test_calls_through_openais_client_are_trained_on_with_the_engines_tokens(
         check(experience, [completion], reference, 0.8)
 
 
-def test_the_engine_itself_has_a_client(driven: tuple[VLLMEngine, Host]) -> None:
+def test_the_engine_itself_has_a_client(driven: tuple[VLLMEngine, Driver]) -> None:
     openai = pytest.importorskip("openai")
-    engine, host = driven
+    engine, driver = driven
 
     async def ask(**arguments: Any) -> Any:
         messages: list[Any] = [{"role": "user", "content": "hi"}]
         client = engine.get_openai_async_client()
         return await client.chat.completions.create(**{"model": "any", "messages": messages, "seed": 3, **arguments})
 
-    response = host.run(ask(n=2))
-    expected = host.run(engine.chat([{"role": "user", "content": "hi"}], n=2, seed=3, max_tokens=CONTEXT))
+    response = driver.run(ask(n=2))
+    expected = driver.run(engine.chat([{"role": "user", "content": "hi"}], n=2, seed=3, max_tokens=CONTEXT))
     assert response.prompt_token_ids == list(expected[0].prompt_token_ids)
     for choice, completion in zip(response.choices, expected, strict=True):
         assert choice.token_ids == list(completion.token_ids)
         assert choice.token_logprobs == list(completion.logprobs)
         assert choice.message.content == completion.text
     with pytest.raises(openai.InternalServerError, match="temperature must be non-negative"):
-        host.run(ask(temperature=-1.0))
+        driver.run(ask(temperature=-1.0))
     with pytest.raises(openai.BadRequestError) as caught:
-        host.run(ask(messages=[{"role": "user", "content": "x" * CONTEXT}]))
+        driver.run(ask(messages=[{"role": "user", "content": "x" * CONTEXT}]))
     assert caught.value.code == "context_length_exceeded"
 
 
 # -- a teacher --------------------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_with_the_same_weights_agrees(driven: tuple[VLLMEngine, Host]) -> None:
+def test_a_teacher_with_the_same_weights_agrees(driven: tuple[VLLMEngine, Driver]) -> None:
     task = Task("on_policy_distill", HI, rollout_args={"max_tokens": 20})
     _, experiences = tried(driven, task, repeat_times=3)
     assert len(experiences) == 3

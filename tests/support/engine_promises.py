@@ -1,4 +1,4 @@
-"""What every engine promises. The tests of one subclass `EnginePromises`, and have fixtures `engine` and `host`.
+"""What every engine promises. The tests of one subclass `EnginePromises`, and have fixtures `engine` and `driver`.
 
 The engine is one of the tiny model in float32, so that its tokens depend on seeds alone.
 """
@@ -14,7 +14,7 @@ import torch
 from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.sync.stream import weight_stream
 
@@ -22,9 +22,9 @@ PROMPT = [7, 30, 41, 12]
 HEAD, UP = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
 
 
-def ask(engine: Engine, host: Host, **sampling: Any) -> Completion:
+def ask(engine: Engine, driver: Driver, **sampling: Any) -> Completion:
     """One response to a fixed prompt."""
-    return host.run(engine.generate(PROMPT, **({"seed": 5, "max_tokens": 12} | sampling)))[0]
+    return driver.run(engine.generate(PROMPT, **({"seed": 5, "max_tokens": 12} | sampling)))[0]
 
 
 def plain_logprobs(completion: Completion, temperature: float = 1.0, model: Any = None) -> list[float]:
@@ -41,22 +41,22 @@ class EnginePromises:
     misspelt_error: ClassVar[type[Exception]]  # of a sampling setting that there is not
     may_go_on: ClassVar[dict[str, Any]] = {"ignore_eos": True}  # settings with which only a limit ends a response
 
-    def test_it_is_an_inference_model(self, engine: Engine, host: Host) -> None:
-        host.run(engine.load())
+    def test_it_is_an_inference_model(self, engine: Engine, driver: Driver) -> None:
+        driver.run(engine.load())
         assert isinstance(engine, InferenceModel)
         assert engine.dtype == torch.float32
         assert engine.weight_shapes[HEAD] == engine.weight_shapes["model.embed_tokens.weight"] == (100, 64)
 
     # -- tokens and log-probabilities ---------------------------------------------------------------------------------
 
-    def test_many_chats_at_once(self, engine: Engine, host: Host) -> None:
+    def test_many_chats_at_once(self, engine: Engine, driver: Driver) -> None:
         async def chat(i: int) -> list[Completion]:
             return await engine.chat([{"role": "user", "content": f"{i}"}], n=1 + i % 3, seed=i, max_tokens=2 + i % 7)
 
         async def chats() -> list[list[Completion]]:
             return await asyncio.gather(*[chat(i) for i in range(60)])
 
-        for i, completions in enumerate(host.run(chats())):
+        for i, completions in enumerate(driver.run(chats())):
             assert len(completions) == 1 + i % 3
             for completion in completions:
                 prompt = f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n"
@@ -64,24 +64,24 @@ class EnginePromises:
                 assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 2 + i % 7
                 assert completion.text == engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
-    def test_a_text_is_tokenized(self, engine: Engine, host: Host) -> None:
-        completion = host.run(engine.generate("1+1=", max_tokens=1, seed=0))[0]
+    def test_a_text_is_tokenized(self, engine: Engine, driver: Driver) -> None:
+        completion = driver.run(engine.generate("1+1=", max_tokens=1, seed=0))[0]
         assert list(completion.prompt_token_ids) == engine.tokenizer.encode("1+1=")
 
-    def test_a_seed_fixes_the_tokens(self, engine: Engine, host: Host) -> None:
-        assert ask(engine, host).token_ids == ask(engine, host).token_ids != ask(engine, host, seed=4).token_ids
+    def test_a_seed_fixes_the_tokens(self, engine: Engine, driver: Driver) -> None:
+        assert ask(engine, driver).token_ids == ask(engine, driver).token_ids != ask(engine, driver, seed=4).token_ids
         before = torch.get_rng_state()
-        unseeded = host.run(engine.generate(PROMPT, n=16, max_tokens=12))
+        unseeded = driver.run(engine.generate(PROMPT, n=16, max_tokens=12))
         assert len({tuple(completion.token_ids) for completion in unseeded}) > 8  # a few may be an end token alone
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_sample_i_of_a_request_has_its_seed_plus_i(self, engine: Engine, host: Host) -> None:
-        together = host.run(engine.generate(PROMPT, n=4, seed=100, max_tokens=12))
-        alone = [ask(engine, host, seed=100 + i) for i in range(4)]
+    def test_sample_i_of_a_request_has_its_seed_plus_i(self, engine: Engine, driver: Driver) -> None:
+        together = driver.run(engine.generate(PROMPT, n=4, seed=100, max_tokens=12))
+        alone = [ask(engine, driver, seed=100 + i) for i in range(4)]
         assert [c.token_ids for c in together] == [c.token_ids for c in alone]
         assert len({tuple(c.token_ids) for c in together}) == 4
 
-    def test_tokens_depend_neither_on_the_batch_nor_on_the_order(self, engine: Engine, host: Host) -> None:
+    def test_tokens_depend_neither_on_the_batch_nor_on_the_order(self, engine: Engine, driver: Driver) -> None:
         """Ragged prompts and limits, more requests than rows, rows that end early and are dropped."""
         generator = random.Random(0)
         requests = [([generator.randrange(4, 99) for _ in range(1 + i % 17)], i, 1 + 5 * i % 31) for i in range(20)]
@@ -90,60 +90,60 @@ class EnginePromises:
             calls = [engine.generate(requests[i][0], seed=requests[i][1], max_tokens=requests[i][2]) for i in order]
             return {i: answer[0] for i, answer in zip(order, await asyncio.gather(*calls), strict=True)}
 
-        forwards = host.run(generate(range(20)))
-        shuffled = host.run(generate(generator.sample(range(20), 20)))
+        forwards = driver.run(generate(range(20)))
+        shuffled = driver.run(generate(generator.sample(range(20), 20)))
         for i, (prompt, _, limit) in enumerate(requests):
             tokens = list(forwards[i].token_ids)
             assert list(forwards[i].prompt_token_ids) == prompt
-            assert tokens == list(shuffled[i].token_ids) == list(host.run(generate([i]))[i].token_ids)
+            assert tokens == list(shuffled[i].token_ids) == list(driver.run(generate([i]))[i].token_ids)
             assert len(tokens) == limit or tokens[-1] == engine.tokenizer.eos_token_id
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_are_of_the_distribution_sampled_from(
-        self, engine: Engine, host: Host, temperature: float
+        self, engine: Engine, driver: Driver, temperature: float
     ) -> None:
         async def beside_a_longer_prompt() -> Completion:
             longer = engine.generate([5] * 40, seed=0, max_tokens=4)
             own = engine.generate(PROMPT, seed=3, max_tokens=30, temperature=temperature)
             return (await asyncio.gather(longer, own))[1][0]
 
-        completion = host.run(beside_a_longer_prompt())
+        completion = driver.run(beside_a_longer_prompt())
         assert list(completion.logprobs) == pytest.approx(plain_logprobs(completion, temperature), abs=1e-4)
 
-    def test_temperature_0_takes_the_likeliest_token(self, engine: Engine, host: Host) -> None:
-        completion = ask(engine, host, temperature=0.0, max_tokens=8)
+    def test_temperature_0_takes_the_likeliest_token(self, engine: Engine, driver: Driver) -> None:
+        completion = ask(engine, driver, temperature=0.0, max_tokens=8)
         with torch.no_grad():
             logits = tiny_model()(torch.tensor([[*PROMPT, *completion.token_ids]])).logits
         assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == list(completion.token_ids)
 
-    def test_scoring_is_a_plain_forward(self, engine: Engine, host: Host) -> None:
+    def test_scoring_is_a_plain_forward(self, engine: Engine, driver: Driver) -> None:
         tokens = [random.Random(1).randrange(4, 99) for _ in range(100)]
         before = torch.get_rng_state()
-        assert host.run(engine.logprobs(tokens)) == pytest.approx(logprobs(tiny_model(), tokens), abs=1e-4)
-        assert host.run(engine.logprobs([5])) == []
+        assert driver.run(engine.logprobs(tokens)) == pytest.approx(logprobs(tiny_model(), tokens), abs=1e-4)
+        assert driver.run(engine.logprobs([5])) == []
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_openais_client_talks_to_it(self, engine: Engine, host: Host) -> None:
+    def test_openais_client_talks_to_it(self, engine: Engine, driver: Driver) -> None:
         async def chat() -> Any:
             client = engine.get_openai_async_client()
             messages = [{"role": "user", "content": "2+2"}]
             return await client.chat.completions.create(model="policy", messages=messages, max_tokens=5, seed=3)
 
-        response = host.run(chat())
+        response = driver.run(chat())
         assert len(response.choices[0].token_ids) == len(response.choices[0].token_logprobs) <= 5
 
     # -- how a response ends ------------------------------------------------------------------------------------------
 
-    def test_limits(self, engine: Engine, host: Host) -> None:
-        completion = ask(engine, host, max_tokens=5)
+    def test_limits(self, engine: Engine, driver: Driver) -> None:
+        completion = ask(engine, driver, max_tokens=5)
         assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
         for prompt in ([5] * (engine.max_model_len - 3), PROMPT):
-            [last] = host.run(engine.generate(prompt, seed=0, max_tokens=10**6, **self.may_go_on))
+            [last] = driver.run(engine.generate(prompt, seed=0, max_tokens=10**6, **self.may_go_on))
             ended = last.finish_reason == "stop" and not self.may_go_on
             assert ended or (len(last.token_ids), last.finish_reason) == (engine.max_model_len - len(prompt), "length")
 
-    def test_the_end_token_ends_a_response_and_is_part_of_it(self, engine: Engine, host: Host) -> None:
-        samples = host.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120))
+    def test_the_end_token_ends_a_response_and_is_part_of_it(self, engine: Engine, driver: Driver) -> None:
+        samples = driver.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120))
         ended, end = [c for c in samples if c.finish_reason == "stop"], engine.tokenizer.eos_token_id
         assert ended, "of 8 samples of 120 tokens, one in a hundred an end token"
         for completion in samples:
@@ -156,11 +156,11 @@ class EnginePromises:
 
     @pytest.mark.parametrize("as_list", [True, False])
     def test_a_stop_string_ends_a_response_and_is_cut_from_its_text(
-        self, engine: Engine, host: Host, as_list: bool
+        self, engine: Engine, driver: Driver, as_list: bool
     ) -> None:
-        whole = ask(engine, host)
+        whole = ask(engine, driver)
         stop = whole.text[4:6]
-        completion = ask(engine, host, stop=[stop, "\x00"] if as_list else stop)
+        completion = ask(engine, driver, stop=[stop, "\x00"] if as_list else stop)
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
         assert completion.text == whole.text[: whole.text.index(stop)]
         tokens = list(completion.token_ids)
@@ -169,14 +169,14 @@ class EnginePromises:
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    def test_a_prompt_without_room_for_a_response_is_refused(self, engine: Engine, host: Host) -> None:
-        before, context = ask(engine, host), engine.max_model_len
+    def test_a_prompt_without_room_for_a_response_is_refused(self, engine: Engine, driver: Driver) -> None:
+        before, context = ask(engine, driver), engine.max_model_len
         for length in (context, context + 1, 10 * context):
             with pytest.raises(PromptTooLongError, match=f"{length} tokens.*{context}.*max_model_len"):
-                host.run(engine.generate([5] * length))
-        assert ask(engine, host) == before
+                driver.run(engine.generate([5] * length))
+        assert ask(engine, driver) == before
 
-    def test_a_bad_request_is_its_callers_alone(self, engine: Engine, host: Host) -> None:
+    def test_a_bad_request_is_its_callers_alone(self, engine: Engine, driver: Driver) -> None:
         async def mixed() -> list[Any]:
             calls = [
                 engine.generate([5] * engine.max_model_len),
@@ -187,7 +187,7 @@ class EnginePromises:
             ]
             return await asyncio.gather(*calls, return_exceptions=True)
 
-        too_long, unknown_token, negative, misspelt, answer = host.run(mixed())
+        too_long, unknown_token, negative, misspelt, answer = driver.run(mixed())
         assert isinstance(too_long, PromptTooLongError)
         assert f"{engine.max_model_len} tokens" in str(too_long)
         for refused in (unknown_token, negative):
@@ -197,27 +197,27 @@ class EnginePromises:
             assert not isinstance(refused, RolloutError), "the engine did not fail"
         assert "temperature" in str(negative)
         assert "temprature" in str(misspelt)
-        assert answer[0].token_ids == ask(engine, host).token_ids
+        assert answer[0].token_ids == ask(engine, driver).token_ids
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def test_it_takes_weights_a_tied_head_with_them_and_forgets_what_the_old_ones_computed(
-        self, engine: Engine, host: Host
+        self, engine: Engine, driver: Driver
     ) -> None:
         prompt = [5 + i % 90 for i in range(100)]
-        host.run(engine.generate(prompt, seed=0, max_tokens=4))
+        driver.run(engine.generate(prompt, seed=0, max_tokens=4))
         try:
             for version, scale in ((1, 1.5), (2, 0.8)):
                 model = tiny_model(scale)
                 assert model.config.tie_word_embeddings
-                host.run(engine.sync_weights(weight_stream(model), version))
+                driver.run(engine.sync_weights(weight_stream(model), version))
                 assert engine.model_version == version
-                completion = host.run(engine.generate(prompt, seed=0, max_tokens=4))[0]
+                completion = driver.run(engine.generate(prompt, seed=0, max_tokens=4))[0]
                 expected = plain_logprobs(completion, model=model)
                 assert list(completion.logprobs) == pytest.approx(expected, abs=1e-3)
-                assert host.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
+                assert driver.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
         finally:
-            host.run(engine.sync_weights(weight_stream(tiny_model()), 0))
+            driver.run(engine.sync_weights(weight_stream(tiny_model()), 0))
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -233,11 +233,11 @@ class EnginePromises:
         ],
     )
     def test_weights_that_do_not_fit_leave_it_as_it_was(
-        self, engine: Engine, host: Host, change: Any, message: str
+        self, engine: Engine, driver: Driver, change: Any, message: str
     ) -> None:
-        before = ask(engine, host), engine.model_version
+        before = ask(engine, driver), engine.model_version
         tensors = dict(weight_stream(tiny_model(3.0)))
         change(tensors)
         with pytest.raises(WeightSyncError, match=message):
-            host.run(engine.sync_weights(tensors.items(), 9))
-        assert (ask(engine, host), engine.model_version) == before
+            driver.run(engine.sync_weights(tensors.items(), 9))
+        assert (ask(engine, driver), engine.model_version) == before

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trinity_lightning.config.engines import EngineDtype
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 
 
@@ -28,13 +28,13 @@ def standing_still(engine: VLLMEngine) -> threading.Event:
 
 
 @contextmanager
-def driven_engine(max_model_len: int) -> Iterator[tuple[VLLMEngine, Host]]:
-    """A loaded engine and its host; both are gone afterwards."""
+def driven_engine(max_model_len: int) -> Iterator[tuple[VLLMEngine, Driver]]:
+    """A loaded engine and its driver; both are gone afterwards."""
     engine = tiny_engine(max_model_len=max_model_len)
-    host = Host([engine])
+    driver = Driver([engine])
     try:
-        host.run(engine.load())
-        yield engine, host
-        host.run(engine.shutdown())
+        driver.run(engine.load())
+        yield engine, driver
+        driver.run(engine.shutdown())
     finally:
-        host.close()
+        driver.close()

@@ -25,8 +25,8 @@ from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.host import Host
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, check_device
@@ -37,16 +37,16 @@ TEXT = [7, 30, 41, 12, 5, 97, 58]
 
 
 @pytest.fixture(scope="module")
-def host(needs_vllm: Any) -> Iterator[Host]:
+def driver(needs_vllm: Any) -> Iterator[Driver]:
     with pytest.MonkeyPatch.context() as patch:
         nccl_stand_in.install_in_trainer(patch.setattr)
-        host = Host()
-        yield host
-        host.close()
+        driver = Driver()
+        yield driver
+        driver.close()
 
 
 @pytest.fixture(scope="module")
-def servers(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServerEngine]]:
+def servers(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServerEngine]]:
     logs = tmp_path_factory.mktemp("servers")
     cores = sorted(os.sched_getaffinity(0))
     engines = [
@@ -57,9 +57,9 @@ def servers(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
     async def on_all(act: Callable[[VLLMServerEngine], Any]) -> None:
         await asyncio.gather(*map(act, engines))
 
-    host.run(on_all(VLLMServerEngine.load))
+    driver.run(on_all(VLLMServerEngine.load))
     yield engines
-    host.run(on_all(VLLMServerEngine.shutdown))
+    driver.run(on_all(VLLMServerEngine.shutdown))
 
 
 def connected(servers: Sequence[VLLMServerEngine], stream: Callable[[], WeightStream]) -> Explorer:
@@ -76,53 +76,53 @@ async def scores(servers: list[VLLMServerEngine]) -> list[list[float]]:
     return list(await asyncio.gather(*(server.logprobs(TEXT) for server in servers)))
 
 
-def assert_hold(host: Host, servers: list[VLLMServerEngine], model: Any) -> None:
-    for found in host.run(scores(servers)):
+def assert_hold(driver: Driver, servers: list[VLLMServerEngine], model: Any) -> None:
+    for found in driver.run(scores(servers)):
         assert found == pytest.approx(logprobs(model, TEXT), abs=1e-3)
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------------
 
 
-def test_every_server_takes_what_the_trainer_sends(servers: list[VLLMServerEngine], host: Host) -> None:
+def test_every_server_takes_what_the_trainer_sends(servers: list[VLLMServerEngine], driver: Driver) -> None:
     model = tiny_model()
     assert model.config.tie_word_embeddings
     explorer = connected(servers, lambda: weight_stream(model))
     meta = [(name, "float32", list(tensor.shape)) for name, tensor in weight_stream(model)]
-    host.run(joined(explorer, state_dict_meta=meta))
+    driver.run(joined(explorer, state_dict_meta=meta))
     for version, scale in ((1, 1.5), (2, 0.5)):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(scale)
-        host.run(explorer.sync_weight(version))
+        driver.run(explorer.sync_weight(version))
         assert [server.model_version for server in servers] == [version, version]
-        assert_hold(host, servers, model)
-    by_group = host.run(scores(servers))
+        assert_hold(driver, servers, model)
+    by_group = driver.run(scores(servers))
     for server in servers:
-        host.run(server.sync_weights(weight_stream(model), 3))
-    assert host.run(scores(servers)) == by_group  # bit for bit what a folder brings
+        driver.run(server.sync_weights(weight_stream(model), 3))
+    assert driver.run(scores(servers)) == by_group  # bit for bit what a folder brings
     explorer.engines.leave()
 
 
-def test_weights_that_do_not_fit_leave_every_server_untouched(servers: list[VLLMServerEngine], host: Host) -> None:
+def test_weights_that_do_not_fit_leave_every_server_untouched(servers: list[VLLMServerEngine], driver: Driver) -> None:
     whole, sent = tiny_model(), {}
     explorer = connected(servers, lambda: WeightStream.of(sent.items()))
     sent |= {name: tensor for name, tensor in weight_stream(whole) if "layers.1" not in name}
     with pytest.raises(WeightSyncError, match=r"missing: .*layers\.1"):
-        host.run(joined(explorer))
+        driver.run(joined(explorer))
     meta = [(name, torch.float32, (*tensor.shape, 1)) for name, tensor in weight_stream(whole)]
     with pytest.raises(WeightSyncError, match="wrong shape"):
-        host.run(joined(explorer, state_dict_meta=meta))
+        driver.run(joined(explorer, state_dict_meta=meta))
     sent |= dict(weight_stream(whole))
-    host.run(joined(explorer))
-    before = host.run(scores(servers)), [server.model_version for server in servers]
+    driver.run(joined(explorer))
+    before = driver.run(scores(servers)), [server.model_version for server in servers]
     sent["model.norm.weight"] = torch.ones(3)
     with pytest.raises(WeightSyncError, match="wrong shape"):
-        host.run(explorer.sync_weight(9))
-    assert (host.run(scores(servers)), [server.model_version for server in servers]) == before
+        driver.run(explorer.sync_weight(9))
+    assert (driver.run(scores(servers)), [server.model_version for server in servers]) == before
     sent["model.norm.weight"] = whole.model.norm.weight.detach()
-    host.run(explorer.sync_weight(10))  # nothing was touched, the group neither
-    assert_hold(host, servers, whole)
+    driver.run(explorer.sync_weight(10))  # nothing was touched, the group neither
+    assert_hold(driver, servers, whole)
     explorer.engines.leave()
 
 
@@ -180,7 +180,7 @@ class Receiver(VLLMServerEngine):
         await run_in_thread(receive)
 
 
-def test_a_sync_that_is_cut_off_breaks_the_group(host: Host) -> None:
+def test_a_sync_that_is_cut_off_breaks_the_group(driver: Driver) -> None:
     model, go_on = tiny_model(), threading.Event()
     receivers = [Receiver(), Receiver()]
 
@@ -191,19 +191,19 @@ def test_a_sync_that_is_cut_off_breaks_the_group(host: Host) -> None:
             yield named
 
     explorer = connected(receivers, lambda: weight_stream(model))
-    host.run(joined(explorer))
-    host.run(explorer.sync_weight(3))
+    driver.run(joined(explorer))
+    driver.run(explorer.sync_weight(3))
     assert [len(receiver.received) for receiver in receivers] == [len(weight_stream(model).shapes)] * 2
     explorer.engines.source = lambda: WeightStream(weight_stream(model).shapes, halting)
     with pytest.raises(TimeoutError):
-        host.run(asyncio.wait_for(explorer.sync_weight(4), 1.0))
+        driver.run(asyncio.wait_for(explorer.sync_weight(4), 1.0))
     go_on.set()
     with pytest.raises(WeightSyncError, match="broke in an earlier weight sync"):
-        host.run(explorer.sync_weight(4))
+        driver.run(explorer.sync_weight(4))
     wait_for_the_end(receivers)  # none is left waiting for the rest
     explorer.engines.source = lambda: weight_stream(model)
-    host.run(joined(explorer))  # a new group is whole again
-    host.run(explorer.sync_weight(5))
+    driver.run(joined(explorer))  # a new group is whole again
+    driver.run(explorer.sync_weight(5))
     assert explorer.engines.version == 5
     end(explorer, receivers)
 
@@ -221,7 +221,7 @@ def wait_for_the_end(receivers: list[Receiver]) -> None:
         time.sleep(0.01)
 
 
-def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
+def test_an_error_of_the_trainers_ends_the_sync_at_once(driver: Driver) -> None:
     model, receivers = tiny_model(), [Receiver(), Receiver()]
 
     def failing() -> Iterator[tuple[str, Tensor]]:
@@ -229,30 +229,30 @@ def test_an_error_of_the_trainers_ends_the_sync_at_once(host: Host) -> None:
         raise MemoryError("no room for a copy")
 
     explorer = connected(receivers, lambda: weight_stream(model))
-    host.run(joined(explorer))
+    driver.run(joined(explorer))
     explorer.engines.source = lambda: WeightStream(weight_stream(model).shapes, failing)
     with pytest.raises(MemoryError, match="no room for a copy"):
-        host.run(explorer.sync_weight(6))
+        driver.run(explorer.sync_weight(6))
     wait_for_the_end(receivers)
     end(explorer, receivers)
 
 
-def test_servers_that_died_at_once_are_sent_what_they_had_and_join_again(host: Host) -> None:
+def test_servers_that_died_at_once_are_sent_what_they_had_and_join_again(driver: Driver) -> None:
     model, receivers = tiny_model(), [Receiver(), Receiver()]
     tensors = len(weight_stream(model).shapes)
     explorer = connected(receivers, lambda: weight_stream(model))
-    host.run(joined(explorer))
-    host.run(explorer.sync_weight(1))
+    driver.run(joined(explorer))
+    driver.run(explorer.sync_weight(1))
 
     async def both() -> None:
         await asyncio.gather(*(receiver.load() for receiver in receivers))
 
     for receiver in receivers:
         receiver.dead = True
-    host.run(both())
+    driver.run(both())
     assert [len(receiver.received) for receiver in receivers] == [tensors] * 2
     receivers[1].dead = True  # it is found so by the next sync
-    host.run(explorer.sync_weight(2))
+    driver.run(explorer.sync_weight(2))
     assert [len(receiver.received) for receiver in receivers] == [2 * tensors] * 2
     end(explorer, receivers)
 
@@ -268,13 +268,13 @@ async def joined_by(kind: type[ServerClient], there: VLLMServerEngine) -> None:
         await other.shutdown()
 
 
-def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEngine], host: Host) -> None:
+def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEngine], driver: Driver) -> None:
     class Refusing(ServerClient):
         async def post(self, path: str, body: Any) -> Any:
             raise ValueError(f"{path}: Weight transfer not configured")
 
     with pytest.raises(WeightSyncError, match=r"formed no group: .*not configured.*checkpoint"):
-        host.run(joined_by(Refusing, servers[0]))
+        driver.run(joined_by(Refusing, servers[0]))
 
 
 def nothing() -> WeightStream:
@@ -340,30 +340,30 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypat
     assert [getattr(torch, name) for name in update.dtype_names] == [torch.bfloat16] * 2
 
 
-def test_a_server_without_the_requests_for_development(servers: list[VLLMServerEngine], host: Host) -> None:
+def test_a_server_without_the_requests_for_development(servers: list[VLLMServerEngine], driver: Driver) -> None:
     class Closed(ServerClient):
         async def get(self, path: str) -> Any:
             raise ValueError(f"{path}: status 404: Not Found")
 
     with pytest.raises(WeightSyncError, match=r"get_world_size: status 404.*VLLM_SERVER_DEV_MODE=1"):
-        host.run(joined_by(Closed, servers[0]))
+        driver.run(joined_by(Closed, servers[0]))
 
 
 def test_a_server_that_dies_is_sent_again_what_it_had_not_what_the_trainer_has(
-    servers: list[VLLMServerEngine], host: Host
+    servers: list[VLLMServerEngine], driver: Driver
 ) -> None:
     given, present = tiny_model(1.5), tiny_model(0.5)
     explorer = Explorer(ExplorerConfig(sync_interval=2), servers, None)
     trained = tiny_model(1.5)
     explorer.engines.source = lambda: weight_stream(trained)
-    host.run(joined(explorer))
-    host.run(explorer.sync_weight(20))
+    driver.run(joined(explorer))
+    driver.run(explorer.sync_weight(20))
     trained.load_state_dict(present.state_dict())
     kill(servers[1])
-    assert_hold(host, servers, given)
+    assert_hold(driver, servers, given)
     assert [(server.restarts, server.model_version) for server in servers] == [(0, 20), (1, 20)]
-    host.run(explorer.sync_weight(21))
-    assert_hold(host, servers, present)
+    driver.run(explorer.sync_weight(21))
+    assert_hold(driver, servers, present)
     explorer.engines.leave()
 
 
@@ -373,7 +373,9 @@ def kill(server: VLLMServerEngine) -> None:
     server._process._process.wait()
 
 
-def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine], host: Host) -> None:  # the last one
+def test_a_server_that_dies_ends_the_sync_at_once(
+    servers: list[VLLMServerEngine], driver: Driver
+) -> None:  # the last one
     model = tiny_model()
 
     def killing() -> Iterator[tuple[str, Tensor]]:
@@ -383,7 +385,7 @@ def test_a_server_that_dies_ends_the_sync_at_once(servers: list[VLLMServerEngine
             yield named
 
     explorer = connected(servers, lambda: WeightStream(weight_stream(model).shapes, killing))
-    host.run(joined(explorer))
+    driver.run(joined(explorer))
     with pytest.raises(WeightSyncError, match=r"took over the weights.*does not answer"):
-        host.run(asyncio.wait_for(explorer.sync_weight(7), 30))  # bounds a hang, not the speed
+        driver.run(asyncio.wait_for(explorer.sync_weight(7), 30))  # bounds a hang, not the speed
     kill(servers[0])  # it has half of the weights, and would end slowly

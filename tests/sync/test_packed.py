@@ -13,7 +13,7 @@ from support.tiny_model import logprobs, train_a_little
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ModelLoadError
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import weight_stream
@@ -58,43 +58,43 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.manual_seed(0)
     model, folder = request.param(), tmp_path_factory.mktemp("model")
     engine = engine_of(model, folder, EngineDtype.bf16)
-    host = Host([engine])
-    host.run(engine.load())
-    yield model.to(torch.bfloat16), engine, host
-    host.run(engine.shutdown())
-    host.close()
+    driver = Driver([engine])
+    driver.run(engine.load())
+    yield model.to(torch.bfloat16), engine, driver
+    driver.run(engine.shutdown())
+    driver.close()
 
 
 def test_they_are_what_vllm_makes_of_them(
-    served: tuple[Any, VLLMEngine, Host], monkeypatch: pytest.MonkeyPatch
+    served: tuple[Any, VLLMEngine, Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, engine, host = served
+    model, engine, driver = served
     assert packed_vocabularies(engine) == ["ParallelLMHead"]  # and not the embeddings, which are looked up
-    before = host.run(engine.logprobs(TEXT))
+    before = driver.run(engine.logprobs(TEXT))
     train_a_little(model)
-    host.run(engine.sync_weights(weight_stream(model), 1))
-    packed = host.run(engine.logprobs(TEXT))
+    driver.run(engine.sync_weights(weight_stream(model), 1))
+    packed = driver.run(engine.logprobs(TEXT))
     assert packed != before
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_packed", None)
-        host.run(engine.sync_weights(weight_stream(model), 2))
-    assert host.run(engine.logprobs(TEXT)) == packed
+        driver.run(engine.sync_weights(weight_stream(model), 2))
+    assert driver.run(engine.logprobs(TEXT)) == packed
     train_a_little(model, scale=-0.05)
-    host.run(engine.sync_weights(weight_stream(model), 3))  # after vLLM's own way, too
-    assert host.run(engine.logprobs(TEXT)) != packed
+    driver.run(engine.sync_weights(weight_stream(model), 3))  # after vLLM's own way, too
+    assert driver.run(engine.logprobs(TEXT)) != packed
 
 
 def test_layers_that_vllm_did_not_pack_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
     model = qwen2()
     engine = engine_of(model, tmp_path, EngineDtype.fp32)
-    with closing(Host([engine])) as host:
+    with closing(Driver([engine])) as driver:
         for version in (1, 2):
-            assert host.run(engine.logprobs(TEXT)) == pytest.approx(logprobs(model, TEXT), abs=1e-4)
+            assert driver.run(engine.logprobs(TEXT)) == pytest.approx(logprobs(model, TEXT), abs=1e-4)
             train_a_little(model)
-            host.run(engine.sync_weights(weight_stream(model), version))
-        assert host.run(engine.logprobs(TEXT)) == pytest.approx(logprobs(model, TEXT), abs=1e-4)
-        host.run(engine.shutdown())
+            driver.run(engine.sync_weights(weight_stream(model), version))
+        assert driver.run(engine.logprobs(TEXT)) == pytest.approx(logprobs(model, TEXT), abs=1e-4)
+        driver.run(engine.shutdown())
 
 
 def test_layers_that_cannot_be_taken_over_are_a_load_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_layers_that_cannot_be_taken_over_are_a_load_error(tmp_path: Path, monke
 
     monkeypatch.setattr(vllm_engine, "PackedWeights", refuse)
     engine = engine_of(qwen2(), tmp_path, EngineDtype.fp32)
-    with closing(Host([engine])) as host, pytest.raises(ModelLoadError, match=r"vLLM cannot load .*no such layer"):
-        host.run(engine.load())
+    with closing(Driver([engine])) as driver, pytest.raises(ModelLoadError, match=r"vLLM cannot load .*no such layer"):
+        driver.run(engine.load())
     assert not torch.distributed.is_initialized()
     assert engine._engine is None

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import WeightSyncError
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.proof import DRILL_SCALES, PROBE_TEXT, Synchronizer, Tolerance, compare, perturbed
@@ -263,33 +263,33 @@ def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> No
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "fp8"])
-def vllm(needs_vllm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Host, Any]]:
-    """An engine, its host, and a policy of the same dtype; a quantised engine's policy is bfloat16."""
+def vllm(needs_vllm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Driver, Any]]:
+    """An engine, its driver, and a policy of the same dtype; a quantised engine's policy is bfloat16."""
     fp32 = request.param == "fp32"
     args = {"quantization": "fp8_per_channel"} if request.param == "fp8" else {}
     dtype = EngineDtype.fp32 if fp32 else EngineDtype.bf16
     engine = VLLMEngine("tiny", dtype=dtype, max_model_len=320, max_num_seqs=4, kv_cache_gb=0.05, args=args)
-    host = Host([engine])
-    host.run(engine.load())
-    yield engine, host, tiny_model(dtype=torch.float32 if fp32 else torch.bfloat16)
-    host.run(engine.shutdown())
-    host.close()
+    driver = Driver([engine])
+    driver.run(engine.load())
+    yield engine, driver, tiny_model(dtype=torch.float32 if fp32 else torch.bfloat16)
+    driver.run(engine.shutdown())
+    driver.close()
 
 
-def vllm_synchronizer(vllm: tuple[VLLMEngine, Host, Any], probe: list[int]) -> Synchronizer:
-    engine, host, model = vllm
+def vllm_synchronizer(vllm: tuple[VLLMEngine, Driver, Any], probe: list[int]) -> Synchronizer:
+    engine, driver, model = vllm
     return Synchronizer(
         model,
-        send=lambda: host.run(engine.sync_weights(weight_stream(model), 1)),
+        send=lambda: driver.run(engine.sync_weights(weight_stream(model), 1)),
         trainer_logprobs=lambda: logprobs(model, probe),
-        engine_logprobs=lambda: [host.run(engine.logprobs(probe))],
+        engine_logprobs=lambda: [driver.run(engine.logprobs(probe))],
         tolerance=Tolerance.of(model.dtype, engine.dtype, quantized=engine.quantized),
         check_interval=1,
         with_drill=True,
     )
 
 
-def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Host, Any], probe: list[int]) -> None:
+def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Driver, Any], probe: list[int]) -> None:
     model = vllm[2]
     sync = vllm_synchronizer(vllm, probe)
     sync.sync()
@@ -303,7 +303,7 @@ def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Host, Any], probe: 
 
 
 def test_the_drill_catches_vllms_stale_tied_head(
-    vllm: tuple[VLLMEngine, Host, Any], probe: list[int], monkeypatch: pytest.MonkeyPatch
+    vllm: tuple[VLLMEngine, Driver, Any], probe: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent without the head, past the check of names: vLLM takes the weights without a word, and keeps its old head.
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.driver import Driver, Job
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
-from trinity_lightning.explorer.host import Host, Job
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, SyncPolicy, WeightVersions
 from trinity_lightning.trainer.optim import HostMemory
 
@@ -44,7 +44,7 @@ class LookAhead:
     def __init__(self, explorer: Explorer) -> None:
         self._explorer = explorer
         self._job: Job[Interval] | None = None
-        self._host: Host | None = None
+        self._driver: Driver | None = None
         self._error: Exception | None = None  # of what was begun ahead
         self.forget()
 
@@ -74,9 +74,9 @@ class LookAhead:
         """Whether rollouts were begun and not waited for."""
         return self._job is not None
 
-    def begin(self, host: Host, target: int) -> None:
+    def begin(self, driver: Driver, target: int) -> None:
         """Let the steps up to and with `target` be explored while the main thread trains."""
-        self._host, self._job = host, host.start(self._timed(target))
+        self._driver, self._job = driver, driver.start(self._timed(target))
 
     async def _timed(self, target: int) -> Interval:
         start = time.perf_counter()
@@ -100,11 +100,11 @@ class LookAhead:
             limit: seconds after which it is cancelled, for a run that is ending: the error is a TimeoutError then, and
                 nothing else ends the wait. Without a limit Ctrl-C and SIGTERM cancel it, and are raised.
         """
-        if self._job is None or self._host is None:
+        if self._job is None or self._driver is None:
             return
         job, self._job = self._job, None
         try:
-            rollouts = self._host.wait(job, interruptible=limit == math.inf, limit=limit)
+            rollouts = self._driver.wait(job, interruptible=limit == math.inf, limit=limit)
         except Exception as error:
             self._error = error
         else:
@@ -117,9 +117,9 @@ class LookAhead:
 
     def cancel(self) -> None:
         """Give up what was begun and not waited for; an error that nobody has waited for is logged."""
-        if self._job is not None and self._host is not None:
+        if self._job is not None and self._driver is not None:
             job, self._job = self._job, None
-            self._host.cancel(job)
+            self._driver.cancel(job)
         error, self._error = self._error, None
         if error is not None:
             logger.warning("the rollouts that were begun ahead failed: %s: %s", type(error).__name__, error)
@@ -200,27 +200,27 @@ class TrainingRollouts:
         self._ahead = ahead
         self._watchers = watchers
         self._host_memory = host_memory
-        self._host = Host(explorer.engines.models, interrupted)
+        self._driver = Driver(explorer.engines.models, interrupted)
 
     def prepare(self, sink: Sink) -> None:
         """Load the engines and start the runners; the main thread drives them from now on."""
         self.engines_turn()
         watchers = self._watchers
         self.run(self._explorer.prepare(sink, self.sync.weights, watchers.observe, watchers.progress))
-        self._host.limit_blocking(self._explorer.config.max_timeout)
+        self._driver.limit_blocking(self._explorer.config.max_timeout)
 
     def close(self) -> None:
         """Stop the runners and free the engines."""
         self._ahead.cancel()
         try:
-            self._host.end(self._explorer.shutdown())
+            self._driver.end(self._explorer.shutdown())
         finally:
-            self._host.close()
+            self._driver.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
-        """The coroutine's result; see `Host.run`."""
+        """The coroutine's result; see `Driver.run`."""
         try:
-            return self._host.run(coroutine, interruptible)
+            return self._driver.run(coroutine, interruptible)
         finally:
             self._watchers.flush()
 
@@ -261,7 +261,7 @@ class TrainingRollouts:
         if self._explorer.step < (begun := min(step - 1 + offset, last)):
             metrics |= self._roll_out(int(begun), global_step)  # those before have weights of their own
         metrics |= self.sync.sync_if_due(global_step)
-        self._ahead.begin(self._host, int(target))
+        self._ahead.begin(self._driver, int(target))
         return metrics
 
     def evaluate(self, step: int, global_step: int) -> dict[str, float]:
@@ -272,7 +272,7 @@ class TrainingRollouts:
 
     def settle(self, limit: float) -> None:
         """The run is ending: wait for rollouts in flight, but not for long."""
-        self._host.hurry()
+        self._driver.hurry()
         self._ahead.settle(limit)
 
     def _roll_out(self, target: int, global_step: int) -> dict[str, float]:

@@ -17,8 +17,8 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.explorer import WorkflowRunner
-from trinity_lightning.explorer import host as host_module
-from trinity_lightning.explorer.host import Host
+from trinity_lightning.explorer import driver as driver_module
+from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
@@ -100,10 +100,10 @@ def engine() -> CountingEngine:
 
 
 @pytest.fixture
-def host(engine: CountingEngine) -> Iterator[Host]:
-    host = Host([engine])
-    yield host
-    host.close()
+def driver(engine: CountingEngine) -> Iterator[Driver]:
+    driver = Driver([engine])
+    yield driver
+    driver.close()
 
 
 def tokens(completions: list[Completion]) -> list[int]:
@@ -123,54 +123,54 @@ def raises_once(error: BaseException) -> Callable[[], None]:
 # -- results and errors -----------------------------------------------------------------------------------------------
 
 
-def test_a_coroutine_runs_elsewhere_and_the_engine_here(host: Host, engine: CountingEngine) -> None:
+def test_a_coroutine_runs_elsewhere_and_the_engine_here(driver: Driver, engine: CountingEngine) -> None:
     async def ask() -> tuple[int, list[int]]:
         return threading.get_ident(), tokens(await engine.generate("AB"))
 
-    where, answer = host.run(ask())
+    where, answer = driver.run(ask())
     assert answer == [65, 66]
     assert where != threading.get_ident()
     assert engine.threads == {threading.get_ident()}
 
 
-def test_many_coroutines_share_the_steps(host: Host, engine: CountingEngine) -> None:
+def test_many_coroutines_share_the_steps(driver: Driver, engine: CountingEngine) -> None:
     async def ask() -> list[list[int]]:
         answers = await asyncio.gather(*[engine.generate([i], steps=1 + i % 5) for i in range(200)])
         return [tokens(answer) for answer in answers]
 
     engine.before_step = lambda: time.sleep(0.01)  # a step takes its time, in which others' requests are posted
-    assert host.run(ask()) == [[i] for i in range(200)]
+    assert driver.run(ask()) == [[i] for i in range(200)]
     assert engine.steps < 20
     assert engine.loads == 1
 
 
-def test_a_run_ends_as_soon_as_its_coroutine_does(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_as_soon_as_its_coroutine_does(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may wait for the clock: a wake-up lost between two looks would cost a whole interval each."""
-    monkeypatch.setattr(host_module, "SIGNAL_CHECK_SECONDS", 5.0)
+    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 5.0)
 
     async def nothing() -> None:
         pass
 
     start = time.perf_counter()
     for _ in range(300):
-        host.run(nothing())
+        driver.run(nothing())
     assert time.perf_counter() - start < 4.0
 
 
-def test_an_exception_of_the_coroutine_is_raised_here(host: Host) -> None:
+def test_an_exception_of_the_coroutine_is_raised_here(driver: Driver) -> None:
     async def fail() -> None:
         raise LookupError("mine")
 
     with pytest.raises(LookupError, match="mine"):
-        host.run(fail())
+        driver.run(fail())
 
 
-def test_a_refused_request_is_its_callers_and_the_engine_goes_on(host: Host, engine: CountingEngine) -> None:
+def test_a_refused_request_is_its_callers_and_the_engine_goes_on(driver: Driver, engine: CountingEngine) -> None:
     async def ask() -> tuple[Any, ...]:
         calls = [engine.generate([1], refused=True), engine.generate([2]), engine.generate([3] * 8)]
         return tuple(await asyncio.gather(*calls, return_exceptions=True))
 
-    refused, answer, too_long = host.run(ask())
+    refused, answer, too_long = driver.run(ask())
     assert isinstance(refused, ValueError)
     assert tokens(answer) == [2]
     assert isinstance(too_long, PromptTooLongError)
@@ -195,9 +195,9 @@ def test_a_step_that_raises_fails_all_waiters_and_the_engine_goes_on(engine: Cou
         return failed, tokens(await engine.generate([7]))
 
     if driven:
-        host = Host([engine])
-        failed, answer = host.run(ask())
-        host.close()
+        driver = Driver([engine])
+        failed, answer = driver.run(ask())
+        driver.close()
     else:
         failed, answer = asyncio.run(ask())
     assert [type(error) for error in failed] == [RolloutError] * 5
@@ -205,17 +205,17 @@ def test_a_step_that_raises_fails_all_waiters_and_the_engine_goes_on(engine: Cou
     assert answer == [7]
 
 
-def test_chat_and_scoring_come_through_the_same_door(host: Host, engine: CountingEngine) -> None:
-    assert tokens(host.run(engine.chat([{"role": "user", "content": "C"}]))) == [67]
-    host.run(engine.logprobs([1, 2]))
+def test_chat_and_scoring_come_through_the_same_door(driver: Driver, engine: CountingEngine) -> None:
+    assert tokens(driver.run(engine.chat([{"role": "user", "content": "C"}]))) == [67]
+    driver.run(engine.logprobs([1, 2]))
     with pytest.raises(PromptTooLongError):
-        host.run(engine.logprobs([1] * 9))
+        driver.run(engine.logprobs([1] * 9))
 
 
 # -- cancelling and interrupting --------------------------------------------------------------------------------------
 
 
-def test_cancelling_a_coroutine_aborts_its_request(host: Host, engine: CountingEngine) -> None:
+def test_cancelling_a_coroutine_aborts_its_request(driver: Driver, engine: CountingEngine) -> None:
     async def ask() -> list[int]:
         endless = asyncio.create_task(engine.generate([1], steps=10**9))
         other = asyncio.create_task(engine.generate([2], steps=50))
@@ -226,18 +226,18 @@ def test_cancelling_a_coroutine_aborts_its_request(host: Host, engine: CountingE
             await endless
         return tokens(await other)
 
-    assert host.run(ask()) == [2]
+    assert driver.run(ask()) == [2]
     assert engine.aborted == ["1"]
     assert not engine.left
 
 
-def test_an_abort_posted_by_the_last_breath_is_carried_out(host: Host, engine: CountingEngine) -> None:
+def test_an_abort_posted_by_the_last_breath_is_carried_out(driver: Driver, engine: CountingEngine) -> None:
     async def ask() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await engine.generate([1], steps=10**9)
 
-    host.run(ask())
+    driver.run(ask())
     assert engine.aborted == ["1"]
     assert not engine.left
     assert not engine._waiting
@@ -261,7 +261,7 @@ def test_a_request_cancelled_before_it_was_started_never_reaches_the_engine(engi
 def test_an_interruption_cancels_cleans_up_and_is_raised(engine: CountingEngine) -> None:
     reasons: list[BaseException] = []
     cleaned: list[str] = []
-    host = Host([engine], lambda: reasons[0] if reasons else None)
+    driver = Driver([engine], lambda: reasons[0] if reasons else None)
 
     async def ask() -> None:
         try:
@@ -276,30 +276,30 @@ def test_an_interruption_cancels_cleans_up_and_is_raised(engine: CountingEngine)
 
     engine.before_step = interrupt
     with pytest.raises(SystemExit, match="enough"):
-        host.run(ask())
+        driver.run(ask())
     assert cleaned == ["yes"]
     assert engine.aborted == ["1"]
     reasons.clear()
-    assert tokens(host.run(engine.generate([4]))) == [4]
-    host.close()
+    assert tokens(driver.run(engine.generate([4]))) == [4]
+    driver.close()
 
 
 def test_what_must_not_be_interrupted_is_not(engine: CountingEngine) -> None:
-    host = Host([engine], lambda: KeyboardInterrupt())
-    assert tokens(host.run(engine.generate([4], steps=5), interruptible=False)) == [4]
-    host.close()
+    driver = Driver([engine], lambda: KeyboardInterrupt())
+    assert tokens(driver.run(engine.generate([4], steps=5), interruptible=False)) == [4]
+    driver.close()
 
 
-def test_ctrl_c_inside_a_step_is_raised_and_the_engine_goes_on(host: Host, engine: CountingEngine) -> None:
+def test_ctrl_c_inside_a_step_is_raised_and_the_engine_goes_on(driver: Driver, engine: CountingEngine) -> None:
     engine.before_step = raises_once(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        host.run(engine.generate([1], steps=5))
+        driver.run(engine.generate([1], steps=5))
     assert not engine.left
-    assert tokens(host.run(engine.generate([4]))) == [4]
+    assert tokens(driver.run(engine.generate([4]))) == [4]
 
 
 def test_what_fails_while_it_is_cancelled_is_logged(
-    host: Host, engine: CountingEngine, caplog: pytest.LogCaptureFixture
+    driver: Driver, engine: CountingEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def ask() -> None:
         try:
@@ -309,15 +309,15 @@ def test_what_fails_while_it_is_cancelled_is_logged(
 
     engine.before_step = raises_once(KeyboardInterrupt())
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
-        host.run(ask())
+        driver.run(ask())
     assert "OSError: disk full" in caplog.text
 
 
 def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left(
-    host: Host, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    driver: Driver, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_module, "CANCEL_SECONDS", 0.1)
-    monkeypatch.setattr(host_module, "SIGNAL_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(driver_module, "CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 0.02)
     released = threading.Event()
 
     async def stubborn() -> None:
@@ -331,17 +331,17 @@ def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left(
 
     engine.before_step = raises_once(KeyboardInterrupt())
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
-        host.run(stubborn())
+        driver.run(stubborn())
     assert "did not end within 0.1 s" in caplog.text
     released.set()
 
 
 def test_a_wait_that_is_left_says_how_long_it_was(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_module, "CANCEL_SECONDS", 30.0)
+    monkeypatch.setattr(driver_module, "CANCEL_SECONDS", 30.0)
     now = iter([0.0, *[31.0] * 99])
-    monkeypatch.setattr(host_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     begun, released = threading.Event(), threading.Event()
 
     async def stubborn() -> None:
@@ -350,15 +350,15 @@ def test_a_wait_that_is_left_says_how_long_it_was(
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
 
-    job = host.start(stubborn())
+    job = driver.start(stubborn())
     begun.wait()
-    host.cancel(job)
+    driver.cancel(job)
     released.set()
     assert "did not end within 31 s" in caplog.text
 
 
 def test_what_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(host_module, "END_SECONDS", 0.2)
+    monkeypatch.setattr(driver_module, "END_SECONDS", 0.2)
     cleaned: list[str] = []
 
     async def hanging() -> None:
@@ -367,9 +367,9 @@ def test_what_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, ca
         finally:
             cleaned.append("yes")
 
-    host, begun = Host(), time.monotonic()
-    host.end(hanging())
-    host.close()
+    driver, begun = Driver(), time.monotonic()
+    driver.end(hanging())
+    driver.close()
     assert time.monotonic() - begun < 10
     assert cleaned == ["yes"]
     assert "was not done within 0.2 s" in caplog.text
@@ -378,7 +378,7 @@ def test_what_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, ca
 # -- inline, life -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_host_awaiting_coroutines_step_the_engine(engine: CountingEngine) -> None:
+def test_without_a_driver_awaiting_coroutines_step_the_engine(engine: CountingEngine) -> None:
     async def ask() -> list[list[int]]:
         answers = await asyncio.gather(*[engine.generate([i], steps=1 + i % 3) for i in range(20)])
         return [tokens(answer) for answer in answers]
@@ -388,41 +388,41 @@ def test_without_a_host_awaiting_coroutines_step_the_engine(engine: CountingEngi
 
 
 def test_after_close_an_engine_steps_itself_again(engine: CountingEngine) -> None:
-    host = Host([engine])
-    assert tokens(host.run(engine.generate([1]))) == [1]
-    host.close()
-    host.close()
+    driver = Driver([engine])
+    assert tokens(driver.run(engine.generate([1]))) == [1]
+    driver.close()
+    driver.close()
     assert tokens(asyncio.run(engine.generate([2]))) == [2]
 
 
 def test_close_cancels_what_was_left_running(engine: CountingEngine) -> None:
-    host = Host([engine])
+    driver = Driver([engine])
     left: list[asyncio.Task[Any]] = []
 
     async def leave() -> None:
         left.append(asyncio.create_task(engine.generate([1], steps=10**9)))
         await asyncio.sleep(0.01)
 
-    host.run(leave())
-    host.close()
+    driver.run(leave())
+    driver.close()
     assert left[0].cancelled()
     assert engine.aborted == ["1"]
     left.clear()
     gc.collect()
 
 
-def test_shutdown_twice_and_load_again(host: Host, engine: CountingEngine) -> None:
-    host.run(engine.shutdown())
+def test_shutdown_twice_and_load_again(driver: Driver, engine: CountingEngine) -> None:
+    driver.run(engine.shutdown())
     assert engine.frees == 0  # nothing was loaded
-    host.run(engine.generate([1]))
-    host.run(engine.shutdown())
-    host.run(engine.shutdown())
+    driver.run(engine.generate([1]))
+    driver.run(engine.shutdown())
+    driver.run(engine.shutdown())
     assert (engine.loads, engine.frees) == (1, 1)
-    host.run(engine.generate([1]))
+    driver.run(engine.generate([1]))
     assert engine.loads == 2
 
 
-def test_shutdown_fails_the_requests_under_way(host: Host, engine: CountingEngine) -> None:
+def test_shutdown_fails_the_requests_under_way(driver: Driver, engine: CountingEngine) -> None:
     async def ask() -> None:
         request = asyncio.create_task(engine.generate([1], steps=10**9))
         while engine.steps < 2:  # noqa: ASYNC110 - the steps are another thread's
@@ -431,10 +431,10 @@ def test_shutdown_fails_the_requests_under_way(host: Host, engine: CountingEngin
         with pytest.raises(RolloutError, match="shut down"):
             await request
 
-    host.run(ask())
+    driver.run(ask())
 
 
-def test_a_failed_load_is_told_to_every_waiter(host: Host, engine: CountingEngine) -> None:
+def test_a_failed_load_is_told_to_every_waiter(driver: Driver, engine: CountingEngine) -> None:
     def fail() -> None:
         raise LookupError("no such model")
 
@@ -443,33 +443,35 @@ def test_a_failed_load_is_told_to_every_waiter(host: Host, engine: CountingEngin
     async def ask() -> list[Any]:
         return await asyncio.gather(*[engine.generate([i]) for i in range(3)], return_exceptions=True)
 
-    assert [str(error) for error in host.run(ask())] == ["no such model"] * 3
+    assert [str(error) for error in driver.run(ask())] == ["no such model"] * 3
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_and_version_change_together(host: Host, engine: CountingEngine) -> None:
+def test_weights_and_version_change_together(driver: Driver, engine: CountingEngine) -> None:
     assert engine.model_version == 0
-    host.run(engine.sync_weights([("w", torch.ones(2))], 3))
+    driver.run(engine.sync_weights([("w", torch.ones(2))], 3))
     assert engine.model_version == 3
     assert engine.taken["w"].tolist() == [1.0, 1.0]
 
 
-def test_weights_that_do_not_fit_are_refused_before_the_engine_sees_them(host: Host, engine: CountingEngine) -> None:
+def test_weights_that_do_not_fit_are_refused_before_the_engine_sees_them(
+    driver: Driver, engine: CountingEngine
+) -> None:
     with pytest.raises(WeightSyncError, match=r"1 wrong shape: 'w' \(3,\), expected \(2,\)"):
-        host.run(engine.sync_weights([("w", torch.ones(3))], 1))
+        driver.run(engine.sync_weights([("w", torch.ones(3))], 1))
     with pytest.raises(WeightSyncError, match="1 missing: 'w'"):
-        host.run(engine.sync_weights([], 1))
+        driver.run(engine.sync_weights([], 1))
     assert (engine.taken, engine.model_version) == ({}, 0)
 
 
 def test_a_thread_that_computes_does_not_keep_the_interpreter_from_the_main_thread() -> None:
     before = sys.getswitchinterval()
-    host = Host()
+    driver = Driver()
     within = sys.getswitchinterval()
-    host.close()
-    assert within == pytest.approx(host_module.SWITCH_SECONDS)
+    driver.close()
+    assert within == pytest.approx(driver_module.SWITCH_SECONDS)
     assert within < before == sys.getswitchinterval()
 
 
@@ -500,16 +502,16 @@ async def stubborn(released: threading.Event) -> None:
 def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(
     released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
-    host = Host()
-    host.limit_blocking(0.6, 0.2)
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
+    driver = Driver()
+    driver.limit_blocking(0.6, 0.2)
     with pytest.raises(WorkflowBlockedError, match=r"'Stubborn'\) has blocked .*asyncio\.to_thread.*`def run`"):
-        host.run(stubborn(released))
+        driver.run(stubborn(released))
     assert not released.is_set()
     assert caplog.text.count("run' (workflow 'Stubborn') blocks all rollouts") == 1
     assert 'self.task.workflow_args["released"].wait(60)' in caplog.text
     released.set()
-    host.close()
+    driver.close()
 
 
 async def helper(released: threading.Event) -> None:
@@ -522,13 +524,13 @@ def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line(
     async def gathering() -> None:
         await asyncio.gather(helper(released))
 
-    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
-    host = Host()
-    host.limit_blocking(0.3, 0.2)
-    with pytest.raises(WorkflowBlockedError, match=r"test_host\.py:\d+ helper' has blocked .*asyncio\.to_thread"):
-        host.run(gathering())
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
+    driver = Driver()
+    driver.limit_blocking(0.3, 0.2)
+    with pytest.raises(WorkflowBlockedError, match=r"test_driver\.py:\d+ helper' has blocked .*asyncio\.to_thread"):
+        driver.run(gathering())
     released.set()
-    host.close()
+    driver.close()
 
 
 def test_a_reward_that_blocks_the_loop_is_refused_by_its_line_beside_the_workflow(
@@ -538,43 +540,43 @@ def test_a_reward_that_blocks_the_loop_is_refused_by_its_line_beside_the_workflo
         released.wait(60)
         return 1.0
 
-    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     task = Task("simple", {"prompt": "1 + 1?"}, reward_fn=reward)
-    host = Host()
-    host.limit_blocking(0.3, 0.2)
-    with pytest.raises(WorkflowBlockedError, match=r"test_host\.py:\d+ reward' \(workflow 'SimpleWorkflow'\)"):
-        host.run(WorkflowRunner(ExplorerConfig(), FakeModel()).run_task(task, 1, 0))
+    driver = Driver()
+    driver.limit_blocking(0.3, 0.2)
+    with pytest.raises(WorkflowBlockedError, match=r"test_driver\.py:\d+ reward' \(workflow 'SimpleWorkflow'\)"):
+        driver.run(WorkflowRunner(ExplorerConfig(), FakeModel()).run_task(task, 1, 0))
     released.set()
-    host.close()
+    driver.close()
 
 
 def test_a_run_that_ends_says_why_it_waits_no_longer(
     released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
-    host = Host()
-    host.limit_blocking(60)
-    host.hurry()
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
+    driver = Driver()
+    driver.limit_blocking(60)
+    driver.hurry()
     with pytest.raises(WorkflowBlockedError, match=r"has blocked all rollouts for .* s \(the run is ending\)"):
-        host.run(helper(released))
+        driver.run(helper(released))
     released.set()
-    host.close()
+    driver.close()
 
 
 def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
-    host = Host()
-    host.limit_blocking(0.0)
-    host.run(asyncio.sleep(0.05))
-    assert host._watch.blocker() is None
-    host.close()
+    driver = Driver()
+    driver.limit_blocking(0.0)
+    driver.run(asyncio.sleep(0.05))
+    assert driver._watch.blocker() is None
+    driver.close()
 
 
 def test_what_blocks_shortly_is_waited_for(released: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
-    host = Host()
-    host.limit_blocking(5.0, 1.0)
+    driver = Driver()
+    driver.limit_blocking(5.0, 1.0)
     threading.Timer(0.1, released.set).start()
-    host.run(stubborn(released))
-    host.close()
+    driver.run(stubborn(released))
+    driver.close()
     assert "blocks" not in caplog.text
 
 
@@ -582,15 +584,15 @@ def test_what_blocks_shortly_is_waited_for(released: threading.Event, caplog: py
 def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
     blocking: Any, released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_module, "BLOCKED_SECONDS", 0.3)
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     pressed = threading.Timer(0.1, lambda: None)
     pressed.start()
-    host = Host((), lambda: None if pressed.is_alive() else KeyboardInterrupt())
+    driver = Driver((), lambda: None if pressed.is_alive() else KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        host.run(blocking(released))
-    host.end(asyncio.sleep(0))
-    host.close()
-    host.close()
+        driver.run(blocking(released))
+    driver.end(asyncio.sleep(0))
+    driver.close()
+    driver.close()
     assert "ends with the process" in caplog.text
     thread = next(each for each in threading.enumerate() if each.name == "rollouts")
     assert thread.is_alive()  # it was not waited for

@@ -38,7 +38,7 @@ WARN_SECONDS = 10.0
 SWITCH_SECONDS = 1e-4
 
 
-class Host:
+class Driver:
     """Runs coroutines to their end while it pumps the in-process engines that they wait for.
 
     Args:
