@@ -74,7 +74,7 @@ DEFAULT_RUN = (
     "common.experience.payload",
 )
 MAX_DEFAULT_RUN = 10_600  # lines of code
-MAX_FILES, MAX_LINES = 145, 27_700  # of the package
+MAX_FILES, MAX_LINES = 146, 27_940  # of the package
 
 
 def room_of(module: str) -> str:

@@ -74,6 +74,10 @@ REFUSED = {
         ["+recipe=grpo", "add_strategy=reward_variance"],
         ["only filters", "add_strategy=[reward_variance,grpo]"],
     ),
+    "a baseline shifted twice": (
+        ["+recipe=grpo", "add_strategy=asymre", "algorithm=asymre"],
+        ["would both shift the baseline", "add_strategy=dr_grpo"],
+    ),
     "no reward in the list": (["+recipe=grpo", "reward=[]"], ["list of reward functions is empty"]),
     "engine of this process ahead": (
         ["+recipe=grpo", "explorer.sync_offset=1"],

@@ -125,6 +125,13 @@ def needs_reference(
     return loss, {"pg_loss": loss.detach()}
 
 
+def test_a_shifted_baseline_or_a_regularizer_trains_rows_without_advantage() -> None:
+    assert Objective(AlgorithmConfig(policy_loss="asymre")).needs_all_rows
+    for coefficient in (0.0, 0.1):
+        args = {"regularizer": "k2", "regularizer_coef": coefficient}
+        assert Objective(AlgorithmConfig(policy_loss={"name": "rec", "args": args})).needs_all_rows == (coefficient > 0)
+
+
 def test_a_loss_that_needs_the_reference_is_given_it() -> None:
     config = AlgorithmConfig(policy_loss={"name": "test_objective.needs_reference", "args": {"weight": 2.0}})
     config.rollout_correction.level = "none"
@@ -188,7 +195,7 @@ def against_engine(**settings: Any) -> AlgorithmConfig:
 
 
 @pytest.mark.parametrize("optimizer_steps", [1, 3])
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "topr", "sppo"])
 def test_the_ratio_is_against_the_engine(name: str, optimizer_steps: int) -> None:
     """However many optimizer steps there are, nothing is computed before the first."""
     objective = Objective(against_engine(policy_loss=name, optimizer_steps=optimizer_steps))

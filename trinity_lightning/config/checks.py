@@ -136,6 +136,11 @@ def _check_weighing(run: TrainConfig) -> None:
             f"add_strategy={named[-1]} only filters: put a strategy that sets advantages behind it, such as "
             f"add_strategy=[{named[-1]},grpo]."
         )
+    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
+        raise ConfigError(
+            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
+            "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
+        )
     step_wise = run.workflow.args.get("step_reward") == "own"
     if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
         raise ConfigError(

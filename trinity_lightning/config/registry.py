@@ -23,15 +23,19 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "policy loss": _within(
         "algorithm.policy_loss",
         {
+            "asymre": "off_policy.asymre",
             "cispo": "ratio.cispo",
             "grpo": "ppo.ppo",
             "gspo": "ratio.gspo",
             "mix": "mixed.mix",
             "opmd": "likelihood.opmd",
             "ppo": "ppo.ppo",
+            "rec": "off_policy.rec",
             "reinforce": "likelihood.reinforce",
             "sapo": "ratio.sapo",
             "sft": "likelihood.sft",
+            "sppo": "off_policy.sppo",
+            "topr": "off_policy.topr",
         },
     ),
     "KL estimate": _within(
@@ -140,7 +144,7 @@ COMPARING_STRATEGIES = (
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
 STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
-OFF_POLICY_LOSSES = ("opmd", "sft")  # made for experiences of any policy: nothing corrects for older weights
+OFF_POLICY_LOSSES = ("asymre", "opmd", "sft")  # made for experiences of any policy: nothing corrects for older weights
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
 

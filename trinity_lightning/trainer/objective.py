@@ -13,6 +13,7 @@ from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
+from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import MicroBatch
@@ -129,7 +130,7 @@ class Objective:
         else:
             need = (
                 "algorithm.rollout_correction needs for experiences of older weights: let the workflow record them, or "
-                "choose a loss for experiences of any policy (opmd, sft)."
+                f"choose a loss for experiences of any policy ({', '.join(OFF_POLICY_LOSSES)})."
             )
         for each in batch.experiences:
             if each.logprobs is None and not is_expert(each) and trained_mask(each).any():
@@ -206,9 +207,14 @@ def _has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
 
 
 def _has_ratio(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss depends on the old log-probabilities, found out by trying."""
-    pairs = zip(_tried(loss_fn, 1.0, moved=0.0), _tried(loss_fn, 1.0, moved=-0.1), strict=True)
-    return not all(torch.equal(one, other) for one, other in pairs)
+    """Whether the loss depends on the old log-probabilities, found out by trying: some only where A < 0."""
+    return any(
+        not torch.equal(one, other)
+        for advantage in (1.0, -1.0)
+        for one, other in zip(
+            _tried(loss_fn, advantage, moved=0.0), _tried(loss_fn, advantage, moved=-1.0), strict=True
+        )
+    )
 
 
 def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,149 @@
+"""TOPR, AsymRE, sPPO and REC against plain Python, token by token; what all losses share: test_policy_loss.py."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.losses import batch, with_gradient
+
+from trinity_lightning.algorithm.policy_loss import create_policy_loss
+from trinity_lightning.errors import ConfigError
+
+EPSILONS = {"epsilon_low": 0.1, "epsilon_high": 0.3, "epsilon_low_prime": 0.5, "epsilon_high_prime": 1.0}
+
+
+def per_token(fn, mask, *values):
+    """The mean of fn(logprob, old logprob, advantage) over the trained tokens, and fn of each by its place."""
+    arrays = [each.numpy() for each in values]
+    found = {place: fn(*(each[place] for each in arrays)) for place in zip(*np.nonzero(mask.numpy()), strict=True)}
+    return sum(found.values()) / len(found)
+
+
+def numeric_gradient(fn, mask, logprobs, old, advantages):
+    """Of the loss by the log-probabilities: `fn` is weight, log-probability and what else, its weight without one."""
+    gradient = np.zeros(mask.shape)
+    for i, j in zip(*np.nonzero(mask.numpy()), strict=True):
+        gradient[i, j] = fn(*(each[i, j].item() for each in (logprobs, old, advantages)))
+    return gradient / int(mask.sum())
+
+
+def topr_weight(lp, old, a, threshold=0.0):
+    return min(math.exp(lp - old), 1.0) if a <= threshold else 1.0
+
+
+def counts(mode, lp, old, a):
+    r = math.exp(lp - old)
+    two_side = 0.9 <= r <= 1.3
+    one_side = r <= 1.3 if a > 0 else r >= 0.9
+    ring = two_side or (a > 0 and r <= 0.5) or (a < 0 and r >= 2.0)
+    return {"none": True, "two-side": two_side, "one-side": one_side, "ring": ring}[mode]
+
+
+def sppo_counts(lp, old):
+    return 1 / 1.3 <= math.exp(lp - old) <= 1.3
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.7])
+def test_topr_weighs_what_is_bad_by_its_ratio(threshold):
+    logprobs, old, mask, advantages = batch(b=30, r=9)
+    fn = create_policy_loss("topr", advantage_threshold=threshold)
+    loss, gradient, metrics = with_gradient(fn, logprobs, old, mask, advantages)
+    weighed = lambda lp, old, a: -topr_weight(lp, old, a, threshold) * a  # noqa: E731
+    expected = per_token(lambda lp, old, a: weighed(lp, old, a) * lp, mask, logprobs, old, advantages)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    np.testing.assert_allclose(gradient, numeric_gradient(weighed, mask, logprobs, old, advantages), rtol=1e-12)
+    cut = ((advantages <= threshold) & (logprobs > old))[mask].double().mean()
+    assert metrics["pg_clipfrac"].item() == pytest.approx(cut.item())
+    assert 0 < cut < 1
+
+
+def test_topr_of_whole_sequences():
+    logprobs, old, mask, _ = batch(b=30, r=9, spread=0.1)
+    advantages = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None].expand(30, 9)
+    _, gradient, _ = with_gradient(create_policy_loss("topr", level="sequence"), logprobs, old, mask, advantages)
+    ratio = ((logprobs - old) * mask).sum(-1).exp()
+    weight = torch.where(advantages[:, 0] <= 0, ratio.clamp(max=1.0), 1.0)
+    torch.testing.assert_close(gradient, -weight[:, None] * advantages * mask / mask.sum())
+
+
+def test_asymre_shifts_the_baseline():
+    logprobs, old, mask, advantages = batch()
+    loss, _ = create_policy_loss("asymre")(logprobs, old, mask, advantages)
+    shifted, _ = create_policy_loss("reinforce")(logprobs, old, mask, advantages + 0.1)
+    assert loss.item() == pytest.approx(shifted.item(), rel=1e-12)
+    unshifted, _ = create_policy_loss("asymre", baseline_shift=0.0)(logprobs, old, mask, advantages)
+    assert unshifted.item() == create_policy_loss("reinforce")(logprobs, old, mask, advantages)[0].item()
+
+
+def test_sppo_counts_log_ratios_within_the_range():
+    logprobs, old, mask, advantages = batch(b=30, r=9)
+    loss, gradient, metrics = with_gradient(create_policy_loss("sppo"), logprobs, old, mask, advantages)
+    weighed = lambda lp, old, a: -a * sppo_counts(lp, old)  # noqa: E731
+    expected = per_token(lambda lp, old, a: weighed(lp, old, a) * (lp - old), mask, logprobs, old, advantages)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    np.testing.assert_allclose(gradient, numeric_gradient(weighed, mask, logprobs, old, advantages), rtol=1e-12)
+    outside = 1 - per_token(lambda lp, old: float(sppo_counts(lp, old)), mask, logprobs, old)
+    assert metrics["pg_clipfrac"].item() == pytest.approx(outside)
+    assert 0.1 < outside < 0.9
+
+
+@pytest.mark.parametrize("mode", ["none", "one-side", "two-side", "ring"])
+@pytest.mark.parametrize("weight", ["none", "importance_sampling", "advantage"])
+def test_rec_s_masks_and_weights(mode, weight):
+    logprobs, old, mask, advantages = batch(b=40, r=9, spread=0.8)
+    fn = create_policy_loss("rec", clip_mode=mode, weight=weight, temp=2.0, **EPSILONS)
+    loss, gradient, metrics = with_gradient(fn, logprobs, old, mask, advantages)
+
+    def weighed(lp, old, a):
+        w = {"none": 1.0, "importance_sampling": math.exp(lp - old), "advantage": math.exp(a / 2.0)}[weight]
+        return -w * a * counts(mode, lp, old, a)
+
+    expected = per_token(lambda lp, old, a: weighed(lp, old, a) * lp, mask, logprobs, old, advantages)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    np.testing.assert_allclose(gradient, numeric_gradient(weighed, mask, logprobs, old, advantages), rtol=1e-12)
+    left_out = per_token(lambda lp, old, a: 1.0 - counts(mode, lp, old, a), mask, logprobs, old, advantages)
+    assert metrics["pg_clipfrac"].item() == pytest.approx(left_out)
+
+
+def test_rec_s_modes_differ_from_each_other():
+    """So that the tokens above tell one from the other."""
+    shares = {}
+    for mode in ("none", "one-side", "two-side", "ring"):
+        _, metrics = create_policy_loss("rec", clip_mode=mode, **EPSILONS)(*batch(b=40, r=9, spread=0.8))
+        shares[mode] = metrics["pg_clipfrac"].item()
+    assert 0 == shares["none"] < shares["one-side"] < shares["two-side"]
+    assert 0 < shares["ring"] < shares["two-side"]
+
+
+def test_rec_s_regularizers():
+    logprobs, old, mask, advantages = batch()
+    plain, _ = create_policy_loss("rec")(logprobs, old, mask, advantages)
+    for name, term in (("k2", (logprobs - old).square()), ("forward-kl", -logprobs)):
+        loss, _ = create_policy_loss("rec", regularizer=name, regularizer_coef=0.3)(logprobs, old, mask, advantages)
+        assert (loss - plain).item() == pytest.approx(0.3 * term[mask].mean().item())
+
+
+def test_rec_without_options_is_reinforce():
+    tensors = batch()
+    assert create_policy_loss("rec")(*tensors)[0] == create_policy_loss("reinforce")(*tensors)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("topr", {"level": "tokens"}, "unknown level 'tokens'. Did you mean 'token'"),
+        ("topr", {"advantage_threshold": math.inf}, "advantage_threshold is inf"),
+        ("asymre", {"baseline_shift": math.nan}, "baseline_shift is nan"),
+        ("sppo", {"epsilon": -0.1}, "epsilon is -0.1; give a finite number of 0 or more"),
+        ("rec", {"clip_mode": "both"}, "unknown clip_mode 'both'.*Known: none, one-side, ring, two-side"),
+        ("rec", {"weight": "sampling"}, "unknown weight"),
+        ("rec", {"regularizer": "k3"}, "unknown regularizer 'k3'"),
+        ("rec", {"epsilon_low": 1.5}, "epsilon_low is 1.5; give a number above 0, at most 1"),
+        ("rec", {"temp": 0.0}, "temp is 0.0"),
+        ("rec", {"regularizer_coef": -1.0}, "regularizer_coef is -1.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(name, args, message):
+    with pytest.raises(ConfigError, match=message):
+        create_policy_loss(name, **args)(*batch())

@@ -1,0 +1,220 @@
+"""Losses for experiences of other policies than the present one: TOPR, AsymRE, REC, sPPO."""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.policy_loss import (
+    MAX_LOG_RATIO,
+    BatchTotals,
+    aggregate,
+    log_ratio,
+    measured_tokens,
+    token_share,
+)
+from trinity_lightning.config.values import number, one_of
+
+CLIP_MODES = ("none", "one-side", "two-side", "ring")
+WEIGHTS = ("none", "importance_sampling", "advantage")
+REGULARIZERS = ("none", "k2", "forward-kl")
+
+
+def topr(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    advantage_threshold: float = 0.0,
+    level: str = "token",
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """TOPR: -sg(a) A lp, with a = min(r, 1) where A <= threshold, else 1 (arXiv 2503.14286).
+
+    What is good is learned in full; what is bad is forgotten only as far as the policy would still say it.
+
+    Args:
+        advantage_threshold: up to which advantages count as bad.
+        level: of the ratio r, "token" as in Trinity-RFT, or "sequence", the product of its tokens', as in the paper.
+
+    Returns:
+        The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is cut to 1.
+
+    Raises:
+        ConfigError: the threshold is infinite, or level or mode is unknown.
+    """
+    number("advantage_threshold", advantage_threshold)
+    one_of("level", level, ("token", "sequence"))
+    log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
+    of_level = log_r if level == "token" else log_r.sum(-1, keepdim=True).expand_as(log_r)
+    bad = advantages <= advantage_threshold
+    weight = torch.where(bad, of_level.clamp(max=0.0).exp(), 1.0)
+    loss = aggregate(-weight * advantages * logprobs, action_mask, loss_agg_mode, **totals)
+    n = measured_tokens(num_computed_tokens, totals)
+    return loss, {
+        "pg_loss": loss.detach(),
+        "ppo_kl": -aggregate(log_r, action_mask, num_tokens=n),
+        "pg_clipfrac": token_share(bad & (of_level > 0), action_mask, n),
+    }
+
+
+def asymre(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    baseline_shift: float = -0.1,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """AsymRE: REINFORCE with a shifted baseline, -(A - shift) lp (arXiv 2506.20520). The only metric is pg_loss.
+
+    Advantages are rewards less a baseline, such as those of `dr_grpo`; `asymre`, the add strategy, has shifted its own
+    already, for use with `reinforce` or `opmd`.
+
+    Args:
+        baseline_shift: added to the baseline; below 0, good responses count for more than bad ones.
+
+    Raises:
+        ConfigError: the shift is infinite, or the mode is unknown.
+    """
+    number("baseline_shift", baseline_shift)
+    loss = aggregate(-(advantages - baseline_shift) * logprobs, action_mask, loss_agg_mode, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+def sppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    epsilon: float = 0.3,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Softened PPO: -A log r where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0 (arXiv 2108.05828).
+
+    Args:
+        epsilon: how far the ratio counts, by the same factor up and down.
+
+    Returns:
+        The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is out of the range.
+
+    Raises:
+        ConfigError: epsilon is negative or infinite, or the mode is unknown.
+    """
+    number("epsilon", epsilon, least=0)
+    log_r = log_ratio(logprobs, old_logprobs, action_mask)
+    ratio = log_r.detach().exp()
+    inside = (ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)
+    loss = aggregate(-advantages * log_r * inside, action_mask, loss_agg_mode, **totals)
+    n = measured_tokens(num_computed_tokens, totals)
+    return loss, {
+        "pg_loss": loss.detach(),
+        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
+        "pg_clipfrac": token_share(~inside, action_mask, n),
+    }
+
+
+def rec(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    clip_mode: str = "none",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    epsilon_low_prime: float = 0.6,
+    epsilon_high_prime: float = 2.0,
+    weight: str = "none",
+    temp: float = 1.0,
+    regularizer: str = "none",
+    regularizer_coef: float = 0.0,
+    loss_agg_mode: str = "token-mean",
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Group-relative REINFORCE with a mask on the ratio: -w A lp within the range, else 0 (REC, arXiv 2509.24203).
+
+    Args:
+        clip_mode: which tokens count: "none", all; "two-side", 1 - low <= r <= 1 + high; "one-side", r <= 1 + high for
+            A >= 0 and r >= 1 - low for A <= 0, as under PPO's clip; "ring", "two-side" and besides r <= 1 - low' for
+            A >= 0 and r >= 1 + high' for A <= 0.
+        epsilon_low, epsilon_high: low, at most 1, and high.
+        epsilon_low_prime, epsilon_high_prime: low', at most 1, and high'.
+        weight: w: "none", 1; "importance_sampling", r; "advantage", exp(A / temp). Without gradient.
+        temp: temperature of the advantages in the weight.
+        regularizer: added with its coefficient: "none"; "k2", (lp - old)^2; "forward-kl", -lp.
+        regularizer_coef: its coefficient.
+
+    Returns:
+        The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens that do not count.
+
+    Raises:
+        ConfigError: a name is unknown, or a number out of its range.
+    """
+    one_of("clip_mode", clip_mode, CLIP_MODES)
+    one_of("weight", weight, WEIGHTS)
+    one_of("regularizer", regularizer, REGULARIZERS)
+    number("epsilon_low", epsilon_low, above=0, most=1)
+    number("epsilon_high", epsilon_high, above=0)
+    number("epsilon_low_prime", epsilon_low_prime, above=0, most=1)
+    number("epsilon_high_prime", epsilon_high_prime, above=0)
+    number("temp", temp, above=0)
+    number("regularizer_coef", regularizer_coef, least=0)
+    log_r = log_ratio(logprobs, old_logprobs, action_mask)
+    ratio = log_r.detach().exp()
+    inner, outer = (epsilon_low, epsilon_high), (epsilon_low_prime, epsilon_high_prime)
+    counts = _counts(clip_mode, ratio, advantages, inner, outer)
+    loss_token = -_weight(weight, ratio, advantages, temp) * advantages * logprobs * counts
+    loss_token = loss_token + regularizer_coef * _regularizer(regularizer, logprobs, log_r)
+    loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
+    n = measured_tokens(num_computed_tokens, totals)
+    return loss, {
+        "pg_loss": loss.detach(),
+        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
+        "pg_clipfrac": token_share(~counts, action_mask, n),
+    }
+
+
+def _counts(
+    mode: str, ratio: Tensor, advantages: Tensor, inner: tuple[float, float], outer: tuple[float, float]
+) -> Tensor:
+    """Which tokens count under a clip mode of `rec`, bool [b, r]."""
+    if mode == "none":
+        return torch.ones_like(ratio, dtype=torch.bool)
+    good, bad = advantages >= 0, advantages <= 0
+    not_below, not_above = ratio >= 1 - inner[0], ratio <= 1 + inner[1]
+    if mode == "one-side":
+        return (good & not_above) | (bad & not_below)
+    counts = not_below & not_above
+    if mode == "ring":
+        counts |= (good & (ratio <= 1 - outer[0])) | (bad & (ratio >= 1 + outer[1]))
+    return counts
+
+
+def _weight(name: str, ratio: Tensor, advantages: Tensor, temp: float) -> Tensor:
+    """The weight of `rec`, [b, r]."""
+    if name == "importance_sampling":
+        return ratio
+    if name == "advantage":
+        return (advantages / temp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return torch.ones_like(ratio)
+
+
+def _regularizer(name: str, logprobs: Tensor, log_r: Tensor) -> Tensor:
+    """The regularizer of `rec`, [b, r]."""
+    if name == "k2":
+        return log_r.square()
+    return -logprobs if name == "forward-kl" else torch.zeros_like(log_r)
