@@ -17,7 +17,8 @@ from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
 from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
 from trinity_lightning.build import train_source
-from trinity_lightning.config.hydra import CONFIG_ERRORS, explain
+from trinity_lightning.config.explain import explain
+from trinity_lightning.config.hydra import CONFIG_ERRORS
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.explorer.rewards import REWARDS

@@ -11,7 +11,7 @@ from trinity_lightning import gpu_plan
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import Rollouts, plan
 from trinity_lightning.common.model_memory import ModelShape, Training
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, auxiliary_configs
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.errors import ConfigError
@@ -124,7 +124,7 @@ def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dic
     planned, found = with_memory_plan(run)
     assert found is not None
     assert ("auxiliary models" in found.training) is counted
-    [given] = auxiliary_configs(planned.auxiliary_models).values()
+    [given] = planned.auxiliary_models.values()
     if not counted:
         assert given.engine == EngineConfig(max_model_len=512, gpus=[1])
         return
@@ -140,7 +140,7 @@ def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dic
 def test_a_judge_has_its_share_beside_a_trainer_alone_too(engine: dict[str, Any]) -> None:
     planned, found = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
     assert found is None
-    [judge] = auxiliary_configs(planned.auxiliary_models).values()
+    [judge] = planned.auxiliary_models.values()
     assert judge.engine.args["gpu_memory_utilization"] < 0.3
 
 

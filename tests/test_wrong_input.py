@@ -15,7 +15,9 @@ from support.runs import RunTrain, environment
 from trinity_lightning.build import instantiate
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
+from trinity_lightning.config.explain import explain
 from trinity_lightning.config.registry import import_object
+from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_objective
 from trinity_lightning.trainer.layout import CPU_TOKENS
@@ -38,6 +40,8 @@ BY_THE_COMMAND = {
     "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
+    "a number for a name": (["+recipe=grpo", "engine=3"], ["GROUP=NAME, such as engine=vllm"]),
+    "another primary file": (["--config-name", "grpo"], ["leave out --config-name", "+recipe=NAME"]),
 }
 
 REFUSED = {
@@ -259,7 +263,7 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     arguments, expected = REFUSED[case]
     with pytest.raises(compose.CONFIG_ERRORS) as refused:
         check(composed(*arguments, "output_dir=x"))
-    sentence = compose.explain(refused.value)
+    sentence = explain(refused.value)
     assert all(part in sentence for part in expected), sentence
     assert len(sentence.splitlines()) <= 2
     assert "while resolving" not in sentence
@@ -295,7 +299,7 @@ def refused_objective(*overrides: str) -> str:
     """The sentence that refuses the objective of a run with these overrides."""
     config = composed("+recipe=grpo", "model=tiny", *overrides)
     with pytest.raises(ConfigError) as refused:
-        check_objective(config)
+        check_objective(typed_config(config))
     return str(refused.value)
 
 
@@ -326,7 +330,9 @@ def test_arguments_of_the_loss_are_checked_before_a_model_is_loaded(overrides: t
 
 def test_stored_experiences_come_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "trainer"))
-    refused = refused_objective("buffer.storage=file", "algorithm.policy_loss=test_objective.needs_reference")
+    refused = refused_objective(
+        "buffer.storage=file", "buffer.path=.", "algorithm.policy_loss=test_objective.needs_reference"
+    )
     assert "there is no reference, which algorithm.policy_loss=test_objective.needs_reference needs" in refused
 
 

@@ -23,7 +23,6 @@ from trinity_lightning.common.ranks import follows
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
-from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
 from trinity_lightning.config.training import trains_replicas
@@ -232,7 +231,7 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     expert = config.buffer.expert.per_step
     items = _items(config)
     dtype = (config.model if capabilities_of(engine.name).shares_weights else engine).dtype.value
-    weighing = [name for name, _ in strategies(config.add_strategy)]
+    weighing = [strategy.name for strategy in config.add_strategy.values()]
     return [
         ("engine", f"{engine.name} ({dtype}), context {engine.max_model_len}"),
         (
@@ -321,8 +320,8 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
         name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
     }
     return ExperienceDataModule(
-        strategies(config.add_strategy),
-        operators=operator_configs(config.operators),
+        [(strategy.name, strategy.args) for strategy in config.add_strategy.values()],
+        operators=list(config.operators.values()),
         auxiliary_models=clients,
         folder=folder,
         keep=step_keeper(config.buffer, folder),

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -10,13 +10,7 @@ from omegaconf import DictConfig
 
 from trinity_lightning.common.hardware import GIB, faster_dtype, free_memory
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.config.engines import (
-    AuxiliaryConfig,
-    EngineConfig,
-    EngineDtype,
-    auxiliary_configs,
-    capabilities_of,
-)
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import TrainConfig
@@ -24,6 +18,9 @@ from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.sync.stream import checkpoint_weights, parameter_shapes
+
+if TYPE_CHECKING:
+    from trinity_lightning.config.servers import AuxiliaryConfig
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
@@ -64,7 +61,7 @@ def check_room(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the key and what there is.
     """
-    auxiliary = auxiliary_configs(config.auxiliary_models).items()
+    auxiliary = config.auxiliary_models.items()
     started = [(f"auxiliary_models.{name}.engine", it.model, it.engine) for name, it in auxiliary if it.url is None]
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
         started.append(("engine", config.model.name, config.engine))
@@ -96,13 +93,10 @@ def _check_context(key: str, name: str, engine: EngineConfig) -> None:
 
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:
     """The models beside the policy, by name; what they are made of is imported if there are any."""
-    return {
-        name: _auxiliary(name, auxiliary, config, folder)
-        for name, auxiliary in auxiliary_configs(config.auxiliary_models).items()
-    }
+    return {name: _auxiliary(name, auxiliary, config, folder) for name, auxiliary in config.auxiliary_models.items()}
 
 
-def _auxiliary(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> HeldModel:
+def _auxiliary(name: str, auxiliary: "AuxiliaryConfig", config: TrainConfig, folder: Path) -> HeldModel:
     from trinity_lightning.explorer.models.openai_api import OpenAIModel
     from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
 
@@ -145,7 +139,7 @@ class ThreadShare(L.Callback):
 
 def _servers_here(config: TrainConfig) -> list[EngineConfig]:
     """What is configured of the servers that are started on this machine, the policy's and those beside it."""
-    beside = [model.engine for model in auxiliary_configs(config.auxiliary_models).values() if model.url is None]
+    beside = [model.engine for model in config.auxiliary_models.values() if model.url is None]
     can = capabilities_of(config.engine.name)
     here = can.is_vllm and can.overlaps_training and not config.engine.urls
     return [config.engine, *beside] if here else beside

@@ -12,7 +12,7 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check_models, check_reward
+from trinity_lightning.train import check_models
 
 if TYPE_CHECKING:
     from trinity_lightning.evaluation import Evaluation
@@ -81,9 +81,7 @@ def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
         _send_as_folder(config)
-        validate(config)
-        check_models(config)
-        check_reward(config)
+        check_models(validate(config))
         evaluate(config)
 
 

@@ -1,7 +1,7 @@
 """Who gets how much of a GPU that trainer and vLLM share: a run's configuration, with the memory plan filled in."""
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from trinity_lightning.config.engines import (
     EngineConfig,
     EngineDtype,
     EngineSleep,
-    auxiliary_configs,
     capabilities_of,
 )
 from trinity_lightning.config.models import resolve_model
@@ -101,7 +100,7 @@ def _with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig
     What `engine.args` says itself holds: of a share that is given there, that many bytes are taken.
     """
     taken, planned = 0, dict(config.auxiliary_models)
-    for name, model in auxiliary_configs(config.auxiliary_models).items():
+    for name, model in config.auxiliary_models.items():
         engine = model.engine
         if model.url is not None or not _on_the_trainers_gpu(f"auxiliary_models.{name}.engine", engine):
             continue
@@ -118,7 +117,7 @@ def _with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig
         given = engine.args.get("gpu_memory_utilization")
         taken += size if given is None else int(given * total)
         engine = replace(engine, kv_cache_gb=cache / GIB, max_num_seqs=rollouts.at_once, args=args | engine.args)
-        planned[name] = asdict(replace(model, engine=engine))
+        planned[name] = replace(model, engine=engine)
     return replace(config, auxiliary_models=planned), taken
 
 

@@ -6,14 +6,12 @@ The configuration is composed and validated before torch is imported, so that a 
 from typing import TYPE_CHECKING
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_checkpoint, validate
-from trinity_lightning.config.engines import auxiliary_configs
 from trinity_lightning.config.models import check_on_hub
-from trinity_lightning.config.schema import config_dir
-from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.schema import TrainConfig, config_dir
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,41 +38,33 @@ def check(config: DictConfig) -> None:
     Raises:
         ConfigError: names the key and the fix.
     """
-    validate(config)
+    run = validate(config)
     check_checkpoint(config)
-    check_models(config)
-    check_reward(config)
-    check_objective(config)
+    check_models(run)
+    check_objective(run)
 
 
-def check_models(config: DictConfig) -> None:
-    """Refuse hub names of models that cannot be had; a ConfigError."""
-    auxiliary = auxiliary_configs(config.auxiliary_models).values()
-    for name in (config.model.name, *(model.model for model in auxiliary if model.url is None)):
-        check_on_hub(name)
-
-
-def check_reward(config: DictConfig) -> None:
-    """Refuse an unknown reward while nothing is loaded yet; a ConfigError."""
+def check_models(run: TrainConfig) -> None:
+    """Refuse hub names of models that cannot be had, and rewards that are not there; a ConfigError."""
     from trinity_lightning.explorer.rewards import resolve_rewards
 
-    reward = config.reward
-    resolve_rewards(OmegaConf.to_container(reward) if OmegaConf.is_config(reward) else reward)
+    for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
+        check_on_hub(name)
+    resolve_rewards(run.reward)
 
 
-def check_objective(config: DictConfig) -> None:
-    """Refuse a policy loss or an argument of it that cannot work while no model is loaded yet; a ConfigError."""
+def check_objective(run: TrainConfig) -> None:
+    """Refuse a policy loss, or an argument of it, that cannot work; a ConfigError."""
     from trinity_lightning.trainer.objective import Objective
 
     try:
-        algorithm: AlgorithmConfig = OmegaConf.to_object(config.algorithm)  # type: ignore[assignment]
-        objective = Objective(algorithm)
+        objective = Objective(run.algorithm)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    if objective.needs_reference and config.buffer.storage != "memory":
+    if objective.needs_reference and not run.buffer.has_rollouts:
         raise ConfigError(
             f"without rollouts (buffer.storage) there is no reference, which algorithm.policy_loss="
-            f"{algorithm.policy_loss.name} needs: choose another loss."
+            f"{run.algorithm.policy_loss.name} needs: choose another loss."
         )
 
 

@@ -1,7 +1,6 @@
 """What a step does not train on is judged by what workflows gave, and says why."""
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import REASONS, UNTRAINED, judged, what_helps
-from trinity_lightning.config.parts import OperatorConfig, operator_configs, strategies
+from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import OperatorError
 from trinity_lightning.monitor.completions import CompletionsWriter
 
@@ -78,10 +78,11 @@ def answers(task, rewards, lengths, name="math"):
 
 def test_a_group_of_wrong_answers_is_dropped_however_their_lengths_differ():
     """The penalty for length made a difference between wrong answers, and trained short ones as good."""
-    config: Any = composed("+recipe=dapo", "output_dir=x")
+    run = typed_config(composed("+recipe=dapo", "model=tiny", "output_dir=x"))
+    weighing = [(strategy.name, strategy.args) for strategy in run.add_strategy.values()]
     wrong = answers(0, [0.0] * 8, [4, 8, 12, 20, 24, 28, 30, 32])
     mixed = answers(1, [0.0] * 4 + [1.0] * 4, [4, 8, 12, 20, 24, 28, 30, 32])
-    data, metrics = fill(wrong + mixed, strategies(config.add_strategy), operator_configs(config.operators))
+    data, metrics = fill(wrong + mixed, weighing, list(run.operators.values()))
     assert len({exp.reward for exp in wrong}) > 1  # as shaped
     assert {exp.eid.task for exp in data.experiences} == {1}
     assert metrics["filtered_count"] == 8

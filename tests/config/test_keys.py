@@ -8,10 +8,12 @@ import pytest
 from support.compose import composed
 
 from trinity_lightning.config.checks import validate
-from trinity_lightning.config.engines import AuxiliaryConfig, EngineConfig
-from trinity_lightning.config.hydra import CONFIG_ERRORS, explain
+from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.explain import explain
+from trinity_lightning.config.hydra import CONFIG_ERRORS
 from trinity_lightning.config.keys import RENAMED, section_of
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.servers import AuxiliaryConfig
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 
@@ -104,6 +106,12 @@ def test_a_recipe_that_is_wrong(text: str, sentence: str, tmp_path: Path) -> Non
     said = refused_recipe(tmp_path, text)
     assert sentence in said
     assert "\n" not in said
+
+
+def test_a_key_of_a_recipe_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "+recipe=mine"])
+    said = refused_recipe(tmp_path, f"{GLOBAL}steps: 3\nexplorer:\n  seed: 0\n  batch_sise: 1\n")
+    assert said.startswith("recipe/mine.yaml, line 5: unknown key 'explorer.batch_sise'.")
 
 
 @pytest.mark.parametrize("name", ["mine", "/nowhere/mine", "./mine.yaml", ""])

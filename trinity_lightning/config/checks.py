@@ -1,10 +1,7 @@
 """Rules between the sections of a configuration, before torch is imported; a section's own are in its dataclass."""
 
 import dataclasses
-import importlib.util
 import logging
-import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,23 +11,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trinity_lightning.config.engines import (
     CAPABILITIES,
     ENGINE_KEYS,
-    PARALLEL,
-    TRAINER_GPU,
-    AuxiliaryConfig,
     Capabilities,
-    EngineConfig,
     EngineSleep,
-    auxiliary_configs,
     capabilities_of,
     check_one_device,
     check_speculation,
-    require_ray,
+    gpu_count,
     require_vllm,
-    visible_gpus,
 )
 from trinity_lightning.config.keys import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.models import check_model_name, check_trainable
-from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import (
     ASKING_WORKFLOWS,
     COMPARING_STRATEGIES,
@@ -47,16 +37,14 @@ from trinity_lightning.config.schema import (
     typed_config,
 )
 from trinity_lightning.config.training import Layout, check_trainer_settings
-from trinity_lightning.config.values import one_of, unknown_name, whole_number
+from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 
-
-def validate(config: DictConfig) -> None:
-    """Refuse values that cannot work, before anything heavy is imported.
+def validate(config: DictConfig) -> TrainConfig:
+    """The typed configuration, checked before anything heavy is imported.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -80,6 +68,7 @@ def validate(config: DictConfig) -> None:
     elif run.buffer.storage == "file":
         _check_steps(Path(run.buffer.path or ""))
     _check_trainer(config)
+    return run
 
 
 def check_checkpoint(config: DictConfig) -> None:
@@ -126,11 +115,9 @@ def _restore_left_out(config: DictConfig) -> None:
 
 def _check_weighing(run: TrainConfig) -> None:
     """Refuse operators and strategies that do not go together with each other, the workflow or the group size."""
-    for operator in operator_configs(run.operators):
-        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
-    named = [name for name, _ in strategies(run.add_strategy)]
-    for name in named:
-        one_of("add_strategy", name, PARTS["add strategy"], with_paths=True)
+    named = [strategy.name for strategy in run.add_strategy.values()]
+    if not named:
+        raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
     if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
         raise ConfigError(
             f"add_strategy={named[-1]} only filters: put a strategy that sets advantages behind it, such as "
@@ -164,7 +151,7 @@ def _check_step_rewards(run: TrainConfig, built_in: list[str]) -> None:
             f"add_strategy={one_a_run[0]} compares runs by one: choose add_strategy=step_wise_grpo or gigpo, or "
             "step_reward=return."
         )
-    for operator in operator_configs(run.operators):
+    for operator in run.operators.values():
         if operator.name in SHAPING_OPERATORS:
             raise ConfigError(
                 f"operator '{operator.name}' gives the steps of a run (workflow.args.mode=step_wise) different "
@@ -259,39 +246,52 @@ def _check_trainer(config: DictConfig) -> None:
     if (epochs := trainer.get("max_epochs")) != config.steps:
         raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
     check_trainer_settings(trainer)
-    if trainer.get("accelerator") in ("gpu", "cuda") and not _has_gpu():
+    if trainer.get("accelerator") in ("gpu", "cuda") and not (gpu_count() or _has_apple_gpu()):
         found = f"trainer.accelerator is {trainer.accelerator}, and this process sees no GPU"
         raise ConfigError(f"{found}: set trainer=cpu, or trainer=auto.")
 
 
-# -- rollouts: engines, runners, and the models beside the policy ------------------------------------------------------
+def _has_apple_gpu() -> bool:
+    import torch  # late: few configurations ask
+
+    return torch.backends.mps.is_available()
+
+
+# -- rollouts: engines, and the models that are asked -----------------------------------------------------------------
 
 
 def _check_rollouts(run: TrainConfig, accelerator: str) -> None:
     """Refuse engines, runners and models that are not there, or do not go together."""
-    models, engine = auxiliary_configs(run.auxiliary_models), run.engine
-    can = capabilities_of(engine.name)
-    if (can.is_vllm and not engine.urls) or any(model.url is None for model in models.values()):
+    engine, can = run.engine, capabilities_of(run.engine.name)
+    if can.is_vllm and not engine.urls:
         require_vllm()
-    if run.explorer.runner == "ray":
-        require_ray()
-    _check_auxiliary_models(run, models)
     _check_engine(run, can)
-    if "servers" in can.keys:
-        _check_servers(run)
-    _check_synchronizer(run, can, accelerator)
-    if run.explorer.runner == "ray":
-        _check_ray(run, models)
+    _check_synchronizer(run, can)
+    if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray":
+        from trinity_lightning.config.servers import check_servers
+
+        check_servers(run, can, accelerator)
+    models = list(run.auxiliary_models)
+    workflow_arguments(run.workflow.name, run.workflow.args, models)
+    if run.eval_workflow is not None:
+        workflow_arguments(run.eval_workflow, {}, models, "eval_workflow")
+    for operator in run.operators.values():
+        if operator.name == "judge" and operator.args.get("model") not in models:
+            message = unknown_name("auxiliary model", str(operator.args.get("model")), models)
+            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
 
 
 def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
     engine, label = run.engine, f"engine={run.engine.name}"
-    if given := _set_ones(engine, *(key for key in ENGINE_KEYS if key not in can.keys)):
+    if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
         owners = [name for name, each in CAPABILITIES.items() if given[0] in each.keys]
         owner = f"engine={owners[0]}" if len(owners) == 1 else "vLLM"
-        why = "generates with the training model itself" if can.shares_weights else "does not read it"
-        why = why if can.shares_weights or can.overlaps_training else "computes in this process"
+        why = "computes in this process"
+        if can.shares_weights:
+            why = "generates with the training model itself"
+        elif can.overlaps_training:
+            why = "does not read it"
         raise ConfigError(
             f"engine.{given[0]} is of {owner}, and {label} {why}: choose another engine, or leave the key out."
         )
@@ -301,86 +301,11 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
         check_speculation("engine", engine.args)
     if can.is_vllm and not can.overlaps_training:
         check_one_device(engine.args)
-    if engine.sleep is EngineSleep.always and not _gpus_here():
+    if engine.sleep is EngineSleep.always and not gpu_count():
         raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
 
 
-def _check_servers(run: TrainConfig) -> None:
-    engine = run.engine
-    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "args")
-    if engine.urls and (given := _set_ones(engine, *started)):
-        raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[0]} is of servers that are started here: "
-            "leave one of them out."
-        )
-    _check_gpus("engine", engine, engine.servers)
-    _check_cores("engine", engine, engine.servers, run.explorer.sync_offset)
-
-
-def _set_ones(engine: EngineConfig, *names: str) -> list[str]:
-    """Those of the engine's keys that are not as they are by default."""
-    default = EngineConfig()
-    return [name for name in names if getattr(engine, name) != getattr(default, name)]
-
-
-def _gpus_here() -> int:
-    import torch  # late: few configurations need it
-
-    return torch.cuda.device_count()
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return _gpus_here() > 0 or torch.backends.mps.is_available()
-
-
-def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:
-    gpus = list(engine.gpus or ())
-    visible = visible_gpus()
-    if visible is not None and max(gpus, default=-1) >= len(visible):
-        raise ConfigError(
-            f"{key}.gpus is {gpus}, numbers from 0 of what CUDA_VISIBLE_DEVICES shows this process, which is "
-            f"{len(visible)} GPUs."
-        )
-    if not gpus:
-        return
-    if max(gpus) >= (there := _gpus_here()):
-        raise ConfigError(
-            f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there}."
-        )
-    if len(gpus) % servers:
-        raise ConfigError(
-            f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
-            "server takes as many."
-        )
-    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
-    if sizes and math.prod(sizes.values()) != len(gpus) // servers:
-        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
-            f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
-        )
-
-
-def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:
-    """Two that compute at once on one core slow each other down many times over, the trainer among them."""
-    if engine.cpu_cores is None:
-        return
-    there, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
-    if taken > there:
-        raise ConfigError(
-            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
-            f"use {there}: give fewer, or null."
-        )
-    if taken == there and sync_offset > 0:
-        raise ConfigError(
-            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {there} cores to the trainer, which "
-            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
-        )
-
-
-def _check_synchronizer(run: TrainConfig, can: Capabilities, accelerator: str) -> None:
+def _check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
     """Refuse a way of sending weights that the engine does not take."""
     synchronizer, engine = run.synchronizer, run.engine
     method, methods = synchronizer.method, can.sync_methods
@@ -393,58 +318,11 @@ def _check_synchronizer(run: TrainConfig, can: Capabilities, accelerator: str) -
         raise ConfigError(
             f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
         )
-    if method == "nccl":
-        if "weight_transfer_config" in engine.args:
-            raise ConfigError(
-                "synchronizer=nccl sets weight_transfer_config of the servers itself: leave it out of engine.args, or "
-                "take synchronizer=checkpoint."
-            )
-        _check_nccl(engine, accelerator)
-
-
-def _check_nccl(engine: EngineConfig, accelerator: str) -> None:
-    require_vllm()  # its sending end
-    there = _gpus_here()
-    if there == 0 or accelerator == "cpu":
-        why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
-        raise ConfigError(f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=checkpoint.")
-    if engine.urls:
-        return
-    if there == 1:
+    if method == "nccl" and "weight_transfer_config" in engine.args:
         raise ConfigError(
-            "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one: take "
-            "synchronizer=checkpoint."
+            "synchronizer=nccl sets weight_transfer_config of the servers itself: leave it out of engine.args, or "
+            "take synchronizer=checkpoint."
         )
-    if not engine.gpus or TRAINER_GPU in engine.gpus:
-        raise ConfigError(
-            f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
-            f"trainer's ({TRAINER_GPU}): give some of {list(range(1, there))}."
-        )
-
-
-def _check_auxiliary_models(run: TrainConfig, models: Mapping[str, AuxiliaryConfig]) -> None:
-    """Refuse models beside the policy that are not there, and whoever asks one that is not."""
-    for name, model in models.items():
-        key, engine = f"auxiliary_models.{name}", model.engine
-        check_speculation(f"{key}.engine", engine.args)
-        _check_gpus(f"{key}.engine", engine, servers=1)
-        _check_cores(f"{key}.engine", engine, servers=1, sync_offset=run.explorer.sync_offset)
-        if model.url is None:
-            check_model_name(model.model)
-        elif importlib.util.find_spec("openai") is None:
-            raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
-        elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
-            raise ConfigError(
-                f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
-                "key, or leave api_key_env out for a server that needs none."
-            )
-    workflow_arguments(run.workflow.name, run.workflow.args, list(models))
-    if run.eval_workflow is not None:
-        workflow_arguments(run.eval_workflow, {}, list(models), "eval_workflow")
-    for operator in operator_configs(run.operators):
-        if operator.name == "judge" and operator.args.get("model") not in models:
-            message = unknown_name("auxiliary model", str(operator.args.get("model")), list(models))
-            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
 
 
 def workflow_arguments(
@@ -475,37 +353,3 @@ def workflow_arguments(
     if asked >= len(models):
         raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
     return {**args, key: asked}
-
-
-def _check_ray(run: TrainConfig, models: Mapping[str, AuxiliaryConfig]) -> None:
-    """Refuse more workers than this machine can start, and a cluster whose machines cannot reach a server of it."""
-    explorer, engine = run.explorer, run.engine
-    cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
-    if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
-        fewer = max(WORKERS_PER_CORE * cores * explorer.runners // (2 * workers), 1)
-        raise ConfigError(
-            f"explorer.runner=ray starts a process for each runner, and {workers} of them (explorer."
-            f"runner_per_model={explorer.runners}) are too many for {cores} cores: give "
-            f"explorer.runner_per_model={fewer}."
-        )
-    if not _is_elsewhere(explorer.ray_address):
-        return
-    unreachable = f"explorer.ray_address={explorer.ray_address}: workers on other machines cannot reach"
-    if not engine.urls:
-        raise ConfigError(
-            f"{unreachable} a server that is started here, which listens on a socket of this machine: start it "
-            "yourself and give engine.urls=[http://HOST:PORT]."
-        )
-    for name, model in models.items():
-        if model.url is None:
-            raise ConfigError(
-                f"{unreachable} the server of auxiliary model '{name}', which is started here: start it yourself and "
-                f"give auxiliary_models.{name}.url=http://HOST:PORT/v1."
-            )
-
-
-def _is_elsewhere(address: str | None) -> bool:
-    if address in (None, "auto"):
-        return False
-    host = (address.rpartition(":")[0] or address).strip("[]")
-    return host not in ("localhost", "::1") and not host.startswith("127.")

@@ -1,15 +1,12 @@
 """The typed sections that say where rollouts are generated, and how weights get there."""
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-
-from trinity_lightning.config.keys import Section, section_of
+from trinity_lightning.config.keys import Section
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.values import number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
@@ -19,27 +16,12 @@ PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_siz
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
-def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
-
-
 def require_vllm() -> None:
     """ConfigError, with what to install, if vLLM is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
             "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
-        )
-
-
-def require_ray() -> None:
-    """ConfigError, with what to install, if Ray is not."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
-            "choose explorer.runner=local."
         )
 
 
@@ -175,43 +157,10 @@ class EngineConfig(Section, key="engine"):
         if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
             raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
 
-
-@dataclass
-class AuxiliaryConfig(Section):
-    """A model beside the policy, for workflows and operators that ask one: a judge, a teacher.
-
-    Attributes:
-        model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name
-            that requests carry.
-        url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
-        api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
-        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`.
-
-    Raises:
-        ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
-            a knob that such a server does not have.
-    """
-
-    model: str = MISSING
-    url: str | None = None
-    api_key_env: str | None = None
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-    def __post_init__(self) -> None:
-        if self.url is not None:
-            url("url", self.url, "http://node7:8000/v1")
-        if self.url is not None and self.engine != EngineConfig():
-            raise ConfigError(f"engine is of a server that is started here, and {self.url} is there: leave one out.")
-        if self.engine.urls:
-            raise ConfigError("engine.urls is not read: give the endpoint as url.")
-        for name in ("name", "servers", "sleep"):
-            if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
-                raise ConfigError(
-                    f"engine.{name} is {getattr(value, 'value', value)}, and an auxiliary model has one server of vLLM "
-                    "that never sleeps: leave the key out, and give the knobs of its engine one by one."
-                )
-        if self.url is None and self.api_key_env is not None:
-            raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
+    def changed(self, *names: str) -> list[str]:
+        """Those of these keys that are not as they are by default."""
+        default = EngineConfig()
+        return [name for name in names if getattr(self, name) != getattr(default, name)]
 
 
 @dataclass
@@ -252,24 +201,11 @@ class SynchronizerConfig(Section, key="synchronizer"):
             )
 
 
-def auxiliary_configs(node: Mapping[str, Any] | None) -> dict[str, AuxiliaryConfig]:
-    """The typed configuration of each, by name.
+def gpu_count() -> int:
+    """How many GPUs this process sees."""
+    import torch  # late: few configurations need it
 
-    A plain mapping in the schema, and typed only here: Hydra cannot add to a mapping of dataclasses from the command
-    line.
-
-    Raises:
-        ConfigError: a key or a value that such a model does not have, or no model.
-    """
-    return {str(name): _typed(f"auxiliary_models.{name}", value) for name, value in (node or {}).items()}
-
-
-def _typed(key: str, value: Any) -> AuxiliaryConfig:
-    plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    typed = section_of(key, AuxiliaryConfig, {"model": "", **plain}) if isinstance(plain, dict) else None
-    if typed is None or not typed.model:
-        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
-    return typed
+    return torch.cuda.device_count()
 
 
 def check_one_device(args: Mapping[str, Any]) -> None:
@@ -288,11 +224,7 @@ def check_speculation(key: str, args: Mapping[str, Any]) -> None:
     With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
     the log-probability 0; only greedy decoding was exact.
     """
-    if "speculative_config" not in args:
-        return
-    import torch  # late: nothing else here needs it
-
-    if not torch.cuda.is_available():
+    if "speculative_config" in args and not gpu_count():
         raise ConfigError(
             f"{key}.args.speculative_config: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
             "depending on the batch, and gives wrong log-probabilities: leave it out."

@@ -1,4 +1,4 @@
-"""Hydra's side of the configuration: schema, recipes and resolvers are registered, errors are made readable."""
+"""Hydra's side of the configuration: what is registered with it, folders of runs, and commands."""
 
 import logging
 import os
@@ -6,30 +6,29 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import YAMLError
 
-from trinity_lightning.config.keys import choice_of, sentence_of
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig, trains_replicas
-from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, TrinityError
 
 logger = logging.getLogger(__name__)
 
+CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
+_NO_NAME = "Config group override must be a string or a list"  # Hydra's ValueError for engine=3 and for =3
 
 # Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it
 # has arguments to show.
@@ -215,7 +214,7 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.FileHandler):
                 handler.handle(record)
-        print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
+        print(f"trinity-lightning: {error}", file=sys.stderr)
         if isinstance(error, ConfigError):
             discard_unused(folder)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
@@ -237,7 +236,14 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
             OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
         command()
     except CONFIG_ERRORS as error:
+        from trinity_lightning.config.explain import explain
+
         print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
+        sys.exit(2)
+    except ValueError as error:
+        if not str(error).startswith(_NO_NAME):
+            raise
+        print("trinity-lightning: give a group the name of a choice: GROUP=NAME, such as engine=vllm.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("trinity-lightning: interrupted.", file=sys.stderr)
@@ -245,80 +251,3 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
     except SystemExit as stop:
         # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
         sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
-
-
-_NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
-_IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
-_NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
-CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
-
-
-def explain(error: BaseException) -> str:
-    """One readable message of a configuration error: the file or the key, what is allowed, the nearest match."""
-    if isinstance(error, MarkedYAMLError):
-        return _explain_yaml(error)
-    if isinstance(error, OverrideParseException):
-        return _explain_grammar(str(error.override))
-    file = _IN_A_FILE.match(str(error))
-    place = f"{file[1]}/{file[2]}.yaml: " if file else ""
-    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
-        return place + _explain_missing(str(error.missing_cfg_file), error.options)
-    root = _root(error)
-    if (entry := _NEW_ENTRY.match(str(error))) and "is not a subclass of" in str(root):
-        group, name, key, value = entry.groups()
-        whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
-        return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
-    if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
-        return " ".join(str(root).split()) if isinstance(root, YAMLError) else str(root).strip()
-    if file and root.full_key == file[1]:
-        return f"{place}write '# @package _global_' as its first line, for its keys to be those of the whole run."
-    group, _, name = str(root.full_key).rpartition(".")
-    if group in _groups() and name in options(group):
-        return f"'{group}.{name}' is not there: choose it first, {group}={name}."
-    return place + (_explain_choice(root) or sentence_of(root))
-
-
-def _explain_yaml(error: MarkedYAMLError) -> str:
-    mark, problem = error.problem_mark, str(error.problem)
-    if r"'\t'" in problem:
-        problem = "there is a tab, and YAML takes spaces only"
-    elif problem.startswith("found duplicate key"):
-        problem = f"the key '{problem.rpartition(' ')[2]}' is there twice: leave one of them out"
-    return f"{mark.name}, line {mark.line + 1}: {problem}." if mark else f"{problem}."
-
-
-def _explain_grammar(override: str) -> str:
-    if "=" not in override:
-        return f"cannot read the override '{override}': give KEY=VALUE."
-    return (
-        f"cannot read the override '{override}': close every bracket and quote, and quote a value with other "
-        "characters that mean something to Hydra: 'KEY=\"VALUE\"'."
-    )
-
-
-def _explain_missing(path: str, there: Sequence[str] | None) -> str:
-    group, _, name = path.partition("/")
-    own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
-    return unknown_name(group, name, options(group) if there is None else there) + own
-
-
-def _explain_choice(error: OmegaConfBaseException) -> str | None:
-    """What to write if a recipe gives the name of a choice as the value of its group; None for another error."""
-    if not (found := _NAME_FOR_KEYS.search(str(error))):
-        return None
-    sections = {getattr(each.type, "__name__", ""): each.name for each in fields(TrainConfig)}
-    group = sections.get(found[1], str(error.full_key))
-    return choice_of(group) if group in _groups() else None
-
-
-def _groups() -> set[str]:
-    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
-
-
-def _root(error: BaseException) -> BaseException:
-    """The innermost configuration error: Hydra wraps OmegaConf's (in a file as its context), which wrap resolvers'."""
-    cause = error.__cause__
-    if cause is None and isinstance(error, ConfigCompositionException):
-        cause = error.__context__
-    wrapped = isinstance(error, ConfigCompositionException | OmegaConfBaseException)
-    return _root(cause) if wrapped and isinstance(cause, CONFIG_ERRORS) else error

@@ -1,13 +1,12 @@
-"""Keys of the configuration: one sentence for each that is not there, or whose value does not fit."""
+"""Keys of the configuration, and the base of its dataclasses, which refuses those that are not there."""
 
 import copy
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import ConfigError
@@ -16,7 +15,6 @@ from trinity_lightning.errors import ConfigError
 RENAMED = {
     "algorithm.policy_loss_args": "algorithm.policy_loss.args",
     "engine.kind": "engine.name",
-    "workflow.args.environment_args": "workflow.args.environment.args",
 }
 
 
@@ -78,6 +76,8 @@ def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> 
         section.merge_with(given or {})
         return OmegaConf.to_object(section)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
+        from trinity_lightning.config.explain import sentence_of
+
         raise ConfigError(sentence_of(error)) from error
     except ConfigError as error:
         raise ConfigError(str(error) if kind._key else f"{key}.{error}") from error
@@ -88,65 +88,3 @@ def _checked_copy(section: T) -> T:
     values: dict[str, Any] = {each.name: getattr(section, each.name) for each in fields(section)}  # type: ignore[arg-type]
     copies = {name: _checked_copy(v) if is_dataclass(v) else copy.deepcopy(v) for name, v in values.items()}
     return type(section)(**copies)
-
-
-_OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
-# What OmegaConf says of a wrong value, and what we say.
-_WRONG_VALUES = [
-    (re.compile(pattern), said)
-    for pattern, said in (
-        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}'; give a whole number"),
-        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}'; give a number"),
-        (r"Value '(.*)' is not a valid bool", "is '{}'; give true or false"),
-        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
-        (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
-        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
-        (
-            r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[int",
-            "is '{}'; give a whole number or a name",
-        ),
-        (
-            r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[bool",
-            "is '{}'; give true, false or a name",
-        ),
-        (
-            r"Merge error: \w+ is not a subclass of \w+. value: (.*)",
-            "holds '{}' where keys belong; give {{KEY: VALUE}}",
-        ),
-        (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong; give {{KEY: VALUE}}"),
-        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
-        (r"Incompatible value 'None' for field|field '[\w.]+' is not Optional", "cannot be null; give a value"),
-        (r"does not support deletion", "cannot be left out; give another value"),
-    )
-]
-
-
-def sentence_of(error: OmegaConfBaseException) -> str:
-    """What OmegaConf found wrong, as one sentence: the key, and what to give."""
-    key = str(error.full_key or error.key or "")
-    if isinstance(error, MissingMandatoryValue):
-        return f"{key} has no default: give it a value."
-    if error.parent_node is not None and error.key is not None and "not in" in str(error):
-        return _not_there(key, error.parent_node)
-    message = str(error).strip().splitlines()[0]
-    if _OF_A_RESOLVER in message:  # one of ours, which says it all
-        return message.partition(_OF_A_RESOLVER)[2]
-    for pattern, said in _WRONG_VALUES:
-        if found := pattern.search(message):
-            return f"{key} {said.format(*found.groups())}.".lstrip()
-    return f"{key}: {message}" if key else message
-
-
-def _not_there(key: str, parent: Any) -> str:
-    """What to write for a key that its parent does not have: an argument, an addition, or the nearest key."""
-    siblings = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
-    prefix, _, name = key.rpartition(".")
-    if key in RENAMED or nearest(name, siblings):
-        return unknown_key(key, siblings)
-    if name == "args":
-        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME beside {key}."
-    if "args" in siblings:
-        return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
-    if OmegaConf.get_type(parent) is dict:
-        return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
-    return unknown_key(key, siblings)

@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
 from trinity_lightning.config.keys import Section
+from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
@@ -462,6 +463,9 @@ def _check_place(key: str, path: str | None, url: str | None) -> None:
 class TrainConfig(Section):
     """A whole training run.
 
+    Operators, strategies and auxiliary models are plain mappings to Hydra, which cannot add to a mapping of dataclasses
+    from the command line; here each becomes an OperatorConfig, a PartConfig, an AuxiliaryConfig.
+
     Attributes:
         name: the experiment's name: its folder under `outputs/` and its group in W&B.
         steps: explore steps of the run; one is one Lightning epoch.
@@ -525,6 +529,13 @@ class TrainConfig(Section):
         for name in ("steps", "eval_repeat_times"):
             whole_number(name, getattr(self, name), least=1)
         one_of("eval_workflow", self.eval_workflow, PARTS["workflow"], with_paths=True, optional=True)
+        self.operators = operator_configs(self.operators)
+        self.add_strategy = strategies(self.add_strategy)
+        if self.auxiliary_models:
+            from trinity_lightning.config.servers import auxiliary_config
+
+            models = self.auxiliary_models.items()
+            self.auxiliary_models = {str(name): auxiliary_config(f"auxiliary_models.{name}", it) for name, it in models}
 
 
 def check_seed(seed: int) -> None:

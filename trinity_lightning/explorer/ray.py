@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import HeldModel, InferenceModel
-from trinity_lightning.config.engines import require_ray
 from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.servers import require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.rewards.scoring import resolve_rewards
 from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt, WorkflowRunner

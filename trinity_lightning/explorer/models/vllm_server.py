@@ -23,10 +23,10 @@ from trinity_lightning.config.engines import (
     EngineDtype,
     check_speculation,
     require_vllm,
-    visible_gpus,
 )
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.servers import visible_gpus
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine

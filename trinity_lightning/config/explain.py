@@ -1,0 +1,179 @@
+"""Errors of Hydra, OmegaConf and YAML as one sentence: the file or the key, what is allowed, the nearest match."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from trinity_lightning.config.hydra import CONFIG_ERRORS
+from trinity_lightning.config.keys import RENAMED, choice_of, unknown_key
+from trinity_lightning.config.schema import TrainConfig, config_dir, options
+from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.errors import ConfigError
+
+_NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
+_IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
+_NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for one of the `CONFIG_ERRORS`; any other error in its own words."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        return _explain_yaml(error)
+    if isinstance(error, OverrideParseException):
+        return _explain_grammar(str(error.override))
+    file = _IN_A_FILE.match(str(error))
+    if isinstance(error, MissingConfigException):
+        place = f"{file[1]}/{file[2]}.yaml: " if file else ""
+        return place + _explain_missing(str(error.missing_cfg_file), error.options)
+    root = _root(error)
+    if (entry := _NEW_ENTRY.match(str(error))) and "is not a subclass of" in str(root):
+        group, name, key, value = entry.groups()
+        whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
+        return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
+    if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
+        return " ".join(str(root).split()) if isinstance(root, yaml.YAMLError) else str(root).strip()
+    place = f"{_place(file[1], file[2], str(root.full_key))}: " if file else ""
+    if file and root.full_key == file[1]:
+        return f"{place}write '# @package _global_' as its first line, for its keys to be those of the whole run."
+    group, _, name = str(root.full_key).rpartition(".")
+    if group in _groups() and name in options(group):
+        return f"'{group}.{name}' is not there: choose it first, {group}={name}."
+    return place + (_explain_choice(root) or sentence_of(root))
+
+
+def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
+    mark, problem = error.problem_mark, str(error.problem)
+    if r"'\t'" in problem:
+        problem = "there is a tab, and YAML takes spaces only"
+    elif problem.startswith("found duplicate key"):
+        problem = f"the key '{problem.rpartition(' ')[2]}' is there twice: leave one of them out"
+    return f"{mark.name}, line {mark.line + 1}: {problem}." if mark else f"{problem}."
+
+
+def _explain_grammar(override: str) -> str:
+    if not override.partition("=")[0] or "=" not in override:
+        return f"cannot read the override '{override}': give KEY=VALUE."
+    return (
+        f"cannot read the override '{override}': close every bracket and quote, and quote a value with other "
+        "characters that mean something to Hydra: 'KEY=\"VALUE\"'."
+    )
+
+
+def _explain_missing(path: str, there: Sequence[str] | None) -> str:
+    group, slash, name = path.partition("/")
+    if not slash:
+        return "there is no such file: leave out --config-name and --config-path, and choose a recipe by +recipe=NAME."
+    own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
+    return unknown_name(group, name, options(group) if there is None else there) + own
+
+
+def _place(group: str, name: str, key: str) -> str:
+    """A configuration file, with the line of the key if the file lies in the folder of `--config-dir`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path, default=Path())
+    path = parser.parse_known_args()[0].config_dir / group / f"{name}.yaml"
+    line = _line(yaml.compose(path.read_text()), key.split(".")) if path.is_file() else None
+    return f"{group}/{name}.yaml" + ("" if line is None else f", line {line}")
+
+
+def _line(node: yaml.Node | None, keys: Sequence[str]) -> int | None:
+    """The number of the line at which nested keys stand in a YAML tree; None if they do not."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value == keys[0]:
+            return key.start_mark.line + 1 if len(keys) == 1 else _line(value, keys[1:])
+    return None
+
+
+def _explain_choice(error: OmegaConfBaseException) -> str | None:
+    """What to write if a recipe gives the name of a choice as the value of its group; None for another error."""
+    if not (found := _NAME_FOR_KEYS.search(str(error))):
+        return None
+    sections = {getattr(each.type, "__name__", ""): each.name for each in fields(TrainConfig)}
+    group = sections.get(found[1], str(error.full_key))
+    return choice_of(group) if group in _groups() else None
+
+
+def _groups() -> set[str]:
+    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
+
+
+def _root(error: BaseException) -> BaseException:
+    """The innermost configuration error: Hydra wraps OmegaConf's (in a file as its context), which wrap resolvers'."""
+    cause = error.__cause__
+    if cause is None and isinstance(error, ConfigCompositionException):
+        cause = error.__context__
+    wrapped = isinstance(error, ConfigCompositionException | OmegaConfBaseException)
+    return _root(cause) if wrapped and isinstance(cause, CONFIG_ERRORS) else error
+
+
+# -- what OmegaConf says of a value -----------------------------------------------------------------------------------
+
+
+_OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
+# What OmegaConf says of a wrong value, and what we say.
+_WRONG_VALUES = [
+    (re.compile(pattern), said)
+    for pattern, said in (
+        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}'; give a whole number"),
+        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}'; give a number"),
+        (r"Value '(.*)' is not a valid bool", "is '{}'; give true or false"),
+        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
+        (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
+        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
+        (
+            r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[int",
+            "is '{}'; give a whole number or a name",
+        ),
+        (
+            r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[bool",
+            "is '{}'; give true, false or a name",
+        ),
+        (
+            r"Merge error: \w+ is not a subclass of \w+. value: (.*)",
+            "holds '{}' where keys belong; give {{KEY: VALUE}}",
+        ),
+        (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong; give {{KEY: VALUE}}"),
+        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
+        (r"Incompatible value 'None' for field|field '[\w.]+' is not Optional", "cannot be null; give a value"),
+        (r"does not support deletion", "cannot be left out; give another value"),
+    )
+]
+
+
+def sentence_of(error: OmegaConfBaseException) -> str:
+    """What OmegaConf found wrong: the key, and what to give."""
+    key = str(error.full_key or error.key or "")
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} has no default: give it a value."
+    if error.parent_node is not None and error.key is not None and "not in" in str(error):
+        return _not_there(key, error.parent_node)
+    message = str(error).strip().splitlines()[0]
+    if _OF_A_RESOLVER in message:  # one of ours, which says it all
+        return message.partition(_OF_A_RESOLVER)[2]
+    for pattern, said in _WRONG_VALUES:
+        if found := pattern.search(message):
+            return f"{key} {said.format(*found.groups())}.".lstrip()
+    return f"{key}: {message}" if key else message
+
+
+def _not_there(key: str, parent: Any) -> str:
+    """What to write for a key that its parent does not have: an argument, an addition, or the nearest key."""
+    siblings = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
+    prefix, _, name = key.rpartition(".")
+    if key in RENAMED or nearest(name, siblings):
+        return unknown_key(key, siblings)
+    if name == "args":
+        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME beside {key}."
+    if "args" in siblings:
+        return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
+    if OmegaConf.get_type(parent) is dict:
+        return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
+    return unknown_key(key, siblings)

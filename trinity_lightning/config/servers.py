@@ -1,0 +1,242 @@
+"""Settings of servers: models in processes of their own, with GPUs and cores, auxiliary models, and Ray's workers.
+
+Imported by the runs that have any of them.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from trinity_lightning.config.engines import (
+    PARALLEL,
+    TRAINER_GPU,
+    Capabilities,
+    EngineConfig,
+    check_speculation,
+    gpu_count,
+    require_vllm,
+)
+from trinity_lightning.config.keys import Section, section_of
+from trinity_lightning.config.models import check_model_name
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.values import url
+from trinity_lightning.errors import ConfigError
+
+WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
+
+
+def visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def require_ray() -> None:
+    """ConfigError, with what to install, if Ray is not."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
+            "choose explorer.runner=local."
+        )
+
+
+@dataclass
+class AuxiliaryConfig(Section):
+    """A model beside the policy, for workflows and operators that ask one: a judge, a teacher.
+
+    Attributes:
+        model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name
+            that requests carry.
+        url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
+        api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
+        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`.
+
+    Raises:
+        ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
+            a knob that such a server does not have.
+    """
+
+    model: str = MISSING
+    url: str | None = None
+    api_key_env: str | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.url is not None:
+            url("url", self.url, "http://node7:8000/v1")
+            if self.engine != EngineConfig():
+                raise ConfigError(
+                    f"engine is of a server that is started here, and {self.url} is there: leave one out."
+                )
+        if self.engine.urls:
+            raise ConfigError("engine.urls is not read: give the endpoint as url.")
+        for name in self.engine.changed("name", "servers", "sleep"):
+            value = getattr(self.engine, name)
+            raise ConfigError(
+                f"engine.{name} is {getattr(value, 'value', value)}, and an auxiliary model has one server of vLLM "
+                "that never sleeps: leave the key out, and give the knobs of its engine one by one."
+            )
+        if self.url is None and self.api_key_env is not None:
+            raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
+
+
+def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
+    """The auxiliary model that stands under a key: a section already, or a mapping.
+
+    Raises:
+        ConfigError: a key or a value that such a model does not have, or no model.
+    """
+    named = {"model": "", **given} if isinstance(given, Mapping) else given
+    section = section_of(key, AuxiliaryConfig, named) if isinstance(named, Mapping | AuxiliaryConfig) else None
+    if section is None or not section.model:
+        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
+    return section
+
+
+def check_servers(run: TrainConfig, can: Capabilities, accelerator: str) -> None:
+    """Refuse servers, auxiliary models and workers of Ray that are not there, or ask for more than there is.
+
+    Args:
+        run: the configuration.
+        can: what the policy's engine can do.
+        accelerator: of Lightning's Trainer.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    if run.explorer.runner == "ray":
+        require_ray()
+        _check_ray(run)
+    for name, model in run.auxiliary_models.items():
+        _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset)
+    if "servers" in can.keys:
+        _check_policy_servers(run)
+    if run.synchronizer.method == "nccl":
+        _check_nccl(run.engine, accelerator)
+
+
+def _check_policy_servers(run: TrainConfig) -> None:
+    engine = run.engine
+    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "args")
+    if engine.urls and (given := engine.changed(*started)):
+        raise ConfigError(
+            f"engine.urls names servers that run already, and engine.{given[0]} is of servers that are started here: "
+            "leave one of them out."
+        )
+    _check_gpus("engine", engine, engine.servers)
+    _check_cores("engine", engine, engine.servers, run.explorer.sync_offset)
+
+
+def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:
+    gpus = list(engine.gpus or ())
+    if not gpus:
+        return
+    if max(gpus) >= (there := gpu_count()):
+        raise ConfigError(
+            f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
+            "CUDA_VISIBLE_DEVICES, if it is set)."
+        )
+    if len(gpus) % servers:
+        raise ConfigError(
+            f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
+            "server takes as many."
+        )
+    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
+    if sizes and math.prod(sizes.values()) != len(gpus) // servers:
+        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
+            f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
+        )
+
+
+def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:
+    """Two that compute at once on one core slow each other down many times over, the trainer among them."""
+    if engine.cpu_cores is None:
+        return
+    there, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
+    if taken > there:
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
+            f"use {there}: give fewer, or null."
+        )
+    if taken == there and sync_offset > 0:
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {there} cores to the trainer, which "
+            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
+        )
+
+
+def _check_nccl(engine: EngineConfig, accelerator: str) -> None:
+    require_vllm()  # its sending end
+    there = gpu_count()
+    if there == 0 or accelerator == "cpu":
+        why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
+        raise ConfigError(f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=checkpoint.")
+    if engine.urls:
+        return
+    if there == 1:
+        raise ConfigError(
+            "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one: take "
+            "synchronizer=checkpoint."
+        )
+    if not engine.gpus or TRAINER_GPU in engine.gpus:
+        raise ConfigError(
+            f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
+            f"trainer's ({TRAINER_GPU}): give some of {list(range(1, there))}."
+        )
+
+
+def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int) -> None:
+    check_speculation(f"{key}.engine", model.engine.args)
+    _check_gpus(f"{key}.engine", model.engine, servers=1)
+    _check_cores(f"{key}.engine", model.engine, servers=1, sync_offset=sync_offset)
+    if model.url is None:
+        require_vllm()
+        check_model_name(model.model)
+    elif importlib.util.find_spec("openai") is None:
+        raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
+    elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
+        raise ConfigError(
+            f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
+            "key, or leave api_key_env out for a server that needs none."
+        )
+
+
+def _check_ray(run: TrainConfig) -> None:
+    """Refuse more workers than this machine can start, and a cluster whose machines cannot reach a server of it."""
+    explorer, engine = run.explorer, run.engine
+    cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
+    if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
+        fewer = max(WORKERS_PER_CORE * cores * explorer.runners // (2 * workers), 1)
+        raise ConfigError(
+            f"explorer.runner=ray starts a process for each runner, and {workers} of them (explorer."
+            f"runner_per_model={explorer.runners}) are too many for {cores} cores: give "
+            f"explorer.runner_per_model={fewer}."
+        )
+    if not _is_elsewhere(explorer.ray_address):
+        return
+    unreachable = f"explorer.ray_address={explorer.ray_address}: workers on other machines cannot reach"
+    if not engine.urls:
+        raise ConfigError(
+            f"{unreachable} a server that is started here, which listens on a socket of this machine: start it "
+            "yourself and give engine.urls=[http://HOST:PORT]."
+        )
+    for name, model in run.auxiliary_models.items():
+        if model.url is None:
+            raise ConfigError(
+                f"{unreachable} the server of auxiliary model '{name}', which is started here: start it yourself and "
+                f"give auxiliary_models.{name}.url=http://HOST:PORT/v1."
+            )
+
+
+def _is_elsewhere(address: str | None) -> bool:
+    if address in (None, "auto"):
+        return False
+    host = (address.rpartition(":")[0] or address).strip("[]")
+    return host not in ("localhost", "::1") and not host.startswith("127.")
