@@ -73,7 +73,7 @@ DEFAULT_RUN = (
     "monitor.metric_names",
     "common.experience.payload",
 )
-MAX_DEFAULT_RUN = 10_600  # lines of code
+MAX_DEFAULT_RUN = 10_304  # lines of code
 MAX_FILES, MAX_LINES = 146, 27_940  # of the package
 
 

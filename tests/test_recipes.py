@@ -12,8 +12,8 @@ from support.compose import composed
 from support.runs import SMALL, RunTrain
 
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.parts import PartConfig
 from trinity_lightning.config.schema import options, typed_config
+from trinity_lightning.config.sections import PartConfig
 
 
 def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: str) -> Path:

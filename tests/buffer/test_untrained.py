@@ -12,10 +12,10 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import REASONS, UNTRAINED, judged, what_helps
-from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.sections import OperatorConfig
 from trinity_lightning.errors import OperatorError
-from trinity_lightning.monitor.completions import CompletionsWriter
+from trinity_lightning.monitor.run_monitor import write_completions
 
 DAPO = (("dapo", {}), ("grpo", {}))
 
@@ -256,7 +256,7 @@ def test_a_workflow_may_have_an_entry_of_info_named_untrained(tmp_path):
     for exp in exps:
         exp.info["untrained"] = "words that were never seen"
     fill(exps)
-    assert all(row["trained"] for row in CompletionsWriter(tmp_path).write(1, exps))
+    assert all(row["trained"] for row in write_completions(tmp_path, 1, exps))
     assert all(exp.info["untrained"] == "words that were never seen" for exp in exps)
 
 

@@ -11,8 +11,8 @@ from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.explain import explain
 from trinity_lightning.config.hydra import CONFIG_ERRORS
-from trinity_lightning.config.keys import RENAMED, section_of
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.sections import RENAMED, section_of
 from trinity_lightning.config.servers import AuxiliaryConfig
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError

@@ -7,7 +7,8 @@ import pytest
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.runs import UNTRAINED
-from trinity_lightning.monitor.completions import CompletionsWriter
+from trinity_lightning.monitor import run_monitor
+from trinity_lightning.monitor.run_monitor import write_completions
 
 
 def experience(run: int = 0, **changes: Any) -> Experience:
@@ -30,7 +31,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def test_every_completion_is_one_object(tmp_path: Path) -> None:
-    CompletionsWriter(tmp_path / "completions").write(3, [experience(), experience(run=1)])
+    write_completions(tmp_path / "completions", 3, [experience(), experience(run=1)])
     first, second = lines_of(tmp_path / "completions" / "step_3.jsonl")
     assert first == {
         "step": 3,
@@ -50,20 +51,23 @@ def test_every_completion_is_one_object(tmp_path: Path) -> None:
 
 
 def test_what_is_not_trained_on_says_why(tmp_path: Path) -> None:
-    (row,) = CompletionsWriter(tmp_path).write(3, [experience(info={UNTRAINED: "equal rewards"})])
+    (row,) = write_completions(tmp_path, 3, [experience(info={UNTRAINED: "equal rewards"})])
     assert (row["trained"], row["reason"]) == (False, "equal rewards")
-    (row,) = CompletionsWriter(tmp_path).write(3, [experience()], kind="eval/held")
+    (row,) = write_completions(tmp_path, 3, [experience()], taskset="held")
     assert not {"trained", "reason"} & row.keys()  # nobody trains on it
 
 
-def test_table_rows_share_their_columns_and_are_at_most_so_many(tmp_path: Path) -> None:
+def test_table_rows_share_their_columns_and_are_at_most_so_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_monitor, "TABLE_ROWS", 2)
     experiences = [
         experience(metrics={"reward/a": 1.0}),
         experience(metrics={"reward/b": 2.0}),
         experience(),
         experience(),
     ]
-    rows = CompletionsWriter(tmp_path, max_table_rows=2).write(3, experiences)
+    rows = write_completions(tmp_path, 3, experiences)
     columns = ["step", "prompt", "completion", "reward", "reward/a", "reward/b", "advantage", "length", "truncated"]
     assert [list(row) for row in rows] == [[*columns, "trained", "reason"]] * 2
     assert [row["reward/a"] for row in rows] == [1.0, None]
@@ -74,24 +78,17 @@ def test_what_is_missing_is_null(tmp_path: Path) -> None:
     bare = experience(
         reward=math.nan, advantages=None, metrics=None, response_text=None, truncate_status="response_truncated"
     )
-    (row,) = CompletionsWriter(tmp_path).write(3, [bare])
+    (row,) = write_completions(tmp_path, 3, [bare])
     assert (row["reward"], row["advantage"], row["completion"], row["truncated"]) == (None, None, None, True)
     assert "NaN" not in (tmp_path / "step_3.jsonl").read_text()
 
 
 def test_evaluations_have_files_of_their_own(tmp_path: Path) -> None:
-    writer = CompletionsWriter(tmp_path)
-    writer.write(3, [experience()], kind="eval/heldout")
-    writer.write(3, [experience()], kind="eval/org/set")
-    writer.write(3, [experience(), experience()], kind="eval/heldout")  # again: replaced as a whole
+    write_completions(tmp_path, 3, [experience()], taskset="heldout")
+    write_completions(tmp_path, 3, [experience()], taskset="org/set")
+    write_completions(tmp_path, 3, [experience(), experience()], taskset="heldout")  # again: replaced as a whole
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "eval_heldout_step_3.jsonl",
         "eval_org_set_step_3.jsonl",
     ]
     assert len(lines_of(tmp_path / "eval_heldout_step_3.jsonl")) == 2
-
-
-@pytest.mark.parametrize("kind", ["test", "eval", "eval/", "train/x"])
-def test_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"'{kind}'.*'eval/<taskset>'"):
-        CompletionsWriter(tmp_path).write(3, [experience()], kind=kind)

@@ -6,7 +6,7 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 from support.wandb_reader import WandbRun, read_wandb_run
 
-from trinity_lightning.monitor.completions import define_metrics, log_completions
+from trinity_lightning.monitor.run_monitor import define_metrics, log_completions
 
 pytestmark = pytest.mark.slow  # W&B records in a process of its own
 

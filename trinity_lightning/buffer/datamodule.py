@@ -13,7 +13,7 @@ from torch import Tensor
 from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.config.sections import OperatorConfig
 from trinity_lightning.errors import OperatorError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.runs import Untrained, forget_raw_reward, forget_reason, what_helps
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.config.sections import OperatorConfig
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.operators import AuxiliaryModels

@@ -19,7 +19,6 @@ from trinity_lightning.config.engines import (
     gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.keys import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.models import check_model_name, check_trainable
 from trinity_lightning.config.registry import (
     ASKING_WORKFLOWS,
@@ -36,6 +35,7 @@ from trinity_lightning.config.schema import (
     check_trained_sampling,
     typed_config,
 )
+from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.training import Layout, check_trainer_settings
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError

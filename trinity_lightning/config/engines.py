@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from trinity_lightning.config.keys import Section
 from trinity_lightning.config.registry import PARTS, import_object
+from trinity_lightning.config.sections import Section
 from trinity_lightning.config.values import number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
 

@@ -11,9 +11,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
-from trinity_lightning.config.keys import Section
-from trinity_lightning.config.parts import operator_configs, strategies
 from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.sections import Section, operator_configs, strategies
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError

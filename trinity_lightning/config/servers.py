@@ -21,9 +21,9 @@ from trinity_lightning.config.engines import (
     gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.keys import Section, section_of
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.sections import Section, section_of
 from trinity_lightning.config.values import url
 from trinity_lightning.errors import ConfigError
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from trinity_lightning.config.keys import Section
-from trinity_lightning.config.parts import part_config
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
+from trinity_lightning.config.sections import Section, part_config
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 

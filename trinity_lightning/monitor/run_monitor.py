@@ -1,20 +1,26 @@
 """What one sees while a run goes on: a bar of the tasks under way, one line a step, completions, memory."""
 
+import json
 import logging
+import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.monitor.completions import CompletionsWriter, define_metrics, log_completions
-from trinity_lightning.monitor.csv_logger import MetricsCSVLogger, last_row, log_row, next_row, step_of
+from trinity_lightning.common.files import write_atomically
+from trinity_lightning.common.runs import UNTRAINED
+from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
+from trinity_lightning.monitor.metric_names import metric_globs
 from trinity_lightning.monitor.step_line import format_step_line
 
 logger = logging.getLogger(__name__)
@@ -40,7 +46,6 @@ class RunMonitor(L.Callback):
         self._total_steps = total_steps
         self._explored: dict[str, float] = {}  # the explorer's metrics of the step under way
         self._folder = Path(folder)
-        self._completions = CompletionsWriter(Path(folder) / "completions")
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
         self._trained_at = -1  # global_step at the end of the last explore step
@@ -61,8 +66,7 @@ class RunMonitor(L.Callback):
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """Write the completions of a step or an evaluation, and log the first of them as a W&B table."""
-        kind = "train" if taskset is None else f"eval/{taskset}"
-        rows = self._completions.write(step, experiences, kind)
+        rows = write_completions(self._folder / "completions", step, experiences, taskset)
         if self._wandb is not None:
             name = "completions" if taskset is None else f"completions_{taskset}"
             log_completions(self._wandb.experiment, rows, step, name)
@@ -143,3 +147,100 @@ class RunMonitor(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The same if training ends with an error."""
         self.teardown(trainer, pl_module, "fit")
+
+
+# -- what the model wrote ---------------------------------------------------------------------------------------------
+
+
+TABLE_ROWS = 64  # of W&B's table: the step's first ones, so that groups stay together
+REWARD_PREFIX = "reward/"
+# Columns of the table; `reward/<function>` comes after `reward`.
+_BEFORE_REWARDS = ("step", "prompt", "completion", "reward")
+_AFTER_REWARDS = ("advantage", "length", "truncated")
+_OF_TRAINING = ("trained", "reason")  # of rollouts that are trained on, not of evaluations
+
+
+def write_completions(
+    folder: Path, step: int, experiences: Sequence[Experience], taskset: str | None = None
+) -> list[dict[str, Any]]:
+    """Write `step_<step>.jsonl`, or `eval_<taskset>_step_<step>.jsonl`, in place of an earlier one.
+
+    One JSON object a completion: step, task, run, prompt, completion, reward, `reward/<function>` for each reward among
+    the experience's metrics, advantage (of the first response token), length (response tokens), truncated; of training
+    also trained, and the reason why not (null if it is). Numbers that are not finite, which JSON cannot hold, are null.
+
+    Args:
+        folder: of the files, made with the first one.
+        step: the explore step.
+        experiences: its experiences; advantages are there once an add strategy has set them.
+        taskset: what was evaluated on; None for training.
+
+    Returns:
+        The first rows of a table, with one set of columns: all of these but task and run.
+    """
+    records = [_record(step, each) | (_trained(each) if taskset is None else {}) for each in experiences]
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"step_{step}" if taskset is None else f"eval_{taskset.replace('/', '_')}_step_{step}"
+    lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
+
+    shown = records[:TABLE_ROWS]
+    rewards = dict.fromkeys(name for record in shown for name in record if name.startswith(REWARD_PREFIX))
+    columns = (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *(_OF_TRAINING if taskset is None else ()))
+    return [{column: record.get(column) for column in columns} for record in shown]
+
+
+def _record(step: int, experience: Experience) -> dict[str, Any]:
+    rewards = {name: _number(v) for name, v in (experience.metrics or {}).items() if name.startswith(REWARD_PREFIX)}
+    advantages = experience.advantages
+    return {
+        "step": step,
+        "task": experience.eid.task,
+        "run": experience.eid.run,
+        "prompt": experience.prompt_text,
+        "completion": experience.response_text,
+        "reward": _number(experience.reward),
+        **rewards,
+        "advantage": _number(advantages[0]) if advantages is not None and len(advantages) else None,
+        "length": len(experience.tokens) - experience.prompt_length,
+        "truncated": experience.truncate_status is not None,
+    }
+
+
+def _trained(experience: Experience) -> dict[str, Any]:
+    return {"trained": UNTRAINED not in experience.info, "reason": experience.info.get(UNTRAINED)}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+# -- what W&B is given besides metrics --------------------------------------------------------------------------------
+
+
+def define_metrics(run: wandb.Run) -> None:
+    """Draw all metrics over `explore_step`, whatever the optimizer's step is.
+
+    Args:
+        run: `WandbLogger.experiment`.
+    """
+    run.define_metric(STEP_METRIC)
+    # WandbLogger has put "*" on trainer/global_step, and if several globs match, W&B takes any one of them.
+    for glob in ("*", *metric_globs()):
+        run.define_metric(glob, step_metric=STEP_METRIC, step_sync=True)
+
+
+def log_completions(
+    run: wandb.Run, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions"
+) -> None:
+    """Log the rows that `write_completions` returned as the table `name`; no rows, no table.
+
+    Args:
+        run: `WandbLogger.experiment`.
+        rows: dicts with one set of keys, the table's columns.
+        explore_step: the step the rows belong to.
+        name: the table, another for each evaluation.
+    """
+    if rows:
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        run.log({name: table, STEP_METRIC: explore_step})

@@ -28,8 +28,8 @@ from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers,
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.common.ranks import ALONE, Ranks, add_up_gradients, ranks_of
-from trinity_lightning.config.keys import section_of
 from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import (
     HALF,
     AlgorithmConfig,

@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.config.parts import part_config
+from trinity_lightning.config.sections import part_config
 from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.rewards import score

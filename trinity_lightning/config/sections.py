@@ -1,0 +1,192 @@
+"""What sections of the configuration are made of: the base of their dataclasses, and parts by name and arguments."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, ClassVar, Self, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.values import nearest, one_of
+from trinity_lightning.errors import ConfigError
+
+# -- sections, and keys that are not there ----------------------------------------------------------------------------
+
+
+# What keys of earlier versions are called now.
+RENAMED = {
+    "algorithm.policy_loss_args": "algorithm.policy_loss.args",
+    "engine.kind": "engine.name",
+}
+
+
+def unknown_key(key: str, siblings: Iterable[str]) -> str:
+    """A message for a key that is not there: what it is called now, or the nearest of those beside it."""
+    if key in RENAMED:
+        return f"unknown key '{key}'. It is {RENAMED[key]} now."
+    prefix, dot, name = key.rpartition(".")
+    names = sorted(siblings)
+    match = nearest(name, names)
+    hint = f" Did you mean '{prefix}{dot}{match}'?" if match else ""
+    return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
+
+
+def choice_of(group: str) -> str:
+    """What to write instead of the name of a choice as the value of its group."""
+    return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
+
+
+class Section:
+    """Base of the configuration's dataclasses: a script's keyword is refused as the same key of a file is.
+
+    Args:
+        key: where the section stands, and its messages say so; none if it may stand under any name.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+
+    _key: ClassVar[str]
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        cls._key = f"{key}." if key else ""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for name in given:
+            if name not in known:
+                raise ConfigError(unknown_key(f"{cls._key}{name}", known))
+        return super().__new__(cls)
+
+
+S = TypeVar("S", bound=Section)
+T = TypeVar("T")
+
+
+def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:
+    """The section of that kind that stands under the dotted key: of these values, or a copy of what was one already.
+
+    Raises:
+        ConfigError: an unknown key, or a value that the section refuses; a dataclass can be changed after it was made.
+    """
+    if isinstance(given, kind):
+        return _checked_copy(given)
+    tree = OmegaConf.create()
+    OmegaConf.update(tree, key, OmegaConf.structured(kind))
+    section = OmegaConf.select(tree, key)
+    try:
+        section.merge_with(given or {})
+        return OmegaConf.to_object(section)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        from trinity_lightning.config.explain import sentence_of
+
+        raise ConfigError(sentence_of(error)) from error
+    except ConfigError as error:
+        raise ConfigError(str(error) if kind._key else f"{key}.{error}") from error
+
+
+def _checked_copy(section: T) -> T:
+    """A copy of a section that shares nothing with it; all of its dataclasses are checked as when they were made."""
+    values: dict[str, Any] = {each.name: getattr(section, each.name) for each in fields(section)}  # type: ignore[arg-type]
+    copies = {name: _checked_copy(v) if is_dataclass(v) else copy.deepcopy(v) for name, v in values.items()}
+    return type(section)(**copies)
+
+
+# -- parts: {name, args}, of which a bare name is short for {name: it} -------------------------------------------------
+
+
+@dataclass
+class PartConfig:
+    """A part.
+
+    Attributes:
+        name: a registered name, or the dotted path of your own (in a script, for some parts, a class); in a group of
+            parts the key that it stands under, if left out.
+        args: its arguments.
+    """
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+class OnError(Enum):
+    """What follows when an operator fails: `stop` the run, or `skip` the operator for this explore step."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+@dataclass
+class OperatorConfig(PartConfig):
+    """One experience operator.
+
+    Attributes:
+        on_error: `stop`, with the step's experiences saved to `rejected/`; or `skip`: the step goes on as if the
+            operator were not there.
+    """
+
+    on_error: OnError = OnError.stop
+
+
+P = TypeVar("P", bound=PartConfig)
+
+
+def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
+    """The part that stands under a key, however it is written.
+
+    Args:
+        key: where it stands, for messages.
+        given: a part already, a bare name, a mapping, or None.
+        name: its name, unless one is given.
+        kind: what to make of it.
+
+    Raises:
+        ConfigError: an unknown key, no name, or a value of the wrong kind.
+    """
+    if isinstance(given, kind):
+        return given
+    known = [each.name for each in fields(kind)]
+    entry = {"name": given} if isinstance(given, str) else {} if given is None else given
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(known)}}}, each of them optional.")
+    for each in entry:
+        if each not in known:
+            raise ConfigError(f"{unknown_key(f'{key}.{each}', known)} Arguments go into {key}.args: {key}.args.{each}.")
+    name, args = entry.get("name") or name, entry.get("args") or {}
+    if name is None:
+        raise ConfigError(f"{key} has no name: give {key}.name.")
+    if not (isinstance(name, str) or callable(name)):
+        raise ConfigError(f"{key}.name is {name!r}; give a registered name, or a dotted path.")
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
+    return kind(**{**entry, "name": name, "args": dict(args)})
+
+
+def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
+    """The operators of {label: {name, args, on_error}}, in order.
+
+    Raises:
+        ConfigError: an unknown operator or key, or a value of the wrong kind.
+    """
+    operators = {label: part_config(f"operators.{label}", it, label, OperatorConfig) for label, it in group.items()}
+    for label, operator in operators.items():
+        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
+        if not isinstance(operator.on_error, OnError):
+            one_of(f"operators.{label}.on_error", operator.on_error, [each.value for each in OnError])
+            operator.on_error = OnError(operator.on_error)
+    return operators
+
+
+def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
+    """The add strategies of {label: {name, args}}, in order.
+
+    Raises:
+        ConfigError: an unknown strategy or key, or a value of the wrong kind.
+    """
+    found = {label: part_config(f"add_strategy.{label}", given, label) for label, given in group.items()}
+    for strategy in found.values():
+        one_of("add_strategy", strategy.name, PARTS["add strategy"], with_paths=True)
+    return found
