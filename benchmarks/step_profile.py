@@ -3,10 +3,11 @@
     python benchmarks/step_profile.py [--model smollm2] [--cases short] [--tokens 512] [--compile]
 
 One JSON line a case: `seconds` of the step and, of each kind of work, `share`: all shares make 1, and what no operator
-took is Python's and Lightning's. A product with a weight is one wherever it stands, so that `head` is all the rest of it;
-those of attention are in `attention`. `products` are the shapes that took most, T being the tokens of a micro-batch: their share, and the speed
-that they ran at as a share of `peak_tflops`, the best product's. `mfu` is `perf/mfu` of a step without the profiler,
-and `ceiling` what it would be if products took as long as they do, and all else no time.
+took is Python's and Lightning's. A product with a weight is one wherever it stands, so that `head` is all the rest of
+it; those of attention are in `attention`. `products` are the shapes that took most, T being the tokens of a
+micro-batch: their share, and the speed that they ran at as a share of `peak_tflops`, the best product's. `mfu` is
+`perf/mfu` of a step without the profiler, and `ceiling` what it would be if products took as long as they do, and all
+else no time.
 """
 
 import argparse
