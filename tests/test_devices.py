@@ -6,24 +6,32 @@ import pytest
 from support.runs import SMALL, RunTrain, only, rows, start
 
 RUN = ("+recipe=grpo", *SMALL, "steps=2", "algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "save_model=false")
-TWO = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
+TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
 SAME = ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/trained_rows")
 
 
-def test_two_processes_train_as_one(run_train: RunTrain, tmp_path: Path) -> None:
-    """Commands of their own, from their imports to their end."""
-    done = run_train(tmp_path, *RUN, "name=one")
+@pytest.fixture(scope="module")
+def one(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run on one device."""
+    folder = tmp_path_factory.mktemp("one")
+    done = run_train(folder, *RUN, "name=one")
     assert done.returncode == 0, done.stdout[-4000:]
-    assert start(tmp_path, *RUN, *TWO, "name=two").wait(timeout=240) == 0, (tmp_path / "stdout").read_text()[-4000:]
+    return only(folder, "outputs/one/*")
+
+
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(one: Path, trainer: str, tmp_path: Path) -> None:
+    """Commands of their own, from their imports to their end."""
+    run = start(tmp_path, *RUN, f"trainer={trainer}", *TWO, "name=two")
+    assert run.wait(timeout=240) == 0, (tmp_path / "stdout").read_text()[-4000:]
     assert (tmp_path / "stdout").read_text().count("step 2/2") == 1
-    one, two = (rows(only(tmp_path, f"outputs/{name}/*")) for name in ("one", "two"))
-    assert len(one) == len(two)
-    for expected, row in zip(one, two, strict=True):
+    found = rows(only(tmp_path, "outputs/two/*"))
+    for expected, row in zip(rows(one), found, strict=True):
         assert {name for name, value in row.items() if value} >= {name for name, value in expected.items() if value}
         for name in SAME:
             if expected.get(name):
                 assert float(row[name]) == pytest.approx(float(expected[name]), rel=1e-4, abs=1e-7), name
-    assert any(float(row["actor/trained_rows"] or 0) > 0 for row in two)
+    assert any(float(row["actor/trained_rows"] or 0) > 0 for row in found)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +51,7 @@ def test_what_several_processes_cannot_do_is_refused(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    done = run_train(tmp_path, *arguments, *RUN, *TWO)
+    done = run_train(tmp_path, *arguments, *RUN, "trainer=ddp", *TWO)
     assert done.returncode == 2, done.stdout[-2000:]
     assert message in done.stdout
     assert "Traceback" not in done.stdout

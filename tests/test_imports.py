@@ -53,7 +53,7 @@ MAY_IMPORT = {
 MAY_USE_LIGHTNING = {
     *TOP,
     f"{PACKAGE}.explorer.interruption",
-    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "checkpoint_io")),
+    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint_io")),
 }
 
 MAX_FILE_LINES = 600  # cut by idea, not by length
@@ -74,7 +74,7 @@ DEFAULT_RUN = (
     "common.experience.payload",
 )
 MAX_DEFAULT_RUN = 10_304  # lines of code
-MAX_FILES, MAX_LINES = 146, 27_940  # of the package
+MAX_FILES, MAX_LINES = 149, 28_470  # of the package
 
 
 def room_of(module: str) -> str:

@@ -19,13 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.common.ranks import follows
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
-from trinity_lightning.config.training import trains_replicas
+from trinity_lightning.config.training import trains_together
 from trinity_lightning.engines import (
     ThreadShare,
     auxiliary_models_of,
@@ -78,10 +77,11 @@ class Run:
     def finish(self) -> None:
         """Write the trained policy and close the loggers, so that the next job of a sweep gets a W&B run of its own."""
         self._save_last_checkpoint()
+        if self.trainer.is_global_zero and self.config.save_model:
+            self.policy.save_pretrained(self.folder / "model")
+        self.trainer.strategy.barrier()  # others have a share of what is saved
         if not self.trainer.is_global_zero:
             return
-        if self.config.save_model:
-            self.policy.save_pretrained(self.folder / "model")
         finish(self.trainer.loggers)
         try:
             write_report(self.folder)
@@ -126,7 +126,7 @@ def build(config: DictConfig) -> Run:
     recorder = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
     callbacks: list[L.Callback] = [recorder, monitor]
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
-    online, follower = typed.buffer.storage == "memory", trains_replicas(config.trainer) and follows()
+    online, follower = typed.buffer.storage == "memory", trains_together(config.trainer) and _follows()
     data: L.LightningDataModule
     if follower:  # rank 0 rolls out, saves, shows and records
         callbacks = [ExplorerFollower()] if online else []
@@ -151,6 +151,12 @@ def build(config: DictConfig) -> Run:
         checkpoint=checkpoint,
         plan=plan,
     )
+
+
+def _follows() -> bool:
+    from trinity_lightning.common.ranks import follows
+
+    return follows()
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:

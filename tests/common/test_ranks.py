@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError
 from trinity_lightning.trainer.ddp import join
@@ -38,7 +39,7 @@ def together(work: Callable[[Ranks], Any], timeout: float = 20.0, size: int = SI
 
 
 def test_alone_nothing_is_sent() -> None:
-    ranks, tensor = Ranks(), torch.ones(3)
+    ranks, tensor = ALONE, torch.ones(3)
     ranks.add_up([tensor])
     ranks.end(ValueError())
     assert ranks.exchange("mine") == ["mine"]

@@ -89,6 +89,11 @@ class ListLoader:
         self.position = state["position"]
 
 
+def whole(model: Any, tensor: Any) -> torch.Tensor:
+    """A copy of a tensor of the model; of one in shards, all ranks ask for it."""
+    return model.shards.gathered(tensor) if hasattr(tensor, "to_local") else tensor.detach().clone()
+
+
 class Gradients(L.Callback):
     """Keeps the gradient that each optimizer step used."""
 
@@ -98,7 +103,7 @@ class Gradients(L.Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module: Any, optimizer):
         named = pl_module.policy.named_parameters()
-        self.steps.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+        self.steps.append({name: whole(pl_module.policy, p.grad) for name, p in named if p.grad is not None})
 
     def on_train_batch_end(self, trainer, pl_module: Any, outputs: Any, batch, batch_idx):
         self.losses.append(outputs["loss"].item() if outputs else None)

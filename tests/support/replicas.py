@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import lightning as L
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from support.policy import Gradients, Prepare, batch_of, fit, groups, make_experiences, make_policy
+from support.policy import Gradients, Prepare, batch_of, fit, groups, make_experiences, make_policy, whole
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.training import KLConfig, OptimizerConfig
 from trinity_lightning.errors import TrinityError
 from trinity_lightning.trainer.ddp import ReplicaStrategy
+from trinity_lightning.trainer.fsdp import ShardStrategy
 
 RANKS = 2
+STRATEGIES = {"ddp": ReplicaStrategy, "fsdp2": ShardStrategy}
 
 
 # Adam's own epsilon turns the last bit of a tiny gradient into a whole step.
@@ -45,11 +48,12 @@ def trained(items: list[list[Experience]], prepare: bool = False, **settings: An
         batches, seen, metrics = [batch_of(each) for each in items], Gradients(), Metrics()
         policy = make_policy(**{"optimizer": SMOOTH, **settings})
         fit(policy, batches, seen, metrics, *([Prepare(batches)] if prepare else []), **trainer)
+        model = policy.policy
         return {
             "losses": seen.losses,
             "gradients": seen.steps,
             "metrics": metrics.items,
-            "weights": {name: value.detach().clone() for name, value in policy.policy.state_dict().items()},
+            "weights": {name: whole(model, value) for name, value in model.state_dict(keep_vars=True).items()},
         }
 
     return case
@@ -121,8 +125,8 @@ def failed(rank: int, **trainer: Any) -> dict[str, Any]:
     return {"error": None}
 
 
-def start(folder: Path) -> list[dict[str, dict[str, Any]]]:
-    """What every rank of all cases has found, by rank, each in a process of its own."""
+def start(folder: Path) -> list[dict[str, dict[str, dict[str, Any]]]]:
+    """What every rank has found of all cases by strategy, by rank, each in a process of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=1))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
     shared |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
@@ -143,11 +147,11 @@ def start(folder: Path) -> list[dict[str, dict[str, Any]]]:
 
 
 def _main(file: str) -> None:
-    def settings() -> dict[str, Any]:
-        return {"devices": RANKS, "strategy": ReplicaStrategy(timeout=60)}
-
-    found = {name: case(**settings()) for name, case in CASES.items()}
-    found |= {f"rank {rank} fails": failed(rank, **settings()) for rank in range(RANKS)}
+    cases = CASES | {f"rank {rank} fails": partial(failed, rank) for rank in range(RANKS)}
+    found = {
+        kind: {name: case(devices=RANKS, strategy=strategy(timeout=60)) for name, case in cases.items()}
+        for kind, strategy in STRATEGIES.items()
+    }
     torch.save(found, file)
 
 

@@ -5,15 +5,17 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trinity_lightning.common.alone import Alone, T
 from trinity_lightning.errors import RankError
 
-T = TypeVar("T")
+Answer = tuple[Any, str | None, str]  # what a rank hands in to a round: a value, its error, and which round it is at
 
+CALL = "a call"
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
 
 
@@ -23,20 +25,23 @@ def follows() -> bool:
 
 
 @dataclass
-class Ranks:
-    """This process among those that train one policy together; without arguments it is alone, and nothing is sent.
+class Ranks(Alone):
+    """This process among those that train one policy together.
 
     Ranks meet in rounds, to which each hands in something and gets what all have handed in: all take part in the same
     rounds in the same order. A rank that fails hands in its error instead, whichever round is next, so that nobody
     waits for one that does not come. Every method but `end` raises a RankError if another rank has failed, died, or was
     later than `timeout`; `lost` says which other process of this machine has died, if one has.
+
+    While the others wait in a round, rank 0 may `call` for something that takes all of them, which they `serve` first.
     """
 
-    rank: int = 0
-    size: int = 1
+    rank: int
+    size: int
     group: Any = None
     timeout: timedelta = PATIENCE
     lost: Callable[[], str | None] = lambda: None
+    serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
 
@@ -45,35 +50,45 @@ class Ranks:
 
         `patient`: rank 0 may be rolling out. `at`: a name of the round, the same on all ranks, or it is a RankError.
         """
-        if self.size == 1:
-            return [value]
-        answers = self._round((value, None, at), PATIENCE if patient and self.rank else self.timeout)
-        if failed := [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(answers) if error is not None]:
-            self._known = True
-            raise RankError("; ".join(failed))
+        while True:
+            answers = self._round((value, None, at), PATIENCE if patient and self.rank else self.timeout)
+            called = self._served(answers)
+            if failed := _failed(answers):
+                self._known = True
+                raise RankError(failed)
+            if not called:
+                break
         if len({place for *_, place in answers}) > 1:
             self._known = True
             places = "; ".join(f"rank {rank} is at {place}" for rank, (*_, place) in enumerate(answers))
             raise RankError(f"the processes went different ways, such as a callback that only one has: {places}.")
         return [value for value, *_ in answers]
 
+    def call(self, name: str, *arguments: Any, saving: bool = False) -> None:
+        """Have all other ranks do something, in the round that they wait in; rank 0 does the same next.
+
+        `saving`: the run is ending, and what another rank has failed by does not keep rank 0 from saving it.
+        """
+        if self.rank > 0:
+            return
+        failed = _failed(self._round(((name, arguments, saving), None, CALL), self.timeout))
+        self._known = self._known or bool(failed)
+        if failed and not saving:
+            raise RankError(failed)
+
     def broadcast(self, value: T, source: int = 0) -> T:
         """What rank `source` hands in, however large and however late."""
-        if self.size == 1:
-            return value
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
-        self._wait(lambda: self.group.broadcast(buffer, source, self.timeout))
+        self.wait(lambda: self.group.broadcast(buffer, source, self.timeout))
         return value if self.rank == source else _unpickled(buffer)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all."""
-        if self.size == 1:
-            return
         self.exchange(None, at="a sum")
         for tensor in tensors:
             total = tensor.contiguous()
-            self._wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout))
+            self.wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout))
             if total is not tensor:
                 tensor.copy_(total)
 
@@ -82,18 +97,29 @@ class Ranks:
 
         Rank 0 calls it when it has. Twice is allowed.
         """
-        if self.size == 1 or self._ended:
+        if self._ended:
             return
         self._ended = True
         try:
             if not self._known:
                 reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-                self._round((None, reason, ""), PATIENCE if self.rank else self.timeout)
-            self._round((None, None, ""), self.timeout)
+                self._served(self._round((None, reason, ""), PATIENCE if self.rank else self.timeout))
+            while self._served(self._round((None, None, ""), self.timeout)):
+                pass
         except RankError:
             return  # another process has ended: there is nobody to tell
 
-    def _round(self, answer: tuple[Any, str | None, str], timeout: timedelta) -> list[tuple[Any, str | None, str]]:
+    def _served(self, answers: Sequence[Answer]) -> bool:
+        """Whether rank 0 called: done, unless it does not go on itself because a rank has failed."""
+        request, _, place = answers[0]
+        if self.rank == 0 or place != CALL:
+            return False
+        name, arguments, saving = request
+        if saving or not _failed(answers):
+            self.serve(name, arguments)
+        return True
+
+    def _round(self, answer: Answer, timeout: timedelta) -> list[Answer]:
         data = pickle.dumps(answer)
         lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout)]
         answers = self._gathered(_padded(data, max(lengths)), self.timeout)
@@ -101,10 +127,11 @@ class Ranks:
 
     def _gathered(self, tensor: Tensor, timeout: timedelta) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(lambda: self.group.allgather(gathered, tensor, timeout))
+        self.wait(lambda: self.group.allgather(gathered, tensor, timeout))
         return gathered
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def wait(self, begin: Callable[[], Any]) -> None:
+        """Begin something on `group`, and wait for its end."""
         try:
             begin().wait()
         except RuntimeError as error:
@@ -113,20 +140,17 @@ class Ranks:
             raise RankError(reason) from error
 
 
+def _failed(answers: Iterable[Answer]) -> str:
+    """What ranks have failed by, or nothing."""
+    return "; ".join(f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(answers) if error is not None)
+
+
 def _padded(data: bytes, length: int) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())  # noqa: S301 - of another process of this run, by its own connection
-
-
-ALONE = Ranks()
-
-
-def ranks_of(trainer: Any) -> Ranks:
-    """The processes that a Lightning Trainer trains with; one of another strategy than ReplicaStrategy is alone."""
-    return getattr(trainer.strategy, "ranks", ALONE)
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
-from trinity_lightning.config.training import AlgorithmConfig, trains_replicas
+from trinity_lightning.config.training import AlgorithmConfig, trains_together
 from trinity_lightning.errors import ConfigError, TrinityError
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def check_overrides(config: DictConfig) -> None:
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
     hydra = HydraConfig.get()
-    if not trains_replicas(config.trainer or {}):
+    if not trains_together(config.trainer or {}):
         return
     if hydra.mode == RunMode.MULTIRUN:
         raise ConfigError(

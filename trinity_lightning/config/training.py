@@ -255,14 +255,24 @@ MIXED = ("bf16", "bf16-mixed")
 HALF = "bf16-true"
 
 
-# Joins several devices, each with the whole policy.
+# What joins several devices, each with the whole policy or with a share of it.
 REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
+SHARDS = "trinity_lightning.trainer.fsdp.ShardStrategy"
 
 
-def trains_replicas(settings: Mapping[str, Any]) -> bool:
+def trains_together(settings: Mapping[str, Any]) -> bool:
     """Whether these settings of `lightning.Trainer` are for processes that train one policy together."""
+    return _target(settings) in (REPLICAS, SHARDS)
+
+
+def trains_shards(settings: Mapping[str, Any]) -> bool:
+    """Whether they are for processes that each hold a share of the policy."""
+    return _target(settings) == SHARDS
+
+
+def _target(settings: Mapping[str, Any]) -> str | None:
     strategy = settings.get("strategy")
-    return isinstance(strategy, Mapping) and strategy.get("_target_") == REPLICAS
+    return strategy.get("_target_") if isinstance(strategy, Mapping) else None
 
 
 def check_trainer_settings(settings: Mapping[str, Any]) -> None:
@@ -283,7 +293,7 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
             f"trainer.accumulate_grad_batches is {batches}: gradients are added up within an optimizer step, set "
             "algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps for how many there are."
         )
-    if not trains_replicas(settings):
+    if not trains_together(settings):
         _check_alone(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
         raise ConfigError(
@@ -298,10 +308,10 @@ def _check_alone(settings: Mapping[str, Any]) -> None:
     strategy = settings.get("strategy") or AUTO
     if strategy != AUTO:
         name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(f"trainer.strategy is {name}: {alone} without it, for several choose trainer=ddp.")
+        raise ConfigError(f"trainer.strategy is {name}: {alone} without it, for several choose trainer=ddp or fsdp2.")
     for key, one in (("num_nodes", 1), ("devices", "1")):
         if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(f"trainer.{key} is {given}: {alone}, give 1; for several choose trainer=ddp.")
+            raise ConfigError(f"trainer.{key} is {given}: {alone}, give 1; for several choose trainer=ddp or fsdp2.")
 
 
 def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:

@@ -17,8 +17,8 @@ import lightning as L
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.ranks import ranks_of
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
@@ -237,6 +237,7 @@ class ExplorerCallback(L.Callback):
             trainer.strategy.model_to_device()
             self._end_step(trainer)
             pl_module.cpu()
+        trainer.strategy.barrier()
 
     def _fill(self, trainer: L.Trainer) -> None:
         """Have the step of this epoch ready to be trained on, unless it is; its metrics are one row of the loggers."""
@@ -357,6 +358,10 @@ class ExplorerFollower(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over what was measured: checkpoints and early stopping are decided by it, on all ranks alike."""
         _let_monitor(trainer, pl_module, {})
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Rank 0 may evaluate, and need this rank's share of the weights."""
+        trainer.strategy.barrier()
 
 
 def _let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.common.ranks import ranks_of
 from trinity_lightning.errors import RankError
 
 logger = logging.getLogger(__name__)

@@ -98,8 +98,13 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
 def perturbed(model: nn.Module) -> Iterator[Callable[[float], None]]:
     """A function that gives every parameter its own value plus seeded noise of `scale` times its root mean square.
 
-    The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host.
+    The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host. Of
+    a model in shards (`trainer.fsdp.Shards`), all ranks perturb theirs.
     """
+    if (shards := getattr(model, "shards", None)) is not None:
+        with shards.perturbed() as perturb:
+            yield perturb
+        return
     parameters = [parameter.detach() for parameter in model.parameters()]
     saved = [parameter.to("cpu", copy=True) for parameter in parameters]
 
@@ -107,15 +112,20 @@ def perturbed(model: nn.Module) -> Iterator[Callable[[float], None]]:
         generator = torch.Generator(parameters[0].device).manual_seed(DRILL_SEED)
         for parameter, original in zip(parameters, saved, strict=True):
             parameter.copy_(original)
-            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
             size = torch.linalg.vector_norm(parameter, dtype=torch.float32) / math.sqrt(parameter.numel())
-            parameter.add_(noise.mul_(scale * size.clamp_min(DRILL_FLOOR)).to(parameter.dtype))
+            parameter.add_(noise(parameter.shape, generator, scale, size).to(parameter.dtype))
 
     try:
         yield perturb
     finally:
         for parameter, original in zip(parameters, saved, strict=True):
             parameter.copy_(original)
+
+
+def noise(shape: torch.Size, generator: torch.Generator, scale: float, size: Tensor) -> Tensor:
+    """Normal noise of `scale` times the root mean square `size` of what it is added to."""
+    drawn = torch.randn(shape, generator=generator, device=generator.device)
+    return drawn.mul_(scale * size.clamp_min(DRILL_FLOOR))
 
 
 class Synchronizer:

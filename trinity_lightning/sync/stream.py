@@ -79,14 +79,20 @@ def _listed(names: Sequence[str]) -> str:
 def weight_stream(model: nn.Module) -> WeightStream:
     """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
 
-    The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale.
+    The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale. Of a model in
+    shards (`trainer.fsdp.Shards`), each is put together as it is sent.
     """
+    shards = getattr(model, "shards", None)
+    if shards is not None:
+        return as_checkpoint(shards.parameters(), model, shards.whole)
     return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
 
 
 def parameter_stream(model: nn.Module) -> WeightStream:
     """The same under the names of the model's own parameters: for an engine that generates with this very model."""
-    return _as_they_are(dict(model.named_parameters(remove_duplicate=False)))
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return WeightStream(shapes, lambda: ((name, tensor.detach()) for name, tensor in tensors.items()))
 
 
 def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
@@ -127,7 +133,9 @@ def parameter_shapes(path: str) -> dict[str, Shape]:
     return dict(as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model).shapes)
 
 
-def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
+def as_checkpoint(
+    tensors: Mapping[str, Tensor], model: Any, read: Callable[[str], Tensor] | None = None
+) -> WeightStream:
     """Tensors by a model's own parameter names, as its checkpoints have them: what `save_pretrained` would write.
 
     Transformers holds some of them in another form, such as all experts of a layer in one tensor. They are converted
@@ -136,11 +144,14 @@ def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
     Args:
         tensors: the weights.
         model: the Hugging Face model whose names they have; its own weights are not read.
+        read: the tensor of a name, when its turn comes to be sent; None: as they are.
     """
     groups = _layers(tensors)
+    take = read or (lambda name: tensors[name].detach())
     conversions = _conversions(model)
     if not conversions:  # of nearly all models
-        return _as_they_are({name: tensors[name] for names in groups for name in names})
+        shapes = {name: tuple(tensors[name].shape) for names in groups for name in names}
+        return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes))
     plain = copy.copy(model)
     plain._weight_conversions = conversions
     shapes = _shapes(tensors, groups, plain)
@@ -149,14 +160,9 @@ def as_checkpoint(tensors: Mapping[str, Tensor], model: Any) -> WeightStream:
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for names in groups:
-            yield from _reverted({name: tensors[name].detach() for name in names}, plain).items()
+            yield from _reverted({name: take(name) for name in names}, plain).items()
 
     return WeightStream(shapes, stream)
-
-
-def _as_they_are(tensors: Mapping[str, Tensor]) -> WeightStream:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return WeightStream(shapes, lambda: ((name, tensor.detach()) for name, tensor in tensors.items()))
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -173,8 +179,12 @@ def _conversions(model: Any) -> list[Any]:
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
     """Names and shapes of what is streamed, in its order."""
-    empty = ({name: torch.empty_like(tensors[name], device="meta") for name in names} for names in groups)
+    empty = ({name: _empty(tensors[name]) for name in names} for names in groups)
     return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

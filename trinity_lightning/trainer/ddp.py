@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +18,11 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
-from trinity_lightning.common.ranks import ALONE, Ranks
+from trinity_lightning.common.alone import ALONE, Alone
+from trinity_lightning.common.ranks import Ranks, add_up_gradients
 from trinity_lightning.errors import RankError
+from trinity_lightning.trainer.layout import Part
+from trinity_lightning.trainer.placement import WHOLE, Whole
 
 POLL_SECONDS = 0.1
 _MEETINGS = itertools.count()  # of the Trainers of this process, the same on all ranks
@@ -34,7 +38,8 @@ class ReplicaStrategy(DDPStrategy):
 
     def __init__(self, timeout: float = 1800.0, **settings: Any) -> None:
         super().__init__(timeout=timedelta(seconds=timeout), **settings)
-        self.ranks = ALONE
+        self.ranks: Any = ALONE
+        self.placement = WHOLE
 
     def _configure_launcher(self) -> None:
         if self.cluster_environment is not None:
@@ -51,6 +56,7 @@ class ReplicaStrategy(DDPStrategy):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         apart = Ranks(self.global_rank, self.world_size, lost=launcher.lost)
         self.ranks = join((where.main_address, where.main_port), apart, self.root_device, timeout, next(_MEETINGS))
+        self.placement = Replicas(self.ranks)
 
     def configure_ddp(self) -> None:
         """Begin with the weights of rank 0, tied ones once: a folder may hold others on another machine."""
@@ -83,7 +89,7 @@ class ReplicaStrategy(DDPStrategy):
         return getattr(gathered.float() if whole else gathered, name)(0)
 
     @property
-    def _together(self) -> Ranks:
+    def _together(self) -> Alone:
         """Nobody once the run has failed: each rank ends by itself, and rank 0 saves."""
         module = self.lightning_module
         return ALONE if module is not None and module.trainer.interrupted else self.ranks
@@ -91,6 +97,27 @@ class ReplicaStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """After the callbacks have saved what is whole: the other ranks end too."""
         self.ranks.end(exception)
+
+
+class Replicas(Whole):
+    """Each rank has all weights, and adds up its gradients with those of the others."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
+        """Those of its share."""
+        return list(shares[self.ranks.rank])
+
+    def add_up(self, model: Any, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
+        """By rank."""
+        self._add_up_gradients(model)
+        own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
+        found = self.ranks.exchange(own)
+        return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
+
+    def _add_up_gradients(self, model: Any) -> None:
+        add_up_gradients(model.parameters(), self.ranks)
 
 
 class _Launcher(_SubprocessScriptLauncher):

@@ -131,7 +131,7 @@ def compile_layers_of(model: Any) -> None:
     # All layers of a kind count as one function, and what runs beyond torch's limit of 8 graphs runs without them.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
-    for layer in _layers(model):
+    for layer in layers_of(model):
         layer.compile(dynamic=True)
 
 
@@ -141,7 +141,7 @@ def check_compilable(model: Any) -> None:
     Raises:
         ConfigError: says which.
     """
-    if not _layers(model):
+    if not layers_of(model):
         raise ConfigError(f"model.compile=true: {_name(model)} has no layers of transformers' own. Set it to false.")
     compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
     if model.device.type == "cpu" and shutil.which(compiler) is None:
@@ -150,7 +150,7 @@ def check_compilable(model: Any) -> None:
         )
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def layers_of(model: Any) -> list[nn.Module]:
     """What transformers can checkpoint one at a time."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

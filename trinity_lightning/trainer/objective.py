@@ -248,8 +248,10 @@ def describe_fault(batch: OptimizerBatch, parts: Sequence[Sequence[int]], losses
     more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
     values = sorted({name for names in wrong.values() for name in names})
     found = [f"{' and '.join(values) or 'the loss'} of experiences {named}{more}"] if rows else []
-    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    parameter = next((name for name, gradient in gradients if not gradient.isfinite().all()), None)
+    # Of a model in shards, this rank's share.
+    gradients = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in model.named_parameters())
+    faulty = (name for name, each in gradients if each is not None and not each.isfinite().all())
+    parameter = next(faulty, None)
     found += [f"the gradient of {parameter}"] if parameter is not None else []
     return f"not finite: {', '.join(found) or 'the norm alone, which overflowed'}"
 

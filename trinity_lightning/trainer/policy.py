@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
+from trinity_lightning.common.alone import ALONE, Alone, ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.common.ranks import ALONE, Ranks, add_up_gradients, ranks_of
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import (
@@ -64,6 +64,7 @@ from trinity_lightning.trainer.model import (
 )
 from trinity_lightning.trainer.objective import Objective, describe_fault
 from trinity_lightning.trainer.optim import MasterWeights, adamw, learning_rate_schedule, parameter_groups
+from trinity_lightning.trainer.placement import WHOLE, Whole
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +226,13 @@ class PolicyModule(L.LightningModule):
     # -- training -----------------------------------------------------------------------------------------------------
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> Alone:
         return ranks_of(self.trainer)
+
+    @property
+    def _placement(self) -> Whole:
+        """How the weights lie in the processes that train them."""
+        return WHOLE if self._trainer is None else getattr(self.trainer.strategy, "placement", WHOLE)
 
     @property
     def policy(self) -> Any:
@@ -253,10 +259,10 @@ class PolicyModule(L.LightningModule):
         """
         return self._settle().max_tokens
 
-    def check_trainable(self) -> None:
-        """Refuse a model that cannot be trained as it is configured; it must be on the device that trains.
+    def check_trainable(self, device: torch.device | None = None) -> None:
+        """Refuse a model that cannot be trained as it is configured, on that device or the one that it is on.
 
-        Layout and budget that were settled on another device before, for a script's log-probabilities, are settled
+        Layout and budget that were settled for another device before, for a script's log-probabilities, are settled
         again.
 
         Raises:
@@ -265,11 +271,12 @@ class PolicyModule(L.LightningModule):
         """
         if self.hparams["compile_layers"]:
             check_compilable(self.policy)
-        if self._settled is not None and self._settled.device != self.device:
+        device = device or self.device
+        if self._settled is not None and self._settled.device != device:
             self._settled = None
-        self._settle()
+        self._settle(device)
 
-    def _settle(self) -> _Settled:
+    def _settle(self, device: torch.device | None = None) -> _Settled:
         """Layout and budget: found out at the first use, and at the start of training on another device.
 
         Raises:
@@ -279,9 +286,9 @@ class PolicyModule(L.LightningModule):
             layout = usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
             tokens = self._given_tokens
             if tokens is None:
-                tokens = useful_tokens(self.policy, self.device)
+                tokens = useful_tokens(self.policy, device or self.device)
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
-            self._settled = _Settled(self.device, layout, tokens)
+            self._settled = _Settled(device or self.device, layout, tokens)
         return self._settled
 
     def _agreed(self, settled: _Settled) -> _Settled:
@@ -331,14 +338,15 @@ class PolicyModule(L.LightningModule):
         shares = self._shares(batch, rows, self._ranks.size)
         parts = [part for share in shares for part in share]
         try:
-            losses, metrics = self._accumulate(batch, parts, shares[self._ranks.rank])
-            norm = self._clip()
+            losses, metrics = self._accumulate(batch, parts, self._placement.passes(shares))
+            norm = self._placement.clip(self.policy.parameters(), self.algorithm.max_grad_norm)
             if not math.isfinite(norm):
                 rows_of_parts = [part.rows for part in parts]
                 self._skip_bad_step(batch, norm, describe_fault(batch, rows_of_parts, losses, self.policy))
                 return None
             metrics |= {"actor/grad_norm": norm, "actor/lr": optimizer.param_groups[0]["lr"]}
             optimizer.step()
+            self._placement.end_step()
             schedule.step()
         finally:
             optimizer.zero_grad()  # not at the next step: rollouts need the memory
@@ -363,14 +371,20 @@ class PolicyModule(L.LightningModule):
         logger.warning("%s: no optimizer step was taken, %d so far.", what, self.bad_steps)
         self._log(self._counts([]), batch)
 
-    def _accumulate(self, batch: OptimizerBatch, parts: list[Part], own: list[Part]) -> tuple[Tensor, dict[str, float]]:
+    def _accumulate(
+        self, batch: OptimizerBatch, parts: list[Part], own: list[Part | None]
+    ) -> tuple[Tensor, dict[str, float]]:
         """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
         computed_tokens = trained_tokens(batch, parts)
         sampled_tokens = trained_tokens(batch, parts, sampled=True)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
-        for part in own:
+        for number, part in enumerate(own, start=1):
+            self._placement.begin_pass(last=number == len(own))
+            if part is None:
+                self.manual_backward(0 * self._idle_pass(self.policy))
+                continue
             start = time.perf_counter()
             micro = collate(batch, part, self.device)
             collating += time.perf_counter() - start
@@ -380,24 +394,24 @@ class PolicyModule(L.LightningModule):
             self.manual_backward(part_loss)
             losses.append(part_loss.detach())
             measured.append(part_metrics)
-        if self._ranks.size > 1:
-            losses, measured = self._of_all_ranks(losses, measured)
+        losses, measured = self._placement.add_up(self.policy, losses, measured)
         metrics = {f"actor/{name}": float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
 
-    def _of_all_ranks(self, losses: list[Tensor], metrics: list[dict[str, Tensor]]) -> tuple[list[Any], list[Any]]:
-        """Losses and metrics of each rank's micro-batches, of all ranks; and their gradients, added up."""
-        add_up_gradients(self.policy.parameters(), self._ranks)
-        own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
-        found = self._ranks.exchange(own)
-        return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
-
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, R] of the trained tokens; 0 elsewhere."""
-        values = self._logprob_fn(model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
+        values = self._placement.logprobs(
+            self._logprob_fn, model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
+        )
         zeros = torch.zeros(micro.action_mask.shape, device=micro.action_mask.device)
         logprobs, entropies = (zeros.masked_scatter(micro.action_mask, value) for value in values)
         return logprobs, entropies
+
+    def _idle_pass(self, model: Any) -> Tensor:
+        """The sum of log-probabilities of nothing in particular, for other ranks' passes."""
+        batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
+        (part,) = cut(batch, [0], 2, Layout.padded)
+        return self._logprobs(model, collate(batch, part, self.device))[0].sum()
 
     def _rows(self, batch: OptimizerBatch) -> list[int]:
         return rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
@@ -414,18 +428,6 @@ class PolicyModule(L.LightningModule):
             layout = better_layout(batch, rows, tokens)
         dealt = deal(batch, rows, ranks, tokens, layout) if ranks > 1 else [rows]
         return [cut(batch, each, tokens, layout) for each in dealt]
-
-    def _clip(self) -> float:
-        """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
-
-        Clips by torch itself: Lightning's `clip_gradients` computes the norm once more, and refuses fused optimizers
-        under mixed precision, though only a gradient scaler (float16) could not do with them.
-        """
-        parameters = [p for p in self.policy.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.algorithm.max_grad_norm is not None and norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.algorithm.max_grad_norm, norm)
-        return float(norm)
 
     def _counts(self, parts: list[Part]) -> dict[str, float]:
         """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
@@ -458,14 +460,18 @@ class PolicyModule(L.LightningModule):
                 columns["ref_logprobs"] = self._column(self.reference.to(self.device), experiences, self._ranks)
         return columns
 
-    def _column(self, model: Any, experiences: Sequence[Experience], ranks: Ranks = ALONE) -> list[Tensor]:
+    def _column(self, model: Any, experiences: Sequence[Experience], ranks: Alone = ALONE) -> list[Tensor]:
         """Log-probabilities of each experience's response; of each rank's share of the rows, added up."""
         batch = OptimizerBatch.of(experiences, explore_step=0)
         column = [torch.zeros(e.response_length) for e in experiences]
         rows = self._rows(batch)
         was_training = model.training
         model.eval()  # dropout would make them another model's
-        for part in self._shares(batch, rows, ranks.size)[ranks.rank]:
+        shares = self._shares(batch, rows, ranks.size)
+        for part in self._placement.passes(shares) if ranks.size > 1 else shares[0]:
+            if part is None:
+                self._idle_pass(model)
+                continue
             # Graphs of a pass without gradients round otherwise than those of training: the first ratio would not be 1.
             with torch.set_grad_enabled(self.hparams["compile_layers"]):
                 values, _ = self._logprobs(model, collate(batch, part, self.device))
@@ -480,14 +486,15 @@ class PolicyModule(L.LightningModule):
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability, at temperature 1, of each token given those before it: [len - 1]. What probes compare."""
+        self._placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
         experience = Experience(tokens=list(token_ids), prompt_length=1)
-        return self._column(self.policy, [experience])[0].tolist()  # of rank 0 alone: the others are not here
+        return self._column(self.policy, [experience])[0].tolist()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a folder that transformers, vLLM and TRL load."""
-        self.policy.save_pretrained(folder)
+        self.policy.save_pretrained(folder, state_dict=self._placement.state_dict(self.policy))
         for weights in Path(folder).glob("*.safetensors"):  # which safetensors writes for this user alone
             weights.chmod((Path(folder) / "config.json").stat().st_mode)
         self.tokenizer.save_pretrained(folder)

@@ -1,0 +1,38 @@
+"""A process that trains by itself: what several have to agree on (`common.ranks`), it decides."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Alone:
+    """The only process that trains, with the methods of one of several (`common.ranks.Ranks`), which do more there."""
+
+    rank = 0
+    size = 1
+    lost: Callable[[], str | None] = staticmethod(lambda: None)  # which other process has died, in words
+
+    def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
+        """What every rank hands in, by rank."""
+        return [value]
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """What rank `source` hands in."""
+        return value
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Make each tensor the sum of those of all ranks."""
+
+    def end(self, error: BaseException) -> None:
+        """This rank fails: tell the others."""
+
+
+ALONE = Alone()
+
+
+def ranks_of(trainer: Any) -> Any:
+    """The processes that a Lightning Trainer trains with; one of another strategy than ReplicaStrategy is alone."""
+    return getattr(trainer.strategy, "ranks", ALONE)

@@ -1,0 +1,336 @@
+"""Several devices, each with a share of the policy: `trainer=fsdp2`, by torch's `fully_shard`, a layer at a time."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.proof import DRILL_SEED, noise
+from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
+from trinity_lightning.trainer.layout import Part
+from trinity_lightning.trainer.model import layers_of
+
+
+class ShardStrategy(ReplicaStrategy):
+    """The policy, its gradients, its optimizer's state and the reference in shards; else as ReplicaStrategy.
+
+    Weights of bfloat16 are computed with in bfloat16, and their shards are float32: there are no other masters. A
+    checkpoint is that of one device: rank 0 puts it together in its host's memory. One process alone shards nothing.
+    """
+
+    shards: "Shards | None" = None
+
+    def model_to_device(self) -> None:
+        """Not before it is in shards: the whole may not fit."""
+        if self.shards is not None or self.ranks.size == 1:
+            super().model_to_device()
+
+    def configure_ddp(self) -> None:
+        """Begin with the weights of rank 0, and keep this rank's share of them.
+
+        Raises:
+            ConfigError: the module is no PolicyModule, or has been trained in shards by another Trainer.
+        """
+        super().configure_ddp()
+        module: Any = self.lightning_module
+        if self.ranks.size == 1:
+            return
+        if not hasattr(module, "check_trainable") or hasattr(module.policy, "shards"):
+            raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
+        module.check_trainable(self.root_device)  # tried while it is whole
+        self.placement = self.shards = Shards(module, self.ranks, self.root_device)
+        self.ranks.serve = self.shards.serve
+        super().model_to_device()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Of the shards."""
+        super().setup_optimizers(trainer)
+        if self.shards is not None:
+            (self.shards.optimizer,) = self.optimizers
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights as one device has them, on rank 0; nothing on the others, which are asked for their shares."""
+        if self.shards is None:
+            return super().lightning_module_state_dict()
+        return self.shards.module_state() if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Likewise."""
+        if self.shards is None:
+            return super().optimizer_state(optimizer)
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.shards.optimizer_state(plain) if self.is_global_zero else {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """This rank's share of what one device's optimizer had."""
+        if self.shards is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            (state,) = checkpoint["optimizer_states"]
+            self.shards.load_optimizer_state(self.optimizers[0], state)
+
+
+class _Mesh(DeviceMesh):
+    """The ranks, by a process group that torch's own list of them does not have (see `ddp.join`)."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(device.type, torch.arange(ranks.size), _init_backend=False, _rank=ranks.rank)
+        self._ranks_group = ranks.group
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The group of all ranks."""
+        return self._ranks_group
+
+
+class _Gather:
+    """How `fully_shard` gathers weights: each time in a round, so that a rank that failed is not waited for."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Fill the output with the inputs of all ranks."""
+        self._ranks.exchange(None, at="a layer's weights")
+        self._ranks.wait(lambda: group._allgather_base(output_tensor, input_tensor))
+
+
+class _Scatter(_Gather):
+    """How `fully_shard` adds up gradients."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Fill the output with this rank's share of the sum of the inputs."""
+        self._ranks.exchange(None, at="a layer's gradient")
+        self._ranks.wait(lambda: group._reduce_scatter_base(output_tensor, input_tensor))
+
+
+class Shards(Replicas):
+    """A PolicyModule's policy and reference, in shards of about the same size: rows of each tensor's first dimension.
+
+    What only rank 0 asks for (weights for engines and checkpoints, log-probabilities of a probe) needs all of them: it
+    calls, and the others do the same in the round in which they wait for it.
+    """
+
+    def __init__(self, module: Any, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks)
+        self.module = module
+        self.dtype: torch.dtype = module.policy.dtype
+        self.optimizer: Any = None
+        self._mesh = _Mesh(ranks, device)
+        self._saved: list[Tensor] = []  # of the drill
+        references = [] if module.reference is None else [module.reference]
+        for model in (module.policy, *references):
+            self._shard(model, trained=model is module.policy)
+
+    def _shard(self, model: Any, trained: bool) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for part in (*reversed(layers_of(model)), model):
+            if trained:
+                for parameter in part.parameters():
+                    if not isinstance(parameter, DTensor):
+                        parameter.data = parameter.data.float()
+            sharded: Any = fully_shard(part, mesh=self._mesh, mp_policy=policy)
+            sharded.set_custom_all_gather(_Gather(self.ranks))
+            sharded.set_custom_reduce_scatter(_Scatter(self.ranks))
+            sharded.set_gradient_divide_factor(1.0)  # gradients are sums
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_reduce_scatter_unused_params(True)  # an expert that no row of this rank came to
+        kind = type(model)
+        model.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda model: model.shards.dtype)})
+        model.shards = self
+        model.token_logprobs = MethodType(_token_logprobs, model)
+        register_fsdp_forward_method(model, "token_logprobs")
+
+    def parameters(self) -> dict[str, DTensor]:
+        """The policy's by their names, a tied one by each of its own."""
+        for part in self.module.policy.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # a pass without gradients leaves some of them whole
+        return dict(self.module.policy.named_parameters(remove_duplicate=False))
+
+    # -- passes and gradients -----------------------------------------------------------------------------------------
+
+    def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
+        """As many on every rank: each gathers weights, which takes all."""
+        own = shares[self.ranks.rank]
+        return [*own, *[None] * (max(map(len, shares)) - len(own))]
+
+    def begin_pass(self, last: bool) -> None:
+        """Gradients are added up by ranks behind the last one."""
+        self.module.policy.set_requires_gradient_sync(last)
+
+    def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """As a forward pass of the sharded model, which the head is part of."""
+        return model.token_logprobs(function, *arguments)
+
+    def _add_up_gradients(self, model: Any) -> None:
+        """The backward pass has done so."""
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+        """As of a whole gradient."""
+        gradients = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+        norm = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()])
+        self.ranks.add_up([squares := norm.double().square().reshape(1).cpu()])
+        total = float(squares.sqrt())
+        if limit is not None and (factor := limit / (total + 1e-6)) < 1:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        return total
+
+    def end_step(self) -> None:
+        """Know that all have taken it, before any goes on: shards of different steps are no policy."""
+        self.ranks.exchange(None, at="an optimizer step")
+
+    # -- what rank 0 asks for -----------------------------------------------------------------------------------------
+
+    def on_all_ranks(self, name: str, *arguments: Any) -> None:
+        """Let the others do it too; the same name, of this class or of the PolicyModule."""
+        self.ranks.call(name, *arguments, saving=self.module.trainer.interrupted)
+
+    def serve(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Do what rank 0 does."""
+        owner = self if hasattr(type(self), name) else self.module
+        getattr(owner, name)(*arguments)
+
+    def gather(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole parameter of that name, or what the optimizer remembers of it, rounded to a dtype first.
+
+        It is the optimizer's `moment` of it that is meant, if one is given.
+        """
+        self.on_all_ranks("gather", name, moment, dtype)
+        tensor: Any = self.parameters()[name]
+        return self.gathered(tensor if moment is None else self.optimizer.state[tensor][moment], dtype)
+
+    def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole of it, rounded to a dtype first; all ranks ask."""
+        rows, *shape = tensor.shape
+        local = tensor.to_local().detach()
+        own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=local.device)
+        own[: len(local)] = local
+        whole = own.new_empty(len(own) * self.ranks.size, *shape)
+        self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own))
+        return whole[:rows]
+
+    def _most_rows(self, rows: int) -> int:
+        return -(-rows // self.ranks.size)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's rows."""
+        most = self._most_rows(len(whole))
+        return whole[self.ranks.rank * most : (self.ranks.rank + 1) * most]
+
+    # -- weights for engines ------------------------------------------------------------------------------------------
+
+    def whole(self, name: str) -> Tensor:
+        """The parameter of that name in the dtype that the policy computes in."""
+        return self.gather(name, dtype=self.dtype)
+
+    @contextmanager
+    def perturbed(self) -> Iterator[Callable[[float], None]]:
+        """As `sync.proof.perturbed`, with the same noise."""
+        try:
+            yield self.perturb
+        finally:
+            self.restore()
+
+    @torch.no_grad()
+    def perturb(self, scale: float) -> None:
+        """Give every parameter its own value plus noise, on all ranks."""
+        self.on_all_ranks("perturb", scale)
+        parameters = list(dict.fromkeys(self.parameters().values()))
+        local = [each.to_local() for each in parameters]
+        if not self._saved:
+            self._saved = [each.to("cpu", copy=True) for each in local]
+        squares = torch.stack([each.double().square().sum().cpu() for each in self._saved])
+        self.ranks.add_up([squares])
+        generator = torch.Generator(local[0].device).manual_seed(DRILL_SEED)
+        for parameter, own, original, square in zip(parameters, local, self._saved, squares, strict=True):
+            size = (square / parameter.numel()).sqrt().float().to(own.device)
+            own.copy_(original).add_(self._own(noise(parameter.shape, generator, scale, size)).to(own.dtype))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """End the drill, on all ranks."""
+        self.on_all_ranks("restore")
+        for parameter, original in zip(dict.fromkeys(self.parameters().values()), self._saved, strict=False):
+            parameter.to_local().copy_(original)
+        self._saved = []
+
+    # -- checkpoints, in the form of one device -----------------------------------------------------------------------
+
+    def state_dict(self, model: Any) -> dict[str, Tensor]:
+        """The policy's weights on the host."""
+        names: dict[int, str] = {}
+        for name, parameter in self.parameters().items():
+            names.setdefault(id(parameter), name)
+        whole = {name: self.whole(name).cpu() for name in names.values()}
+        state = model.state_dict(keep_vars=True)
+        return {name: whole[names[id(each)]] if id(each) in names else each.detach() for name, each in state.items()}
+
+    def module_state(self) -> dict[str, Any]:
+        """The same by the names of the PolicyModule."""
+        return {f"model.{name}": each for name, each in self.state_dict(self.module.policy).items()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """What one device's optimizer would have, which is over masters if the policy computes in bfloat16."""
+        names = self._names(optimizer)
+        plain = optimizer.state_dict()
+        for position, values in plain["state"].items():
+            for moment, value in values.items():
+                if isinstance(value, DTensor):
+                    values[moment] = self.gather(names[position], moment).cpu()
+        if self.dtype == torch.float32:
+            return plain
+        return {
+            "state": {"inner": plain, "masters": [self.gather(name).cpu() for name in names]},
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in plain["param_groups"]],
+        }
+
+    @torch.no_grad()
+    def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Take this rank's share of what one device's optimizer had, and the masters for weights."""
+        parameters = self.parameters()
+        names, plain = self._names(optimizer), state
+        if self.dtype != torch.float32:
+            plain = state["state"]["inner"]
+            for name, master in zip(names, state["state"]["masters"], strict=True):
+                parameters[name].to_local().copy_(self._own(master))
+        groups = [
+            {**inner, **{k: v for k, v in outer.items() if k != "params"}}
+            for inner, outer in zip(plain["param_groups"], state["param_groups"], strict=True)
+        ]
+        moments = {
+            position: {
+                name: self._sharded(value, parameters[names[position]]) if value.ndim else value
+                for name, value in values.items()
+            }
+            for position, values in plain["state"].items()
+        }
+        optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _sharded(self, whole: Tensor, like: DTensor) -> DTensor:
+        own = self._own(whole).to(like.to_local().device, copy=True)
+        return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+
+    def _names(self, optimizer: Any) -> list[str]:
+        """Names of the optimizer's parameters, in its order."""
+        names = {id(parameter): name for name, parameter in reversed(self.parameters().items())}
+        return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return function(model, *arguments)

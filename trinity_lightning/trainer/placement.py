@@ -1,0 +1,53 @@
+"""Where the policy's weights lie, and what that means for passes and gradients: whole, in the only process."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinity_lightning.trainer.layout import Part
+
+
+class Whole:
+    """One process has all weights; several do some of this otherwise (`ddp.Replicas`, `fsdp.Shards`)."""
+
+    def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
+        """The passes of this rank, out of the micro-batches of all; None: one of nothing, for the others' sake."""
+        return list(shares[0])
+
+    def begin_pass(self, last: bool) -> None:
+        """A forward and backward pass begins, the last one of an optimizer step or not."""
+
+    def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """What the `LogprobFn` yields of the policy or the reference."""
+        return function(model, *arguments)
+
+    def add_up(self, model: Any, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Losses and metrics of each rank's micro-batches, of all ranks; and their gradients, added up."""
+        return losses, metrics
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+        """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
+
+        Clips by torch itself: Lightning's `clip_gradients` computes the norm once more, and refuses fused optimizers
+        under mixed precision, though only a gradient scaler (float16) could not do with them.
+        """
+        parameters = [p for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if limit is not None and norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return float(norm)
+
+    def end_step(self) -> None:
+        """The optimizer has taken its step."""
+
+    def on_all_ranks(self, name: str, *arguments: Any) -> None:
+        """Rank 0 is about to do something alone: all others do it too, if it takes them."""
+
+    def state_dict(self, model: Any) -> dict[str, Tensor]:
+        """The policy's weights, on rank 0, which asks alone."""
+        return model.state_dict()
+
+
+WHOLE = Whole()
