@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from support.engine_promises import EnginePromises
+from support.forked import fork_servers
+from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 
 from trinity_lightning.common.experience import Experience
@@ -55,16 +57,18 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(needs_vllm: Any, driver: Driver, log: Path) -> Iterator[VLLMServerEngine]:
-    """Of the tiny model, in a folder with sampling settings of its own."""
+def engine(needs_vllm: Any, driver: Driver, log: Path, run_train: Commands) -> Iterator[VLLMServerEngine]:
+    """Of the tiny model, in a folder with sampling settings of its own; servers after the first one are forked."""
     model = log.parent / "model"
     shutil.copytree(resolve_model("tiny"), model)
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
     (model / "generation_config.json").write_text(json.dumps(settings))
     engine = VLLMServerEngine(str(model), log=log, args={"enable_log_requests": True}, **SETTINGS)
     driver.run(engine.load())
-    yield engine
-    driver.run(engine.shutdown())
+    with pytest.MonkeyPatch.context() as patch:
+        fork_servers(run_train.address, patch.setattr)
+        yield engine
+        driver.run(engine.shutdown())
 
 
 class TestPromises(EnginePromises):
@@ -252,7 +256,7 @@ def test_a_url_where_nothing_answers(driver: Driver, monkeypatch: pytest.MonkeyP
         driver.run(engine.load())
 
 
-@pytest.mark.usefixtures("needs_vllm")
+@pytest.mark.usefixtures("engine")
 def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
     engine = VLLMServerEngine("tiny", args={"no_such_thing": 1}, **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"exit code 2(.|\n)*no-such-thing"):

@@ -1,17 +1,18 @@
 """Commands and runs: how they are started, watched, interrupted and compared."""
 
 import csv
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
+
+from support.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "trinity_lightning.train"
@@ -38,57 +39,55 @@ def environment() -> dict[str, str]:
 
 
 class Commands:
-    """Runs commands of the package, one after the other, each in a process forked off one that is warm.
+    """Runs commands of the package in processes forked off one that is warm, see support/warm.py.
 
-    See support/warm.py. A command that must be a process from its very beginning: `start`.
+    A command that must be a process from its very beginning: `start`.
     """
 
     def __init__(self) -> None:
         self._warm: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory()
 
     def __call__(
         self, folder: Path, *arguments: str, program: str = TRAIN, timeout: float = 420
     ) -> subprocess.CompletedProcess[str]:
         """What `python -m PROGRAM ARGUMENTS` does in a folder; stdout and stderr are captured together."""
-        with tempfile.NamedTemporaryFile("r") as output:
-            command = {"folder": str(folder), "environment": environment(), "output": output.name}
-            code = self._run(command | {"arguments": [program, *arguments]}, timeout)
+        with tempfile.NamedTemporaryFile("w+") as output:
+            process = Forked(self.address, [program, *arguments], folder, environment(), output)
+            try:
+                code = process.wait(timeout)
+            finally:
+                process.kill()
+            output.seek(0)
             return subprocess.CompletedProcess([program, *arguments], code, output.read())
+
+    def start(self, folder: Path, *arguments: str, program: str = TRAIN) -> Forked:
+        """The same command, at work; its output goes to the file `stdout`."""
+        with (folder / "stdout").open("w") as output:
+            return Forked(self.address, [program, *arguments], folder, environment(), output)
+
+    @property
+    def address(self) -> str:
+        """Where the warm process listens."""
+        address = f"{self._folder.name}/warm"
+        if self._warm is None:
+            command = [sys.executable, str(Path(__file__).with_name("warm.py")), address]
+            self._warm = subprocess.Popen(
+                command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert self._warm.stdout is not None
+            assert self._warm.stdout.readline() == "ready\n"
+        return address
+
+    def at_work(self) -> list[psutil.Process]:
+        """The processes forked off, and those that they started."""
+        return [] if self._warm is None else psutil.Process(self._warm.pid).children(recursive=True)
 
     def close(self) -> None:
         """End the warm process."""
         if self._warm is not None:
-            self._warm.kill()
             self._warm.communicate()
-            self._warm = None
-
-    def _run(self, command: Mapping[str, object], timeout: float) -> int:
-        """The exit code; a warm process whose answers were not read to their end is not asked again."""
-        warm = self._warm = self._warm or self._start()
-        process, kill = 0, None
-        try:
-            print(json.dumps(dict(command)), file=warm.stdin, flush=True)
-            process = _answer(warm)
-            kill = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
-            kill.start()
-            return _answer(warm)
-        except BaseException:
-            if process:
-                os.kill(process, signal.SIGKILL)
-            self.close()
-            raise
-        finally:
-            if kill is not None:
-                kill.cancel()
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, str(Path(__file__).with_name("warm.py"))]
-        return subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _answer(warm: subprocess.Popen[str]) -> int:
-    assert warm.stdout is not None
-    return int(warm.stdout.readline())
+        self._folder.cleanup()
 
 
 def start(folder: Path, *arguments: str, program: str = TRAIN) -> subprocess.Popen[str]:
@@ -115,7 +114,7 @@ def only(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Forked, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the run ended before it could be interrupted"

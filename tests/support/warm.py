@@ -1,20 +1,27 @@
-"""A process that has imported what commands import, and forks one off for each line of JSON that it reads.
+"""A process that has imported what commands import, and forks one off for each request that it gets.
 
 Importing torch, Lightning and vLLM takes longer than a run of the tiny model. What a forked process does is what
-`python -m PROGRAM ARGUMENTS` would do, or `python PROGRAM.py ARGUMENTS`; only the imports are behind it.
-Answered are two lines for each: the id of the process, and its exit code once it has ended.
+`python -m PROGRAM ARGUMENTS` would do, or `python PROGRAM.py ARGUMENTS`; only the imports are behind it. Requests come
+over the Unix socket of the first argument, from `support/forked.py`.
 """
 
 import atexit
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
+import select
+import signal
+import socket
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
+
+from support.forked import fork_servers
 
 OF_THE_PACKAGE = ("build", "explorer.models.vllm_engine", "explorer.models.transformers_engine", "monitor.csv_logger")
 OF_VLLM = (
@@ -25,56 +32,124 @@ OF_VLLM = (
     "model_executor.model_loader",
     "model_executor.models.llama",
     "model_executor.layers.quantization.online.base",
+    # of servers
+    "entrypoints.launchers.api_server.entry",
+    "entrypoints.openai.api_server",
+    "v1.engine.async_llm",
+    "v1.executor.multiproc_executor",
 )
 
 
 def import_early() -> None:
-    """What most commands import; the environment is left as the package alone sets it."""
+    """What most commands import."""
     for name in OF_THE_PACKAGE:
         importlib.import_module(f"trinity_lightning.{name}")
     importlib.import_module("hydra.main")
-    before = dict(os.environ)
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in OF_VLLM:
             importlib.import_module(f"vllm.{name}")
-    os.environ.clear()
-    os.environ.update(before)
+    del os.environ["VLLM_LOGGING_LEVEL"]
     gc.freeze()  # an engine collects garbage eight times, which need not look at all this
 
 
-def next_command() -> dict[str, Any]:
-    """Returns in a forked process, with what it is to run; in this one, at the end of the input, not at all."""
-    while line := sys.stdin.readline():
-        if (process := os.fork()) == 0:
-            return json.loads(line)
-        print(process, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+def next_command(address: str) -> tuple[dict[str, Any], list[int]]:
+    """Returns in a forked process, with what it is to run and its files; in this one, at the end of the input, not."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait below end by themselves
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        print("ready", flush=True)
+        while select.select([listener, sys.stdin], [], [])[0] == [listener]:
+            connection, _ = listener.accept()
+            with connection:
+                if os.fork() == 0:
+                    listener.close()
+                    return fork_and_wait(connection)
     os._exit(0)
 
 
-def become(command: dict[str, Any]) -> None:
+def fork_and_wait(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Returns in a process forked once more; this one answers with its id and, in the end, its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    message, files, *_ = socket.recv_fds(connection, 2**20, 2)
+    if (process := os.fork()) == 0:
+        return json.loads(message), files
+    for file in files:
+        os.close(file)
+    connection.sendall(f"{process}\n".encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    connection.sendall(f"{code}\n".encode())
+    os._exit(0)
+
+
+def become(command: dict[str, Any], files: list[int]) -> None:
     """Take on a command's folder, environment, arguments, and files for what it reads and prints."""
     os.chdir(command["folder"])
     os.environ.update(command["environment"])
-    output = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
+    for source, targets in zip(files, ([0], [1, 2]), strict=True):
+        for target in targets:
+            os.dup2(source, target)
+        os.close(source)
+    sys.argv = command["arguments"]
+
+
+def become_a_command(address: str) -> None:
+    """What differs between a command that was forked off and one that was not."""
     for module in filter(None, [sys.modules.get("wandb.sdk.data_types._private")]):
         Path(module.MEDIA_TMP.name).mkdir(exist_ok=True)  # made at its import, and deleted at the end of any run
-    atexit.register(gc.unfreeze)  # so that nothing is taken for a leak at the end
-    sys.argv = command["arguments"]
+    fork_servers(address)
+
+
+def become_a_server() -> None:
+    """Take on what vLLM reads from the environment when it is imported; what it starts is forked, too."""
+    from torch.compiler import set_stance
+    from vllm.logger import _configure_vllm_root_logger
+
+    os.setsid()
+    _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL
+    set_stance("force_eager")  # TORCHDYNAMO_DISABLE
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+
+
+def run(program: str, folder: str) -> int:
+    """Run a module, or a file; the exit code that Python would end with."""
+    try:
+        if program.endswith(".py"):
+            sys.path[0] = str(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+        else:
+            sys.path[0] = folder
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def end(code: int) -> None:
+    """End as Python does, except that nothing is torn down that was imported: that takes longer than most commands."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
     import_early()
-    command = next_command()
-    become(command)
-    program = sys.argv[0]
-    if program.endswith(".py"):
-        sys.path[0] = str(Path(program).parent)
-        runpy.run_path(program, run_name="__main__")
+    address = sys.argv[1]
+    command, files = next_command(address)
+    become(command, files)
+    if command["serves"]:
+        become_a_server()
     else:
-        sys.path[0] = command["folder"]
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        become_a_command(address)
+    end(run(sys.argv[0], command["folder"]))

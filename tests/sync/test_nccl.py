@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from support import nccl_stand_in
+from support.forked import fork_servers
 from support.nccl_stand_in import Communicator, join
+from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 from torch import Tensor
 
@@ -37,8 +39,9 @@ TEXT = [7, 30, 41, 12, 5, 97, 58]
 
 
 @pytest.fixture(scope="module")
-def driver(needs_vllm: Any) -> Iterator[Driver]:
+def driver(needs_vllm: Any, run_train: Commands) -> Iterator[Driver]:
     with pytest.MonkeyPatch.context() as patch:
+        fork_servers(run_train.address, patch.setattr)
         nccl_stand_in.install_in_trainer(patch.setattr)
         driver = Driver()
         yield driver
