@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_lightning.config import models as model_files
+from trinity_lightning.config.built_in_models import smollm2_gguf
 from trinity_lightning.config.models import cache_folder, check_model_name, check_on_hub, load_tokenizer, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
@@ -216,7 +217,7 @@ def test_tiny_is_the_same_every_time_and_leaves_the_random_state_alone(cache, ti
 
 def test_tiny_is_built_once(cache, monkeypatch):
     folder = Path(resolve_model("tiny"))
-    monkeypatch.setattr(model_files, "_build_tiny", lambda folder: pytest.fail("built twice"))
+    monkeypatch.setattr(model_files, "_build", lambda *_: pytest.fail("built twice"))
     assert resolve_model("tiny") == folder
 
 
@@ -295,7 +296,7 @@ def test_a_checkpoint_without_tokenizer_is_a_readable_error(tiny, tmp_path):
 @pytest.mark.slow
 @needs_smollm2
 def test_smollm2_has_the_weights_of_the_gguf_in_bfloat16(smollm2):
-    gguf = model_files._smollm2_gguf()
+    gguf = smollm2_gguf()
     original = load_model(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     converted = load_model(smollm2, dtype=torch.float32)
     tokens = torch.tensor([load_tokenizer("smollm2")(QUESTION[0]["content"])["input_ids"]])

@@ -8,30 +8,27 @@ from trinity_lightning.common.experience.experience import Experience as Experie
 from trinity_lightning.common.experience.experience import ExperienceError as ExperienceError
 from trinity_lightning.common.experience.experience import ExperienceFormatError as ExperienceFormatError
 from trinity_lightning.common.experience.experience import group_by as group_by
-from trinity_lightning.common.experience.gather import gather_action_masks as gather_action_masks
-from trinity_lightning.common.experience.gather import gather_attention_masks as gather_attention_masks
-from trinity_lightning.common.experience.gather import gather_multi_modal_inputs as gather_multi_modal_inputs
 from trinity_lightning.common.experience.gather import gather_response_attrs as gather_response_attrs
 from trinity_lightning.common.experience.gather import gather_rows as gather_rows
-from trinity_lightning.common.experience.gather import gather_token_ids as gather_token_ids
 from trinity_lightning.config.registry import import_object
 
 if TYPE_CHECKING:
     from trinity_lightning.common.experience.batch import Experiences as Experiences
+    from trinity_lightning.common.experience.batch import gather_action_masks as gather_action_masks
+    from trinity_lightning.common.experience.batch import gather_attention_masks as gather_attention_masks
     from trinity_lightning.common.experience.batch import gather_experiences as gather_experiences
+    from trinity_lightning.common.experience.batch import gather_multi_modal_inputs as gather_multi_modal_inputs
+    from trinity_lightning.common.experience.batch import gather_token_ids as gather_token_ids
     from trinity_lightning.common.experience.batch import (
         split_dpo_experience_to_single_turn as split_dpo_experience_to_single_turn,
     )
     from trinity_lightning.common.experience.datasets import from_hf_datasets as from_hf_datasets
     from trinity_lightning.common.experience.datasets import to_hf_datasets as to_hf_datasets
 
-_LATER = {  # what no run needs, imported when it is asked for
-    "Experiences": "batch",
-    "gather_experiences": "batch",
-    "split_dpo_experience_to_single_turn": "batch",
-    "from_hf_datasets": "datasets",
-    "to_hf_datasets": "datasets",
-}
+_BATCH = ("Experiences", "gather_experiences", "split_dpo_experience_to_single_turn", "gather_token_ids")
+_BATCH += ("gather_attention_masks", "gather_action_masks", "gather_multi_modal_inputs")
+_DATASETS = ("from_hf_datasets", "to_hf_datasets")
+_LATER = dict.fromkeys(_BATCH, "batch") | dict.fromkeys(_DATASETS, "datasets")  # what no run needs, imported on use
 
 
 def __getattr__(name: str) -> Any:

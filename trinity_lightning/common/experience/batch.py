@@ -1,22 +1,158 @@
-"""The padded batch of whole experiences, with every field, and preference pairs as single turns."""
+"""Whole experiences to padded tensors, as no run needs them: tokens and masks, batches with every field, pairs.
+
+P is the prompt width, R the response width, B the batch size.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience.experience import EID, CustomField, Experience, ExperienceError
 from trinity_lightning.common.experience.gather import (
     Device,
+    check_widths,
+    column_of,
     first_of,
-    gather_action_masks,
-    gather_attention_masks,
-    gather_multi_modal_inputs,
     gather_response_attrs,
-    gather_token_ids,
+    lengths_of,
+    to_device,
 )
+
+# -- field by field ----------------------------------------------------------------------------------------------------
+
+
+def _pad(rows: list[Tensor], left: np.ndarray, right: np.ndarray, pad_value: float) -> Tensor:
+    """Rows with `left[i]` and `right[i]` cells of padding, all of one width: [B, left + row + right].
+
+    One flat concatenation of rows and slices of padding, allocated and written once. The right padding of a row and the
+    left padding of the next are neighbours: one slice serves both.
+    """
+    gaps = np.append(left, 0) + np.append(0, right)
+    pieces = rows
+    if gaps.any():
+        padding = torch.full((int(gaps.max()),), pad_value, dtype=rows[0].dtype, device=rows[0].device)
+        slices = {gap: padding[:gap] for gap in set(gaps.tolist())}
+        before, *after = map(slices.__getitem__, gaps.tolist())
+        pieces = [before, *chain.from_iterable(zip(rows, after, strict=True))]
+    with torch.no_grad():
+        return torch.cat(pieces).view(len(rows), -1)
+
+
+def _token_spans(
+    experiences: Sequence[Experience], rows: Sequence[Tensor], max_prompt: int, max_response: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and response lengths in tokens, of which `rows` are, checked against the widths."""
+    prompts = np.array([e.prompt_length for e in experiences])
+    if not np.can_cast(prompts.dtype, np.int64):  # assigned after construction: a fraction, or beyond 64 bits
+        at = next(e for e in experiences if not np.can_cast(np.array(e.prompt_length).dtype, np.int64))
+        raise ExperienceError(f"experience {at.eid.uid}: expected an integer prompt_length, got {at.prompt_length!r}.")
+    prompts = prompts.astype(np.int64)
+    responses = lengths_of(rows) - prompts
+    check_widths(experiences, prompts, max_prompt, "a prompt length")
+    check_widths(experiences, responses, max_response, "a response length")
+    return prompts, responses
+
+
+def gather_token_ids(
+    experiences: Sequence[Experience],
+    max_prompt_length: int,
+    max_response_length: int,
+    pad_token_id: int,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+) -> Tensor:
+    """Token ids [B, P + R] in the dtype of the first: prompts padded on the left to P, responses on the right to R.
+
+    Args:
+        experiences: at least one.
+        max_prompt_length: P, in tokens.
+        max_response_length: R, in tokens.
+        pad_token_id: what padding is filled with.
+        device: of the result; None: host memory.
+        pin_memory: put it into page-locked memory (ignored without a GPU).
+
+    Raises:
+        ExperienceError: empty list, mixed dtypes, or a prompt or response that is too long.
+    """
+    rows = column_of(experiences, "tokens")
+    prompts, responses = _token_spans(experiences, rows, max_prompt_length, max_response_length)
+    left, right = max_prompt_length - prompts, max_response_length - responses
+    return to_device(_pad(rows, left, right, pad_token_id), device, pin_memory)
+
+
+def gather_attention_masks(
+    experiences: Sequence[Experience],
+    max_prompt_length: int,
+    max_response_length: int,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+) -> Tensor:
+    """Which cells of `gather_token_ids` hold tokens, bool [B, P + R]; arguments and errors as there."""
+    first_of(experiences)
+    rows = [e.tokens for e in experiences]
+    prompts, responses = _token_spans(experiences, rows, max_prompt_length, max_response_length)
+    shape = (len(experiences), max_prompt_length + max_response_length)
+    masks = torch.empty(shape, dtype=torch.bool, device="cpu")
+    starts, ends = max_prompt_length - prompts, max_prompt_length + responses
+    if starts.min() == starts.max() and ends.min() == ends.max():
+        masks.fill_(True)
+        masks[:, : starts[0]] = False
+        masks[:, ends[0] :] = False
+    else:
+        columns = torch.arange(shape[1], device="cpu")  # whatever the default device is
+        torch.ge(columns, torch.from_numpy(starts)[:, None], out=masks)
+        masks &= columns < torch.from_numpy(ends)[:, None]
+    return to_device(masks, device, pin_memory)
+
+
+def gather_action_masks(
+    experiences: Sequence[Experience], max_response_length: int, *, device: Device = None, pin_memory: bool = False
+) -> Tensor:
+    """Which response cells are trained on, bool [B, R]; arguments and errors as `gather_token_ids`."""
+    masks = gather_response_attrs(experiences, "action_mask", max_response_length)
+    return to_device(masks.bool(), device, pin_memory)
+
+
+def gather_multi_modal_inputs(
+    experiences: Sequence[Experience], *, device: Device = None, pin_memory: bool = False
+) -> dict[str, Tensor]:
+    """Multi-modal tensors of all experiences by name, concatenated along dimension 0 as processors do.
+
+    Raises:
+        ExperienceError: empty list, an experience without them, names that differ, or tensors that do not fit together.
+    """
+    keys = (first_of(experiences).multi_modal_inputs or {}).keys()
+    inputs: list[dict[str, Tensor]] = []
+    for experience in experiences:
+        if experience.multi_modal_inputs is None or experience.multi_modal_inputs.keys() != keys:
+            found = None if experience.multi_modal_inputs is None else sorted(experience.multi_modal_inputs)
+            raise ExperienceError(
+                f"experience {experience.eid.uid}: multi_modal_inputs: expected the keys {sorted(keys)} "
+                f"as in the first of the batch, got {found}."
+            )
+        inputs.append(experience.multi_modal_inputs)
+    return {key: _concatenate(key, [row[key] for row in inputs], device, pin_memory) for key in keys}
+
+
+def _concatenate(key: str, tensors: Sequence[Tensor], device: Device, pin_memory: bool) -> Tensor:
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ExperienceError(f"multi_modal_inputs[{key!r}]: expected one dtype, got {[t.dtype for t in tensors]}.")
+    try:
+        batch = torch.cat(list(tensors))
+    except RuntimeError as error:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ExperienceError(f"multi_modal_inputs[{key!r}]: shapes do not fit together: {shapes}.") from error
+    return to_device(batch, device, pin_memory)
+
+
+# -- all fields --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
