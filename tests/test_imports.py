@@ -70,10 +70,9 @@ DEFAULT_RUN = (
     "algorithm.add_strategy.add_strategy",
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",
-    "monitor.metric_names",
     "common.experience.payload",
 )
-MAX_DEFAULT_RUN = 10_304  # lines of code
+MAX_DEFAULT_RUN = 9_900  # lines of code
 MAX_FILES, MAX_LINES = 149, 28_470  # of the package
 
 

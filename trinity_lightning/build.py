@@ -39,8 +39,8 @@ from trinity_lightning.explorer.callback import ExplorerCallback, ExplorerFollow
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
+from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.monitor.step_line import summary_table
 from trinity_lightning.report import write_report
 from trinity_lightning.sync.stream import checkpoint_weights
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_lightning.buffer.step_files import FOLDER, read_experiences, step_files
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.errors import ConfigError, TrinityError
@@ -26,9 +25,12 @@ def write_report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     run = read_run(folder.resolve())
-    files = step_files(folder / FOLDER) if (folder / FOLDER).is_dir() else {}
-    run.kept_steps = len(files)
-    run.kept = [_kept(step, files[step]) for step in _some(list(files))]
+    if next(folder.glob("*/step_*.trxp"), None):
+        from trinity_lightning.buffer.step_files import FOLDER, step_files
+
+        files = step_files(folder / FOLDER)
+        run.kept_steps = len(files)
+        run.kept = [_kept(step, files[step]) for step in _some(list(files))]
     path = folder / FILE
     # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
     write_atomically(path, report_page(run).encode(errors="replace"))
@@ -52,6 +54,8 @@ def _some(steps: list[int]) -> list[int]:
 
 
 def _kept(step: int, file: Path) -> KeptStep:
+    from trinity_lightning.buffer.step_files import read_experiences
+
     experiences = read_experiences(file)
     rewards = [experience.reward for experience in experiences if experience.reward is not None]
     return KeptStep(

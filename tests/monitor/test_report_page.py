@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_lightning.monitor.machine import describe_environment, write_environment
-from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX as UNTRAINED
+from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.record import KeptStep, read_run, without_secrets
 from trinity_lightning.monitor.report import line_chart, nice_ticks, report_page, short, stacked_bars, thinned
 
@@ -209,23 +209,25 @@ def test_secrets_stay_behind() -> None:
         "a:\n  url: postgresql://me:p@ss@host/db\n  api_key: abc\n  max_tokens: 3\n  password: null\n  path: a:b@c\n"
     )
     assert without_secrets(config) == (
-        "a:\n  url: postgresql://me:***@host/db\n  api_key: ***\n  max_tokens: 3\n  password: null\n  path: a:b@c\n"
+        "a:\n  url: postgresql://me:***@host/db\n  api_key: '***'\n  max_tokens: 3\n  password: null\n  path: a:b@c\n"
     )
 
 
 SECRET_LINES = {
-    "token: abc": "token: ***",
-    "hf_token: abc": "hf_token: ***",
-    "hfToken: 'a b'": "hfToken: ***",
-    "'x-api_key': abc": "'x-api_key': ***",
-    "- token: abc\n  name: me": "- token: ***\n  name: me",
+    "token: abc": "token: '***'",
+    "hf_token: abc": "hf_token: '***'",
+    "hfToken: 'a b'": "hfToken: '***'",
+    "'x-api_key': abc": "x-api_key: '***'",
+    "- token: abc\n  name: me": "- token: '***'\n  name: me",
     "env:\n- HF_TOKEN=abc\n- HOME=/x\n- MY_SECRET=abc": "env:\n- HF_TOKEN=***\n- HOME=/x\n- MY_SECRET=***",
     "env:\n- A_TOKEN=abc\n  abc\n- B=1": "env:\n- A_TOKEN=***\n- B=1",
     "- run: WANDB_API_KEY=abc python\n  n: 1": "- run: WANDB_API_KEY=***\n  n: 1",
-    'headers: \'{"api_key": "abc"}\'': 'headers: \'{"api_key": ***',
-    "private_key: |\n  abc\n\n  abc\nn: 1": "private_key: ***\nn: 1",
-    "api_keys:\n- abc\n- abc\nn: 1": "api_keys: ***\nn: 1",
-    "credentials:\n  user: abc\nn: 1": "credentials: ***\nn: 1",
+    'headers: \'{"api_key": "abc"}\'': "headers: '{\"api_key\": ***'",
+    "private_key: |\n  abc\n\n  abc\nn: 1": "private_key: '***'\nn: 1",
+    "run: |\n  A_TOKEN=abc\n  abc\nn: 1": "run: A_TOKEN=***\nn: 1",
+    "api_keys:\n- abc\n- abc\nn: 1": "api_keys: '***'\nn: 1",
+    "credentials:\n  user: abc\nn: 1": "credentials: '***'\nn: 1",
+    "pin_token: 123": "pin_token: '***'",
 }
 HARMLESS_LINES = ["max_tokens: 3", "stop_token_ids:\n- 3\n- 4", "level: token", "pad_token: x", "hf_token: null"]
 HARMLESS_LINES += ["- max_tokens=3", "mode: token-mean", "stats_key: none", "tokens_per_second: 3", "n: tokens=3"]
@@ -233,12 +235,16 @@ HARMLESS_LINES += ["- max_tokens=3", "mode: token-mean", "stats_key: none", "tok
 
 @pytest.mark.parametrize("text", SECRET_LINES)
 def test_secrets_in_all_places_stay_behind(text: str) -> None:
-    assert without_secrets(text) == SECRET_LINES[text]
+    assert without_secrets(text) == SECRET_LINES[text] + "\n"
 
 
 @pytest.mark.parametrize("text", HARMLESS_LINES)
 def test_what_is_no_secret_is_shown(text: str) -> None:
-    assert without_secrets(text) == text
+    assert without_secrets(text) == text + "\n"
+
+
+def test_a_configuration_that_is_no_yaml_is_not_shown() -> None:
+    assert "abc" not in without_secrets("token: abc\n- {")
 
 
 def test_the_environment_names_versions_and_no_machine() -> None:

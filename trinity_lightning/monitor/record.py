@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
 
@@ -20,38 +22,28 @@ _PASSWORD_IN_URL = re.compile(r"(://[^\s:/@]*:)\S+(@)")
 _SECRETS = "api_?key|access_?key|private_?key|password|passwd|passphrase|secret|credential|access_?token|auth_?token"
 # Besides, what ends in `token`: max_tokens and stop_token_ids are no secrets, nor are the tokens of a tokenizer.
 _NAME = rf"[\w.-]*(?:(?:{_SECRETS})\w*|(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)token)"
-_PREFIX = r"^ *(?:- +)*"
-_KEY = re.compile(rf"({_PREFIX})(['\"]?{_NAME}['\"]?:)(?=\s|$)(?!\s+null\s*$)", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?<![\w.-])({_NAME}(?:=|['\"]:\s*)).+$", re.IGNORECASE)
-_ANY_KEY = re.compile(rf"({_PREFIX})(?:[^\s:]+:\s)?")
+_KEY = re.compile(_NAME, re.IGNORECASE)
+_ASSIGNED = re.compile(rf"(?<![\w.-])({_NAME}(?:=|['\"]:\s*)).+$", re.IGNORECASE | re.DOTALL)
 
 
 def without_secrets(config: str) -> str:
     """The text of a YAML file without passwords in URLs and the values of keys and NAME=value that name a secret."""
-    kept: list[str] = []
-    column: int | None = None  # of a hidden value's key: the value may go on in the lines below
-    for line in _PASSWORD_IN_URL.sub(rf"\g<1>{HIDDEN}\g<2>", config.removesuffix("\n")).split("\n"):
-        if column is not None and _goes_on(line, column):
-            continue
-        column = None
-        if key := _KEY.match(line):
-            column, line = len(key[1]), f"{key[0]} {HIDDEN}"
-        elif assigned := _ASSIGNED.search(line):
-            column, line = _column(line), f"{line[: assigned.start()]}{assigned[1]}{HIDDEN}"
-        kept.append(line)
-    return "\n".join(kept) + "\n" * config.endswith("\n")
+    try:
+        tree = yaml.safe_load(config)
+    except yaml.YAMLError:  # whose message would show some of it
+        return "config.yaml is damaged: it is no YAML."
+    return yaml.safe_dump(_hidden(tree), sort_keys=False, allow_unicode=True, width=math.inf)
 
 
-def _goes_on(line: str, column: int) -> bool:
-    """Whether a line belongs to the value of a key at a column; a list may stand right below its key."""
-    indent = len(line) - len(line.lstrip(" "))
-    return not line.strip() or indent > column or (indent == column and line[indent:].startswith("- "))
-
-
-def _column(line: str) -> int:
-    """Where a line's key begins; of a list's item without a key the column before its text."""
-    found = _ANY_KEY.match(line)
-    return len(found[1]) - (found[0] == found[1]) if found else 0
+def _hidden(node: Any) -> Any:
+    if isinstance(node, dict):
+        secret = {key for key, value in node.items() if value is not None and _KEY.fullmatch(str(key))}
+        return {key: HIDDEN if key in secret else _hidden(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_hidden(each) for each in node]
+    if isinstance(node, str):
+        return _ASSIGNED.sub(rf"\1{HIDDEN}", _PASSWORD_IN_URL.sub(rf"\1{HIDDEN}\2", node))
+    return node
 
 
 # -- the record -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.monitor.metric_names import UNTRAINED_PREFIX, find_metric, headline_metrics
+from trinity_lightning.monitor.presentation import (
+    STEP_TIMES,
+    UNTRAINED_PREFIX,
+    WAIT,
+    find_metric,
+    format_seconds,
+    headline_metrics,
+    times_in_turn,
+)
 from trinity_lightning.monitor.record import Completion, RunRecord, without_secrets
-from trinity_lightning.monitor.step_line import STEP_TIMES, WAIT, format_seconds, times_in_turn
 
 # -- small pictures as inline SVG; their colours are classes of the style sheet (s0, s1, ...) --------------------------
 

@@ -20,8 +20,7 @@ from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import UNTRAINED
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
-from trinity_lightning.monitor.metric_names import metric_globs
-from trinity_lightning.monitor.step_line import format_step_line
+from trinity_lightning.monitor.presentation import format_step_line, metric_globs
 
 logger = logging.getLogger(__name__)
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
