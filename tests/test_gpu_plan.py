@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.shapes import SMOLLM2
 
 from trinity_lightning import gpu_plan
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import Rollouts, plan
-from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.common.model_memory import Training
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.gpu_plan import planned_engine, rollouts_of, training_of, with_memory_plan
-
-SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
 
 
 def config(**engine: Any) -> TrainConfig:
@@ -139,7 +138,7 @@ def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dic
 @pytest.mark.parametrize("engine", [{"name": "transformers"}, {"name": "vllm_server", "gpus": [1]}])
 def test_a_judge_has_its_share_beside_a_trainer_alone_too(engine: dict[str, Any]) -> None:
     planned, found = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
-    assert found is None
+    assert found is None or found.engine == 0
     [judge] = planned.auxiliary_models.values()
     assert judge.engine.args["gpu_memory_utilization"] < 0.3
 
@@ -167,9 +166,11 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         {"name": "vllm_server", "gpus": [1, 2], "servers": 2},
     ],
 )
-def test_engines_elsewhere_have_no_plan_but_decode_a_step_at_once(engine: dict[str, Any]) -> None:
-    planned, found = with_memory_plan(config(**engine))
-    assert found is None
+def test_engines_elsewhere_decode_a_step_at_once_and_the_trainer_is_planned_alone(engine: dict[str, Any]) -> None:
+    run = config(**engine)
+    planned, found = with_memory_plan(run)
+    assert found == plan(SMOLLM2, training_of(run), None, 20 * GIB, 10**15)
+    assert (found.kv_cache, found.engine, found.micro_batch_tokens) == (0, 0, 2048)
     assert planned == config(**engine, max_num_seqs=512)
 
 

@@ -19,7 +19,7 @@ MODULES = {
 }
 
 # What joins the rooms, and may import all of them.
-TOPS = ("train", "build", "evaluate", "evaluation", "engines", "gpu_plan", "report")
+TOPS = ("train", "build", "evaluate", "evaluation", "engines", "gpu_plan", "plan", "planner", "report")
 PACKAGE_TOPS = ("explorer.callback", "buffer.datamodule", "buffer.offline")
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.
@@ -73,7 +73,7 @@ DEFAULT_RUN = (
     "common.experience.payload",
 )
 MAX_DEFAULT_RUN = 9_832  # lines of code
-MAX_FILES, MAX_LINES = 149, 28_415  # of the package
+MAX_FILES, MAX_LINES = 153, 29_150  # of the package
 
 
 def room_of(module: str) -> str:

@@ -1,7 +1,7 @@
 """Who gets how much of a GPU that trainer and vLLM share: a run's configuration, with the memory plan filled in."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,12 +36,22 @@ from trinity_lightning.trainer.policy import resumed_budget
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a GPU and of its host, in bytes: what is free of the GPU once a process computes on it, all of it, and
+    what is free on the host."""
+
+    free: int
+    total: int
+    host: int
+
+
 def with_memory_plan(
     config: TrainConfig, checkpoint: str | None = None, record: Path | None = None
 ) -> tuple[TrainConfig, MemoryPlan | None]:
-    """The configuration with what its nulls and autos of a GPU stand for, and the plan that they come from.
+    """The configuration with what its nulls and autos of this machine's GPU stand for, and the plan behind them.
 
-    Without a GPU for the trainer, or if no engine of vLLM shares it, there is no plan.
+    Without a GPU for the trainer there is no plan.
 
     Args:
         config: of a run whose dtypes are settled.
@@ -49,40 +59,51 @@ def with_memory_plan(
         record: the configuration that the run to resume wrote: what was planned then is kept if it fits.
 
     Raises:
-        ConfigError: trainer and engines do not fit on the GPU together; servers use it and others too; the
-            checkpoint is of an earlier version.
+        ConfigError: as `planned`; or the checkpoint is of an earlier version.
     """
     accelerator = (config.trainer or {}).get("accelerator", "auto")
     if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
-    config, beside = _with_auxiliary_shares(config, total)
+    auto = config.algorithm.max_tokens_per_micro_batch == AUTO
+    tokens = resumed_budget(checkpoint) if checkpoint is not None and auto else None
+    memory = Memory(free, total, free_memory())
+    kept = replace(config, engine=_as_recorded(config.engine, record))
+    try:
+        return planned(kept, memory, tokens)
+    except ConfigError as error:
+        if kept == config:
+            raise
+        logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
+        return planned(config, memory, tokens)
+
+
+def planned(config: TrainConfig, memory: Memory, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
+    """The same on the first GPU of any machine; no plan for engine=transformers, whose cache is not known.
+
+    Args:
+        config: of a run with rollouts whose dtypes are settled.
+        memory: of that GPU and of its host.
+        tokens: of a micro-batch under `auto`; None: as many as are useful and fit.
+
+    Raises:
+        ConfigError: what shares the GPU does not fit on it together; servers use it and others too.
+    """
+    config, beside = _with_auxiliary_shares(config, memory.total)
     can = capabilities_of(config.engine.name)
     if not can.is_vllm:
         return config, None
     requests = config.explorer.batch_size * config.explorer.repeat_times
     engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
     config = replace(config, engine=engine)
-    if engine.urls or (can.overlaps_training and not _on_the_trainers_gpu("engine", engine)):
-        return config, None
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config)
-    if checkpoint is not None and training.tokens is None:
-        training = replace(training, tokens=resumed_budget(checkpoint))
-
-    def planned(engine: EngineConfig) -> MemoryPlan:
-        rollouts = rollouts_of(replace(config, engine=engine))
-        return plan(shape, training, replace(rollouts, beside=beside), free, free_memory())
-
-    kept = _as_recorded(engine, record)
-    try:
-        found = planned(kept)
-    except ConfigError as error:
-        if kept == engine:
-            raise
-        logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
-        found = planned(engine)
-    return replace(config, engine=planned_engine(engine, found, total)), found
+    training = replace(training, tokens=training.tokens or tokens)
+    if engine.urls or (can.overlaps_training and not _on_the_trainers_gpu("engine", engine)):
+        return config, plan(shape, training, None, memory.free - beside, memory.host)
+    rollouts = replace(rollouts_of(config), beside=beside)
+    found = plan(shape, training, rollouts, memory.free, memory.host)
+    return replace(config, engine=planned_engine(engine, found, memory.total)), found
 
 
 def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:

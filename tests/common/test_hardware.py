@@ -1,4 +1,4 @@
-"""Free memory, in a container too; and memory that does not grow with the number of different shapes."""
+"""Free memory, in a container too; memory that does not grow with the number of different shapes."""
 
 import os
 import subprocess

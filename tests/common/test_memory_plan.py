@@ -7,30 +7,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shapes import QWEN_1_5B, QWEN_3B, SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import (
     CACHE,
     CUDA_CONTEXT,
+    GATHERED,
     MASTERS,
     MOMENTS,
     WORKSPACES,
     Rollouts,
-    activations,
     auxiliary_server,
     micro_batch_tokens,
     plan,
     weight_states,
 )
-from trinity_lightning.common.model_memory import ModelShape, Training, layer_bytes
+from trinity_lightning.common.model_memory import ModelShape, Training, activations, layer_bytes
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
 
-SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
-QWEN_1_5B = ModelShape(1_543_714_304, 151936 * 1536, 28, 1536, 8960, 12, 1536, 256, 151936)
-QWEN_3B = ModelShape(3_085_938_688, 151936 * 2048, 36, 2048, 11008, 16, 2048, 256, 151936)
 HOST = 200 * GIB
 
 SMALL: dict[str, Any] = {
@@ -92,7 +90,9 @@ def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
     states = weight_states(QWEN_1_5B, Training(2, 1))
     assert sum(states.values()) == 18 * QWEN_1_5B.parameters
     split = weight_states(QWEN_1_5B, Training(2, 1, shards=4, reference=True))
-    assert sum(split.values()) == 5 * QWEN_1_5B.parameters
+    gathered = split.pop(GATHERED)  # float32 weights take the masters' place: 4 + 8 + 4, and 2 of the reference
+    assert sum(split.values()) == 18 * QWEN_1_5B.parameters // 4
+    assert 2 * QWEN_1_5B.outside < gathered < QWEN_1_5B.parameters
     assert MASTERS not in weight_states(QWEN_1_5B, Training(4, 1))
 
 
@@ -140,9 +140,9 @@ def test_servers_on_the_trainers_device_have_caches_of_their_own() -> None:
         (
             {},
             {},
-            r"While training 3\d\.\d GiB: policy 2\.9, masters 5\.8, .*gradient_checkpointing=true takes 2\.\d GiB",
+            r"While training, .* 3\d\.\d GiB: policy 2\.9, masters 5\.8, .*gradient_checkpointing=true takes 2\.\d GiB",
         ),
-        ({"checkpointing": True}, {}, r"activations of 1024 tokens .* a device of 31\.\d GiB has room"),
+        ({"checkpointing": True}, {}, r"micro-batches of 1024 tokens.* a device of 31\.\d GiB has room"),
         ({}, {"sleep": False}, "engine.sleep=auto frees"),
         ({}, {"beside": 8 * GIB}, r"auxiliary models 8\.0.*GPUs of their own .* free 8\.0 GiB"),
         ({"tokens": 9000}, {}, "max_tokens_per_micro_batch=auto"),
@@ -207,7 +207,7 @@ def test_fewer_tokens_than_wanted_are_computed_at_once_if_nothing_else_fits() ->
 
 
 def test_a_cache_that_is_too_large_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"While generating .*key-value cache 90\.0.*engine.kv_cache_gb=null"):
+    with pytest.raises(ConfigError, match=r"While generating, .*key-value cache 90\.0.*engine.kv_cache_gb=null"):
         plan(SMOLLM2, Training(2, 256), Rollouts(2, 256, 64, kv_cache=90 * GIB), 80 * GIB, HOST)
 
 

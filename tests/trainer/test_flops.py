@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from trinity_lightning.trainer.flops import ModelSize, Work, attended, known_bfloat16_flops, peak_flops
+from trinity_lightning.trainer.flops import ModelSize, Work, attended, peak_flops
 from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded
 
 SMALL: dict[str, Any] = {
@@ -70,30 +70,6 @@ def test_a_shared_prefix_is_computed_once_and_attended_to_by_every_row() -> None
     part = Part((2, 0, 1), tokens=14, groups=(PrefixGroup((2,), 0, 5), PrefixGroup((0, 1), 4, 9)))
     work = Work.of([7, 6, 5], [part], predicted=8)
     assert work == Work(tokens=14, predicted=8, pairs=attended(5) + attended(4) + attended(3, 4) + attended(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("gpu", "flops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 80GB HBM3", 989.5e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835.5e12),
-        ("NVIDIA H200", 989.5e12),
-        ("NVIDIA GH200 480GB", 989.5e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA A10G", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_the_peak_of_a_gpu_is_known_by_its_name(gpu: str, flops: float | None) -> None:
-    assert known_bfloat16_flops(gpu) == flops
 
 
 def test_the_peak_of_a_cpu_is_measured_once() -> None:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layouts import batches, experiences
 from support.policy import batch_of, fit, make_experiences, make_policy
+from support.shapes import SMOLLM2
 
 import trinity_lightning.trainer.layout as layout_module
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.model_memory import ModelShape
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError
@@ -216,9 +216,6 @@ def test_a_truncated_prompt_has_nothing_to_train():
 
 
 # -- what `algorithm.max_tokens_per_micro_batch=auto` stands for: by what is free, once a run --------------------------
-
-
-SMOLLM2 = ModelShape(134_515_008, 49152 * 576, 30, 576, 1536, 9, 576, 192, 49152)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What fits into a device's memory, worked out from a model's shape before any weight is loaded.
 
-Trainer and engine share one device. The trainer keeps weights, float32 masters and Adam's moments all the time, and
+Trainer and engine may share one device. The trainer keeps weights, float32 masters and Adam's moments all the time, and
 gradients and activations while it trains; vLLM keeps weights and a key-value cache, and computes while it generates.
 `plan` tries three ways, the cheapest first, and takes the first whose cache has room for a step's rollouts at once:
 
@@ -8,22 +8,23 @@ gradients and activations while it trains; vLLM keeps weights and a key-value ca
 2. vLLM sleeps while the trainer trains: its weights move to the host, its cache is given up;
 3. and while vLLM generates, masters and moments are on the host too.
 
-Pure functions of numbers: bytes unless a name says otherwise. The activations are counted from what autograd saves in
-a layer of a transformer with root-mean-square norms and a gated feed-forward part; tests hold them against real models.
+On a CPU there is one way: vLLM's weights stay, its cache is given back while the trainer trains. A trainer that has its
+device to itself is planned too.
+
+Pure functions of numbers: bytes unless a name says otherwise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, layer_bytes
+from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
 from trinity_lightning.errors import ConfigError
 
 # Tokens of a micro-batch: more than the first gain nothing on a GPU. They are halved, so that a little less memory at
 # another start makes no difference. Fewer than the last that is wanted cost passes over the gradient.
 TOKENS = tuple(16384 >> half for half in range(15))
 WANTED_TOKENS = TOKENS[:3]
-HEAD_CHUNK, HEAD_BLOCK = GIB, GIB // 4  # logits, and their float32 copies: trainer/logprobs.py
 
 BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
 FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
@@ -32,8 +33,16 @@ CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes 
 WORKSPACES = CUDA_CONTEXT // 2  # of these, what a process still takes whose context is there: the trainer's
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
+SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 
-MASTERS, MOMENTS, CACHE, RESERVE = "masters", "Adam's moments", "key-value cache", "workspaces and fragments"
+# Of a process on a CPU, measured (benchmarks/memory.py): libraries, vLLM's own, and what is computed with.
+LIBRARIES, VLLM_LIBRARIES, CPU_RESERVE = (int(gb * 1e9) for gb in (0.5, 0.4, 0.3))
+
+POLICY, MASTERS, MOMENTS, GRADIENTS = "policy", "masters", "Adam's moments", "gradients"
+REFERENCE, GATHERED = "reference", "gathered layers"
+ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights", "key-value cache"
+GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
+RESERVE = "libraries, workspaces and fragments"
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Rollouts:
         servers: how many processes of vLLM share the device with the trainer; 0: it runs in the trainer's own, and the
             two use the same memory to compute with. Servers never sleep.
         beside: bytes that servers of auxiliary models take of the device.
+        gpus: GPUs that an engine is split over (tensor parallelism).
 
     Raises:
         ConfigError: a server that is to sleep.
@@ -63,6 +73,7 @@ class Rollouts:
     sleep: bool | None = None
     servers: int = 0
     beside: int = 0
+    gpus: int = 1
 
     def __post_init__(self) -> None:
         if self.sleep and self.servers:
@@ -87,7 +98,7 @@ class MemoryPlan:
 
     Attributes:
         device: bytes of it that were free at the start.
-        training, generating: bytes by name in each of the two phases; the same if vLLM does not sleep.
+        training, generating: bytes by name in each of the two phases.
         micro_batch_tokens: computed tokens of a micro-batch.
         kv_cache: bytes of the key-value cache of each engine.
         engine: all bytes of each engine, what it computes with included.
@@ -99,10 +110,10 @@ class MemoryPlan:
     device: int
     training: Mapping[str, int]
     generating: Mapping[str, int]
-    micro_batch_tokens: int
-    kv_cache: int
-    engine: int
-    max_num_seqs: int
+    micro_batch_tokens: int = 0
+    kv_cache: int = 0
+    engine: int = 0
+    max_num_seqs: int = 0
     sleep: bool = False
     offload: bool = False
 
@@ -115,10 +126,11 @@ class MemoryPlan:
         """The plan for the table that a run begins with."""
         ways = {(False, False): "side by side", (True, False): "vLLM sleeps while the trainer trains"}
         way = ways.get((self.sleep, self.offload), "vLLM sleeps, and masters and moments move to the host in turns")
-        phases = [("while training", self.training), ("while generating", self.generating)]
+        way = way if self.engine else "the trainer's alone"
         return [
             ("device memory", f"{gib(self.device)} free: {way}, leaves {gib(self.left)}"),
-            *((name, _listed(parts)) for name, parts in phases[: 2 if self.sleep else 1]),
+            ("while training", _listed(self.training)),
+            ("while generating", _listed(self.generating)),
         ]
 
 
@@ -132,27 +144,23 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 
 def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
-    """Bytes that the trainer keeps for each of its states; gradients are float32, whatever the weights are."""
-    each = -(-shape.parameters // training.shards)
+    """Bytes that a device of the trainer keeps for each of its states; gradients are float32, whatever the weights are.
+
+    Weights of 2 bytes have float32 masters in the optimizer. Split over devices, the float32 weights are the policy
+    itself: each device gathers the layer that it computes with and the next one, in `width` bytes, and what is in no
+    layer.
+    """
+    each, width = -(-shape.parameters // training.shards), training.width
+    split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
     states = {
-        "policy": training.width * each,
-        MASTERS: FLOAT * each if training.width < FLOAT else 0,
+        POLICY: (FLOAT if split else width) * each,
+        MASTERS: FLOAT * each if width < FLOAT and not split else 0,
         MOMENTS: 2 * FLOAT * each,
-        "gradients": FLOAT * each,
-        "reference": training.width * each if training.reference else 0,
+        GRADIENTS: FLOAT * each,
+        REFERENCE: width * each if training.reference else 0,
+        GATHERED: width * (shape.outside + 2 * layer) + (width + FLOAT) * layer if split else 0,
     }
     return {name: size for name, size in states.items() if size}
-
-
-def activations(shape: ModelShape, training: Training, tokens: int) -> int:
-    """Bytes that a forward and backward pass over so many computed tokens takes at its peak, gradients aside."""
-    width, layer = training.width, layer_bytes(shape, training)
-    saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
-    last_norm = (FLOAT + 2 * width) * shape.hidden
-    backward = 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden  # of the layer that is under way
-    head = min(width * tokens * shape.vocabulary, 2 * HEAD_CHUNK) + 3 * HEAD_BLOCK  # one chunk kept, one computed again
-    largest_gradient = (width + FLOAT) * shape.largest  # as autograd makes it, and on its way into float32
-    return tokens * (saved + last_norm + backward) + head + largest_gradient
 
 
 def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
@@ -160,14 +168,14 @@ def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
     return next((tokens for tokens in TOKENS if activations(shape, training, tokens) <= free), 0)
 
 
-def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> MemoryPlan:
+def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, device: int, host: int) -> MemoryPlan:
     """The first way with room enough for all rollouts of a step at once, or else the one with the largest cache.
 
     If none fits and vLLM cannot sleep, both stay side by side with as many tokens a micro-batch as leave room.
 
     Args:
         shape: the model, which trainer and engine both hold.
-        training, rollouts: what the run is configured to do.
+        training, rollouts: what the run is configured to do; no rollouts: the trainer has the device to itself.
         device: bytes of the device that are free, once this process has its CUDA context.
         host: bytes of the host's memory that are free.
 
@@ -177,32 +185,39 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts, device: int,
     ways = list(_ways(shape, training, rollouts, device, host))
     fitting = _fitting(shape, rollouts, ways)
     if not fitting and not ways[-1].sleep:  # a way in turns needs less than any side by side
-        ways = [_side_by_side(shape, training, rollouts, device, tokens) for tokens in _budgets(training, TOKENS)]
+        ways = [_way(shape, training, rollouts, device, tokens) for tokens in _budgets(training, TOKENS)]
         fitting = _fitting(shape, rollouts, ways)[:1]
     if not fitting:
         raise ConfigError(_refusal(shape, training, rollouts, ways[-1]))
-    wanted = ENOUGH * _cache(shape, rollouts, rollouts.at_once) if rollouts.kv_cache is None else rollouts.kv_cache
+    if rollouts is None:
+        return fitting[0]
+    wanted = ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once) if rollouts.kv_cache is None else rollouts.kv_cache
     enough = (way for way in fitting if way.kv_cache >= wanted)
     return next(enough, max(fitting, key=lambda way: way.kv_cache))
 
 
-def _fitting(shape: ModelShape, rollouts: Rollouts, ways: Sequence[MemoryPlan]) -> list[MemoryPlan]:
+def _fitting(shape: ModelShape, rollouts: Rollouts | None, ways: Sequence[MemoryPlan]) -> list[MemoryPlan]:
     """Those with room for what they are made of, and for one request."""
-    return [way for way in ways if way.left >= 0 and way.kv_cache >= _cache(shape, rollouts, 1)]
+    needed = 0 if rollouts is None else cache_bytes(shape, rollouts, 1)
+    return [way for way in ways if way.left >= 0 and way.kv_cache >= needed]
 
 
-def _ways(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, host: int) -> Iterator[MemoryPlan]:
+def _ways(
+    shape: ModelShape, training: Training, rollouts: Rollouts | None, device: int, host: int
+) -> Iterator[MemoryPlan]:
     """Every way that the configuration and the host allow, the cheapest first; each may be too large for the device."""
-    if rollouts.sleep is not True:
+    if rollouts is None or rollouts.sleep is not True:
         for tokens in _budgets(training, WANTED_TOKENS):
-            yield _side_by_side(shape, training, rollouts, device, tokens)
-    weights = rollouts.width * shape.parameters
+            yield _way(shape, training, rollouts, device, tokens)
+    if rollouts is None or rollouts.sleep is False or rollouts.servers or training.on_cpu:
+        return
     states = weight_states(shape, training)
     moved = states.get(MASTERS, 0) + states[MOMENTS]
-    if rollouts.sleep is not False and not rollouts.servers:
-        for offload in (False, True):
-            if host >= weights + (moved if offload else 0) or (rollouts.sleep and not offload):
-                yield _in_turns(shape, training, rollouts, device, offload)
+    for offload in (False, True):
+        if host >= rollouts.width * shape.parameters + (moved if offload else 0) or (rollouts.sleep and not offload):
+            free = device - sum(states.values()) - CUDA_GRAPHS - sum(_others(training, rollouts, device).values())
+            tokens = max(training.tokens or micro_batch_tokens(shape, training, free), training.longest_row)
+            yield _way(shape, training, rollouts, device, tokens, sleep=True, offload=offload)
 
 
 def _budgets(training: Training, sizes: Sequence[int]) -> list[int]:
@@ -211,66 +226,70 @@ def _budgets(training: Training, sizes: Sequence[int]) -> list[int]:
     return sorted({max(tokens, training.longest_row) for tokens in wanted}, reverse=True)
 
 
-def _side_by_side(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, tokens: int) -> MemoryPlan:
-    states, engines = weight_states(shape, training), max(rollouts.servers, 1)
-    trains = states["gradients"] + activations(shape, training, tokens)
-    working = _working(shape, rollouts)
-    # In one process they use the same memory in turns: gradients and activations, and what vLLM computes with.
-    shared = max(trains, working) if not rollouts.servers else trains + engines * (working + CUDA_CONTEXT)
-    fixed = {
-        **{name: size for name, size in states.items() if name != "gradients"},
-        "gradients and activations": shared,
-        "vLLM": engines * (rollouts.width * shape.parameters + CUDA_GRAPHS),
-        **_others(rollouts, device),
-    }
-    cache = _room(shape, rollouts, (device - sum(fixed.values())) // engines)
-    parts = {**fixed, CACHE: engines * cache}
-    return MemoryPlan(device, parts, parts, tokens, cache, _engine(shape, rollouts, cache), rollouts.at_once)
+def _way(
+    shape: ModelShape,
+    training: Training,
+    rollouts: Rollouts | None,
+    device: int,
+    tokens: int,
+    sleep: bool = False,
+    offload: bool = False,
+) -> MemoryPlan:
+    """What is on the device in each phase. In one process trainer and vLLM compute in turns, with the same memory."""
+    states, rest = weight_states(shape, training), _others(training, rollouts, device)
+    away = {GRADIENTS, *((MASTERS, MOMENTS) if offload else ())}
+    kept = {name: size for name, size in states.items() if name not in away}
+    trains = {**states, ACTIVATIONS: activations(shape, training, tokens)}
+    if rollouts is None:
+        return MemoryPlan(device, {**trains, **rest}, {**kept, **rest}, tokens)
+    engines = max(rollouts.servers, 1)
+    weights = {ENGINE_WEIGHTS: engines * rollouts.width * shape.parameters}
+    working = {WORKING: engines * _working(shape, rollouts)}
+    rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
+    if rollouts.servers:  # they compute while the trainer does
+        trains, rest = {**trains, **working}, {**rest, "servers' contexts": engines * CUDA_CONTEXT}
+    training_phase = {**trains, **({} if sleep else weights), **rest}
+    generating = {**kept, **weights, **working, **rest}
+    cache_stays = not sleep and not training.on_cpu
+    fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
+    cache = _room(shape, rollouts, (device - fullest) // engines)
+    return MemoryPlan(
+        device,
+        {**training_phase, **({CACHE: engines * cache} if cache_stays else {})},
+        {**generating, CACHE: engines * cache},
+        tokens,
+        cache,
+        _engine(shape, rollouts, cache),
+        rollouts.at_once,
+        sleep,
+        offload,
+    )
 
 
-def _in_turns(shape: ModelShape, training: Training, rollouts: Rollouts, device: int, offload: bool) -> MemoryPlan:
-    states = weight_states(shape, training)
-    rest = {"vLLM's graphs": CUDA_GRAPHS, **_others(rollouts, device)}
-    free = device - sum(states.values()) - sum(rest.values())
-    tokens = training.tokens or micro_batch_tokens(shape, training, free)
-    tokens = max(tokens, training.longest_row)
-    trains = {**states, f"activations of {tokens} tokens": activations(shape, training, tokens), **rest}
-    away = {"gradients", *((MASTERS, MOMENTS) if offload else ())}
-    fixed = {
-        **{name: size for name, size in states.items() if name not in away},
-        "vLLM's weights": rollouts.width * shape.parameters,
-        "what vLLM computes with": _working(shape, rollouts),
-        **rest,
-    }
-    cache = _room(shape, rollouts, device - sum(fixed.values()))
-    generates = {**fixed, CACHE: cache}
-    engine = _engine(shape, rollouts, cache)
-    return MemoryPlan(device, trains, generates, tokens, cache, engine, rollouts.at_once, sleep=True, offload=offload)
-
-
-def _cache(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
+def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
     """Bytes of the keys and values of so many requests, each as long as it may be."""
-    return requests * rollouts.context * 2 * shape.layers * shape.key_width * rollouts.width
+    width = max(shape.key_width // rollouts.gpus, shape.query_width // shape.heads)  # a GPU has one head at least
+    return requests * rollouts.context * 2 * shape.layers * width * rollouts.width
 
 
 def _room(shape: ModelShape, rollouts: Rollouts, free: int) -> int:
     """Bytes of the cache: as configured, or as much as is of use and free."""
     if rollouts.kv_cache is not None:
         return rollouts.kv_cache
-    return max(0, min(free, _cache(shape, rollouts, rollouts.at_once)))
+    return max(0, min(free, cache_bytes(shape, rollouts, rollouts.at_once)))
 
 
 def _working(shape: ModelShape, rollouts: Rollouts) -> int:
     """Bytes that vLLM computes with: a layer of a pass over prompts, and logits of which it samples, in float32."""
     width = rollouts.width
-    layer = (
-        BATCHED_TOKENS * width * (4 * shape.intermediate + 4 * shape.hidden + shape.query_width + 2 * shape.key_width)
-    )
+    split = 4 * shape.intermediate + shape.query_width + 2 * shape.key_width
+    layer = BATCHED_TOKENS * width * (split // rollouts.gpus + 4 * shape.hidden)
     return layer + rollouts.at_once * shape.vocabulary * (width + 4 * FLOAT)
 
 
 def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
-    return rollouts.width * shape.parameters + CUDA_GRAPHS + _working(shape, rollouts) + cache
+    weights = rollouts.width * shape.parameters // rollouts.gpus
+    return weights + CUDA_GRAPHS + _working(shape, rollouts) + cache
 
 
 def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
@@ -280,43 +299,104 @@ def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
     """
     cache = rollouts.kv_cache
     if cache is None:
-        cache = max(int(ENOUGH * _cache(shape, rollouts, rollouts.at_once)), _cache(shape, rollouts, 1))
+        cache = max(int(ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once)), cache_bytes(shape, rollouts, 1))
     return cache, _engine(shape, rollouts, cache) + CUDA_CONTEXT
 
 
-def _others(rollouts: Rollouts, device: int) -> dict[str, int]:
+def _others(training: Training, rollouts: Rollouts | None, device: int) -> dict[str, int]:
     """Bytes of the device that neither trainer nor engine has."""
-    beside = {"auxiliary models": rollouts.beside} if rollouts.beside else {}
-    return {**beside, RESERVE: _reserve(device)}
+    beside = {BESIDE: rollouts.beside} if rollouts and rollouts.beside else {}
+    return {**beside, RESERVE: LIBRARIES + CPU_RESERVE if training.on_cpu else _reserve(device)}
 
 
 def _reserve(device: int) -> int:
     return WORKSPACES + int(FRAGMENTS * device)
 
 
-def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts, way: MemoryPlan) -> str:
+def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPlan:
+    """What is on each of the GPUs that an engine has to itself: its cache is as configured, or takes what vLLM finds.
+
+    Raises:
+        ConfigError: there is no room for one request.
+    """
+    parts = {
+        ENGINE_WEIGHTS: rollouts.width * shape.parameters // rollouts.gpus,
+        WORKING: _working(shape, rollouts),
+        GRAPHS: CUDA_GRAPHS,
+        RESERVE: CUDA_CONTEXT,
+    }
+    cache, one = rollouts.kv_cache, cache_bytes(shape, rollouts, 1)
+    if cache is None:
+        cache = max(int(SERVER_SHARE * device) - sum(parts.values()), 0)
+    parts[CACHE] = cache
+    found = MemoryPlan(device, parts, parts, 0, cache, sum(parts.values()), rollouts.at_once)
+    if cache < one or found.left < 0:
+        listed = _listed({**parts, CACHE: max(cache, one)})
+        raise ConfigError(
+            f"an engine on {rollouts.gpus} GPUs of {gib(device)} has no room for a request of engine.max_model_len="
+            f"{rollouts.context}, which needs {gib(one)} of cache. On each {listed}. Give it more GPUs (engine.gpus), "
+            "over which the model is split, or a shorter context."
+        )
+    return found
+
+
+# -- what does not fit, and what helps ---------------------------------------------------------------------------------
+
+
+def _phases(shape: ModelShape, rollouts: Rollouts | None, way: MemoryPlan) -> dict[str, dict[str, int]]:
+    """The parts of each phase, with a cache that has room for one request."""
+    least = 0 if rollouts is None else max(rollouts.servers, 1) * max(way.kv_cache, cache_bytes(shape, rollouts, 1))
+    phases = {"training": way.training, "generating": way.generating}
+    return {name: {**parts, **({CACHE: least} if CACHE in parts else {})} for name, parts in phases.items()}
+
+
+def _needed(shape: ModelShape, rollouts: Rollouts | None, way: MemoryPlan) -> int:
+    return max(sum(parts.values()) for parts in _phases(shape, rollouts, way).values())
+
+
+def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan) -> Iterator[str]:
+    """What to change, and how many bytes fewer are needed then in the fuller phase."""
+    tokens = way.micro_batch_tokens
+    options: list[tuple[str, Training, Rollouts | None, int]] = [
+        ("model.gradient_checkpointing=true takes {} less", replace(training, checkpointing=True), rollouts, tokens),
+        ("without a reference (algorithm.kl.coef=0) {} less", replace(training, reference=False), rollouts, tokens),
+        ("model.dtype=bf16 takes {} less", replace(training, width=2), rollouts, tokens),
+    ]
+    if training.tokens:
+        fewer = "algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens take up to {} less"
+        options.append((fewer, training, rollouts, training.longest_row))
+    if rollouts is not None and rollouts.kv_cache is not None:
+        cache = "engine.kv_cache_gb=null takes what there is, up to {} less"
+        options.append((cache, training, replace(rollouts, kv_cache=0), tokens))
+    if rollouts is not None and rollouts.beside:
+        apart = "GPUs of their own (auxiliary_models.NAME.engine.gpus) free {}"
+        options.append((apart, training, replace(rollouts, beside=0), tokens))
+    if rollouts is not None and not training.on_cpu:
+        options.append(
+            ("GPUs of its own for the engine (engine=vllm_server engine.gpus) free {}", training, None, tokens)
+        )
+    needed = _needed(shape, rollouts, way)
+    for said, trains, generates, size in options:
+        other = _way(shape, trains, generates, way.device, size, way.sleep, way.offload)
+        if (saved := needed - _needed(shape, generates, other)) > 0:
+            yield said.format(gib(saved))
+    if rollouts is not None and rollouts.sleep is False and not rollouts.servers:
+        yield "engine.sleep=auto frees vLLM's memory for training"
+
+
+def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan) -> str:
     """Why not even the most frugal way fits, and what to change."""
-    trains = sum(way.training.values()) > way.device
-    phase, parts = ("training", way.training) if trains else ("generating", way.generating)
-    cache = max(way.kv_cache, _cache(shape, rollouts, 1))
-    needed = sum({**parts, **({} if trains else {CACHE: cache})}.values()) - _reserve(way.device)
-    advice = []
-    if trains and not training.checkpointing:
-        spared, tokens = replace(training, checkpointing=True), way.micro_batch_tokens
-        saved = activations(shape, training, tokens) - activations(shape, spared, tokens)
-        advice.append(f"model.gradient_checkpointing=true takes {gib(saved)} less")
-    if trains and training.tokens and training.tokens > training.longest_row:
-        advice.append("algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens need less")
-    if not trains and rollouts.kv_cache is not None:
-        advice.append("engine.kv_cache_gb=null takes what there is")
-    if rollouts.sleep is False and not rollouts.servers:
-        advice.append("engine.sleep=auto frees vLLM's memory for training")
-    if rollouts.beside:
-        advice.append(f"GPUs of their own (auxiliary_models.NAME.engine.gpus) free {gib(rollouts.beside)}")
-    room = (needed + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES  # the context that is there takes some
-    advice.append(f"a device of {gib(room)} has room")
+    phases = _phases(shape, rollouts, way)
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    room = sum(phases[phase].values())
+    if not training.on_cpu:  # the context that is there takes some
+        room = (room - _reserve(way.device) + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES
+    request = ""
+    if rollouts is not None:
+        one = gib(cache_bytes(shape, rollouts, 1))
+        request = f" (one request of engine.max_model_len={rollouts.context} needs {one} of cache)"
+    advice = [*_knobs(shape, training, rollouts, way), f"a device of {gib(room)} has room"]
     return (
-        f"the model does not fit into the {gib(way.device)} that are free on this device (one request of "
-        f"engine.max_model_len={rollouts.context} needs {gib(_cache(shape, rollouts, 1))} of cache). While {phase} "
-        f"{_listed(parts)}. {'; '.join(advice)}."
+        f"the model does not fit into the {gib(way.device)} that are free on this device{request}. While {phase}, with "
+        f"micro-batches of {way.micro_batch_tokens} tokens, {_listed(phases[phase])}. {'; '.join(advice)}."
     )

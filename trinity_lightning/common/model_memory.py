@@ -1,10 +1,21 @@
-"""What a causal language model takes of memory, from its shape alone; bytes unless a name says otherwise."""
+"""What training a causal language model takes of a device's memory, from its shape alone.
 
+Bytes unless a name says otherwise. Activations are counted from what autograd saves in a layer of a transformer with
+root-mean-square norms and a gated feed-forward part; tests hold them against real models.
+"""
+
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 FLOAT = 4  # bytes of a float32
+
+# What trainer/logprobs.py computes at once. Logits of one chunk: on a CPU those of 1,365 tokens of SmolLM2 in bfloat16,
+# a tenth of what its layers keep.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 128 << 20, 1 << 30
+# What the softmax reads and writes at once, in float32: on a CPU it has to stay in the cache from pass to pass.
+BLOCK_BYTES, GPU_BLOCK_BYTES = 2 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,7 @@ class ModelShape:
         intermediate: width of the feed-forward part that one token passes through (of a mixture, all chosen experts).
         heads: heads of the queries.
         query_width, key_width: heads times their width; of the keys the values have as many.
+        outside: parameters of no layer: embeddings, head, last norm.
     """
 
     parameters: int
@@ -29,6 +41,7 @@ class ModelShape:
     query_width: int
     key_width: int
     vocabulary: int
+    outside: int
 
     @classmethod
     def of(cls, model: Any) -> "ModelShape":
@@ -40,10 +53,10 @@ class ModelShape:
         feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
         expert = _largest(layers, "moe_intermediate_size") or feed_forward
         chosen = _largest(layers, "num_experts_per_tok")
-        sizes = [parameter.numel() for parameter in model.parameters()]
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         return cls(
-            parameters=sum(sizes),
-            largest=max(sizes),
+            parameters=sum(sizes.values()),
+            largest=max(sizes.values()),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             intermediate=chosen * expert if chosen else feed_forward,
@@ -51,6 +64,7 @@ class ModelShape:
             query_width=queries,
             key_width=(_largest(layers, "num_key_value_heads") or heads) * (queries // heads),
             vocabulary=config.vocab_size,
+            outside=sum(size for name, size in sizes.items() if not re.search(r"\.\d+\.", name)),
         )
 
 
@@ -79,13 +93,14 @@ class Training:
     """How the policy is trained.
 
     Attributes:
-        width: bytes of a weight: 2 (bfloat16, with float32 masters) or 4.
+        width: bytes of a weight that is computed with: 2 (bfloat16) or 4.
         longest_row: tokens of the longest prompt and response together; a micro-batch holds at least one row.
         tokens: computed tokens of a micro-batch; None: as many as are useful and fit.
         reference: whether a frozen copy of the policy is kept.
         checkpointing: whether activations are computed again in the backward pass.
         eager: whether attention keeps its weights, which takes the square of the length.
-        shards: devices that the policy's weights, masters, moments and gradients are split over.
+        shards: devices that weights, moments and reference are split over.
+        on_cpu: whether it computes on a CPU.
     """
 
     width: int
@@ -95,6 +110,7 @@ class Training:
     checkpointing: bool = False
     eager: bool = False
     shards: int = 1
+    on_cpu: bool = False
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> int:
@@ -112,3 +128,19 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
         weight = FLOAT + (width if width < FLOAT else 0)
         attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
     return norms + attention + 4 * width * shape.intermediate
+
+
+def activations(shape: ModelShape, training: Training, tokens: int) -> int:
+    """Bytes that a forward and backward pass over so many computed tokens takes at its peak, gradients aside.
+
+    One chunk of logits is kept, and one computed again. On a CPU the gradients of embeddings and head are added up
+    where they lie; elsewhere autograd makes that of the largest tensor, which is then cast to float32.
+    """
+    width, layer = training.width, layer_bytes(shape, training)
+    saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
+    # The last norm, and in the backward pass the layer that is under way.
+    rest = (FLOAT + 2 * width) * shape.hidden + 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden
+    sizes = (CHUNK_BYTES, BLOCK_BYTES, 0) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES, width + FLOAT)
+    chunk, block, gradient = sizes
+    head = min(width * tokens * shape.vocabulary, 2 * chunk) + 3 * block
+    return tokens * (saved + rest) + head + gradient * shape.largest

@@ -50,6 +50,17 @@ def validate(config: DictConfig) -> TrainConfig:
         ConfigError: names the key and the fix.
         OmegaConfBaseException: a value is missing.
     """
+    run = check_anywhere(config)
+    if run.buffer.has_rollouts:
+        _check_rollouts(run, (config.trainer or {}).get("accelerator", "auto"))
+    elif run.buffer.storage == "file":
+        _check_steps(Path(run.buffer.path or ""))
+    _check_accelerator(config.trainer or {})
+    return run
+
+
+def check_anywhere(config: DictConfig) -> TrainConfig:
+    """The typed configuration, checked for what cannot work on any machine; errors as of `validate`."""
     _check_keys(config, "")
     _check_choices(config)
     _restore_left_out(config)
@@ -63,10 +74,6 @@ def validate(config: DictConfig) -> TrainConfig:
     _check_training(run)
     _check_expert(run)
     _check_sampling(run)
-    if run.buffer.has_rollouts:
-        _check_rollouts(run, (config.trainer or {}).get("accelerator", "auto"))
-    elif run.buffer.storage == "file":
-        _check_steps(Path(run.buffer.path or ""))
     _check_trainer(config)
     return run
 
@@ -246,8 +253,11 @@ def _check_trainer(config: DictConfig) -> None:
     if (epochs := trainer.get("max_epochs")) != config.steps:
         raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
     check_trainer_settings(trainer)
+
+
+def _check_accelerator(trainer: Mapping[str, Any]) -> None:
     if trainer.get("accelerator") in ("gpu", "cuda") and not (gpu_count() or _has_apple_gpu()):
-        found = f"trainer.accelerator is {trainer.accelerator}, and this process sees no GPU"
+        found = f"trainer.accelerator is {trainer['accelerator']}, and this process sees no GPU"
         raise ConfigError(f"{found}: set trainer=cpu, or trainer=auto.")
 
 

@@ -134,13 +134,19 @@ def _check_policy_servers(run: TrainConfig) -> None:
 
 def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:
     gpus = list(engine.gpus or ())
-    if not gpus:
-        return
-    if max(gpus) >= (there := gpu_count()):
+    if gpus and max(gpus) >= (there := gpu_count()):
         raise ConfigError(
             f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
             "CUDA_VISIBLE_DEVICES, if it is set)."
         )
+    gpus_of_a_server(key, engine, servers)
+
+
+def gpus_of_a_server(key: str, engine: EngineConfig, servers: int) -> int:
+    """How many GPUs each server has of `engine.gpus`, 1 without; a ConfigError if they cannot be shared out evenly."""
+    gpus = list(engine.gpus or ())
+    if not gpus:
+        return 1
     if len(gpus) % servers:
         raise ConfigError(
             f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
@@ -153,6 +159,7 @@ def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:
             f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
             f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
         )
+    return len(gpus) // servers
 
 
 def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:

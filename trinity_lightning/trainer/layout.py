@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.hardware import free_memory
-from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, layer_bytes
+from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.attention import CpuSharedPrefix, FlexSharedPrefix, Segments
@@ -263,9 +263,9 @@ def tokens_that_fit(shape: ModelShape, width: int, free: int) -> int:
 
     Weights, of `width` bytes each, and masters are loaded; `free` bytes are left.
     """
-    later = 3 * FLOAT * shape.parameters  # float32 gradients, and two moments
-    token = shape.layers * layer_bytes(shape, Training(width, longest_row=0)) + width * shape.vocabulary
-    return next((each for each in CPU_TOKENS if each * token <= SHARE * (free - later)), CPU_TOKENS[-1])
+    room = SHARE * (free - 3 * FLOAT * shape.parameters)  # beside float32 gradients, and two moments
+    training = Training(width, longest_row=0, on_cpu=True)
+    return next((each for each in CPU_TOKENS if activations(shape, training, each) <= room), CPU_TOKENS[-1])
 
 
 # -- the tensors of one micro-batch: made on the CPU, and moved to a GPU in one copy -----------------------------------

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from trinity_lightning.common.model_memory import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
+
 # -- gradients of embeddings and head, added up where they lie ---------------------------------------------------------
 # Autograd makes the gradient of a whole matrix for every micro-batch, twice where the head is tied to the embeddings,
 # adds the two, casts the sum to float32 and adds that: four passes over a matrix that may be a fifth of the model,
@@ -88,11 +90,6 @@ def gradient_of(weight: Tensor) -> Tensor:
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------
-
-# Logits of one chunk: those of 1,365 tokens of SmolLM2 in bfloat16 on a CPU, a tenth of what its layers keep.
-CHUNK_BYTES, GPU_CHUNK_BYTES = 128 << 20, 1 << 30
-# What the softmax reads and writes at once, in float32: on a CPU it has to stay in the cache from pass to pass.
-BLOCK_BYTES, GPU_BLOCK_BYTES = 2 << 20, 256 << 20
 
 
 @dataclass(frozen=True)

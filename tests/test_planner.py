@@ -1,0 +1,196 @@
+"""Plans of runs: against what was measured here, for models that are known on paper, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.compose import composed
+
+from trinity_lightning.common.hardware import GIB
+from trinity_lightning.common.memory_plan import (
+    ACTIVATIONS,
+    CACHE,
+    ENGINE_WEIGHTS,
+    GRADIENTS,
+    GRAPHS,
+    MASTERS,
+    MOMENTS,
+    POLICY,
+    RESERVE,
+    Rollouts,
+    engine_alone,
+    plan,
+)
+from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.plan import as_text, register
+from trinity_lightning.plan import plan as plan_of
+from trinity_lightning.planner import RunPlan
+from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.flops import ModelSize
+
+# Of the published configurations, what the number of parameters follows from.
+QWEN_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+LLAMA_70B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+# Qwen2.5-7B and Llama 3.1 70B, by their model cards and papers.
+PUBLISHED = [(QWEN_7B, 7.62e9, 6.53e9), (LLAMA_70B, 70.6e9, 68.5e9)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Any:
+    """Writes a folder that holds nothing but a model's config.json."""
+
+    def written(config: dict[str, Any]) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return written
+
+
+def planned(*overrides: str) -> RunPlan:
+    register()
+    return plan_of(composed("+recipe=grpo", *overrides, name="plan"))
+
+
+def test_the_default_recipe_takes_what_was_measured_here() -> None:
+    """docs/performance.md: benchmarks/memory.py's parts while it trains, and the peak of a whole run, in GB."""
+    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87")
+    parts = found.shares[0].memory.training
+    measured = {POLICY: 0.27, MASTERS: 0.54, MOMENTS: 1.08, GRADIENTS: 0.54, ACTIVATIONS: 0.45, RESERVE: 0.5 + 0.3}
+    assert {name: parts[name] / 1e9 for name in measured} == pytest.approx(measured, rel=0.15)
+    assert (parts[ENGINE_WEIGHTS] + parts[GRAPHS]) / 1e9 == pytest.approx(0.7, rel=0.15)
+    assert (found.shares[0].memory.device - found.shares[0].memory.left) / 1e9 == pytest.approx(4.47, rel=0.15)
+
+
+def test_the_seconds_of_a_step_are_of_the_size_that_was_measured_here() -> None:
+    """A step of the default recipe with its prompts of 45 and responses of about 20 tokens: 2.7 + 3.9 + 0.14 s."""
+    lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
+    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87", *lengths)
+    assert found.tokens["computed by training"] == 8 * (45 + 8 * 20)
+    assert found.seconds["training"] == pytest.approx(3.9, rel=0.3)
+    assert found.seconds["rollout"] == pytest.approx(2.7, rel=0.5)
+    assert found.seconds["weight sync"] == pytest.approx(0.14, rel=0.3)
+
+
+@pytest.mark.parametrize(("config", "parameters", "in_layers"), PUBLISHED)
+def test_parameters_are_those_that_were_published(
+    config: dict[str, Any], parameters: float, in_layers: float, folder: Any
+) -> None:
+    model = skeleton(folder(config))
+    shape = ModelShape.of(model)
+    assert shape.parameters == pytest.approx(parameters, rel=0.003)
+    assert shape.parameters - shape.outside == pytest.approx(in_layers, rel=0.003)
+    assert ModelSize.of(model).head == config["vocab_size"] * config["hidden_size"]
+
+
+def test_a_7b_model_on_8_gpus_of_80_gb_is_refused_whole_and_says_what_helps(folder: Any) -> None:
+    given = (f"model.name={folder(QWEN_7B)}", "trainer=ddp", "trainer.devices=8", "plan.device=H100-80GB")
+    with pytest.raises(ConfigError, match=r"policy 14\.2, masters 28\.4, Adam's moments 56\.7, gradients 28\.4"):
+        planned(*given)
+    with pytest.raises(ConfigError, match=r"a device of 1\d\d\.\d GiB has room"):
+        planned(*given, "model.gradient_checkpointing=true")
+
+
+def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
+    shape = ModelShape.of(skeleton(folder(QWEN_7B)))
+    whole = Training(2, 2048, reference=True, checkpointing=True)
+    shared = Training(2, 2048, reference=True, checkpointing=True, shards=8)
+    device = 78 * GIB
+    with pytest.raises(ConfigError, match=r"without a reference \(algorithm\.kl\.coef=0\) 14\.2 GiB less"):
+        plan(shape, whole, None, device, 0)
+    found = plan(shape, shared, None, device, 0)
+    assert sum(found.training[name] for name in (POLICY, MOMENTS)) == pytest.approx(12 * shape.parameters / 8, rel=1e-6)
+    assert found.left > 0
+    with_engine = plan(shape, shared, Rollouts(2, 2048, 512), device, 0)
+    assert with_engine.training[ENGINE_WEIGHTS] == 2 * shape.parameters
+
+
+def test_a_70b_model_on_paper(folder: Any) -> None:
+    """64 GPUs of 80 GB hold what trains it, 8 do not; an engine is split over 2 at least."""
+    shape = ModelShape.of(skeleton(folder(LLAMA_70B)))
+    training, device = Training(2, 4096, checkpointing=True, shards=64), 78 * GIB
+    assert plan(shape, training, None, device, 0).left > 0
+    with pytest.raises(ConfigError, match="does not fit"):
+        plan(shape, replace(training, shards=8), None, device, 0)
+    rollouts = Rollouts(2, 4096, 512)
+    with pytest.raises(ConfigError, match=r"an engine on 1 GPUs of 78\.0 GiB has no room"):
+        engine_alone(shape, rollouts, device)
+    two, four = (engine_alone(shape, replace(rollouts, gpus=gpus), device) for gpus in (2, 4))
+    assert two.training[ENGINE_WEIGHTS] == 2 * four.training[ENGINE_WEIGHTS] == shape.parameters
+    assert four.kv_cache > two.kv_cache + two.training[ENGINE_WEIGHTS] // 2
+
+
+def test_servers_on_gpus_of_their_own_and_ranks_are_listed_apart(folder: Any) -> None:
+    given = ("engine=vllm_server", "engine.gpus=[2,3,4,5]", "engine.servers=2", "trainer=ddp", "trainer.devices=2")
+    small = QWEN_7B | {"num_hidden_layers": 4}
+    found = planned(f"model.name={folder(small)}", "plan.device=H100-80GB", *given)
+    assert [(each.name, each.devices) for each in found.shares] == [
+        ("rank 0", 1),
+        ("ranks 1 to 1", 1),
+        ("2 servers x 2 GPUs", 4),
+    ]
+    trainer, other, server = (each.memory for each in found.shares)
+    assert trainer.training == other.training
+    assert ENGINE_WEIGHTS not in trainer.training
+    assert server.training[ENGINE_WEIGHTS] == 2 * found.parameters // 2
+
+
+def test_the_table_shows_every_part_and_what_is_assumed() -> None:
+    text = as_text(planned("plan.device=H100-80GB", "plan.prompt_tokens=45"))
+    for word in (POLICY, MASTERS, MOMENTS, GRADIENTS, ACTIVATIONS, ENGINE_WEIGHTS, CACHE, "1 x H100-80GB"):
+        assert word in text
+    assert "every prompt has 45 tokens (plan.prompt_tokens)" in text
+    assert "training reaches 0.35 of that (plan.training_share)" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("plan.device=H100",), "unknown plan.device 'H100'.*Known: A10, "),
+        (("plan.training_share=2",), "plan.training_share is 2"),
+        (("plan.device=H200", "trainer=ddp"), "trainer.devices is auto, and H200 is planned for: give a number"),
+        (("plan.prompt_tokens=250",), "prompts of 250 tokens .* do not fit into engine.max_model_len=256"),
+        (
+            ("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3]", "engine.servers=2"),
+            r"engine.gpus \(3 of them\) cannot be shared out evenly among engine.servers \(2\)",
+        ),
+        (
+            ("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3,4]"),
+            "the 9 heads of smollm2 cannot be split over 4",
+        ),
+        (("plan.device=H200", "+engine.args.tensor_parallel_size=2"), "choose engine=vllm_server"),
+        (("plan.memory_gb=2", "trainer=cpu"), r"does not fit into the 2\.0 GiB.*a device of \d\.\d GiB has room"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises((ConfigError, Exception), match=message):
+        planned(*overrides)
+
+
+def test_a_model_without_a_config_is_refused(tmp_path: Path, folder: Any) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        planned(f"model.name={tmp_path}")
+    with pytest.raises(ConfigError, match="has no config that transformers can read"):
+        planned(f"model.name={folder({'model_type': 'unheard_of'})}", "plan.device=H200")

@@ -1,0 +1,46 @@
+"""GPUs by their data sheets: memory, speed of matrix products, bandwidth."""
+
+import re
+from typing import NamedTuple
+
+
+class Gpu(NamedTuple):
+    """What a GPU has.
+
+    Attributes:
+        name: a regular expression of the name that CUDA gives it ("NVIDIA H100 80GB HBM3").
+        gib: its memory in GiB, as CUDA reports it: less than its name says.
+        flops: dense bfloat16 operations a second with float32 accumulation: of NVIDIA's data sheets, halved where those
+            count structured sparsity, and of the architectures' white papers for GeForce.
+        bandwidth: bytes a second of its memory.
+    """
+
+    name: str
+    gib: float
+    flops: float
+    bandwidth: float
+
+
+# The first whose expression fits. Lightning's own table counts sparsity for some GPUs, and no tensor cores for others.
+GPUS = {
+    "B200": Gpu(r"\bB200\b", 178.3, 2.25e15, 7.7e12),
+    "H200-NVL": Gpu(r"\bH200 NVL\b", 139.7, 8.355e14, 4.8e12),
+    "H100-NVL": Gpu(r"\bH100 NVL\b", 93.0, 8.355e14, 3.9e12),
+    "H100-PCIe": Gpu(r"\bH100 PCIe\b", 79.1, 7.56e14, 2.0e12),
+    "GH200": Gpu(r"\bGH200\b", 94.5, 9.895e14, 4.0e12),
+    "H200": Gpu(r"\bH200\b", 139.7, 9.895e14, 4.8e12),
+    "H100-80GB": Gpu(r"\bH100\b", 79.1, 9.895e14, 3.35e12),
+    "A100-80GB": Gpu(r"\bA100\b.*80GB", 79.1, 3.12e14, 1.935e12),
+    "A100-40GB": Gpu(r"\bA100\b", 39.4, 3.12e14, 1.555e12),
+    "L40S": Gpu(r"\bL40S\b", 44.4, 3.62e14, 8.64e11),
+    "L40": Gpu(r"\bL40\b", 44.4, 1.81e14, 8.64e11),
+    "L4": Gpu(r"\bL4\b", 22.0, 1.21e14, 3.0e11),
+    "A10": Gpu(r"\bA10\b", 22.0, 1.25e14, 6.0e11),
+    "RTX-4090": Gpu(r"\bRTX 4090$", 23.6, 1.652e14, 1.008e12),  # not those of laptops
+    "RTX-3090": Gpu(r"\bRTX 3090$", 23.6, 7.1e13, 9.36e11),
+}
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """What is known of a GPU by the name that CUDA gives it."""
+    return next((gpu for gpu in GPUS.values() if re.search(gpu.name, name)), None)

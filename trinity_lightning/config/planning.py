@@ -1,0 +1,50 @@
+"""What `python -m trinity_lightning.plan` is asked, besides the configuration of the run."""
+
+from dataclasses import dataclass
+
+from trinity_lightning.config.sections import Section
+from trinity_lightning.config.values import number, whole_number
+
+
+@dataclass
+class PlanConfig(Section, key="plan"):
+    """What to plan for.
+
+    Attributes:
+        device: the GPU that the run is to have, such as H100-80GB (an unknown name lists all); null: what this machine
+            has, a GPU or its CPU.
+        memory_gb: GiB of a device that may be used; null: of a GPU what CUDA reports, of this machine what is free.
+        host_gb: GiB of the host's memory that may be used; null: of this machine what is free, of another one enough.
+        tflops: 10^12 operations a second of a device's best matrix product; null: of a GPU by its data sheet, of this
+            machine's CPU measured.
+        training_share: of that speed, what training is assumed to reach (`perf/mfu`).
+        rollout_share: of the speed of products and of memory, whichever takes longer, what the engine is assumed to
+            reach while it generates.
+        sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within a CPU's process, 10
+            between GPUs or within a GPU's, 1 as a folder.
+        prompt_tokens: tokens of a prompt; null: all that the context leaves to it.
+        response_tokens: tokens of a response; null: the most, sampling.max_tokens.
+        json: print one line of JSON instead of the tables.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    device: str | None = None
+    memory_gb: float | None = None
+    host_gb: float | None = None
+    tflops: float | None = None
+    training_share: float = 0.35
+    rollout_share: float = 0.25
+    sync_gb: float | None = None
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gb", "host_gb", "tflops", "sync_gb"):
+            number(f"plan.{name}", getattr(self, name), above=0, optional=True)
+        for name in ("training_share", "rollout_share"):
+            number(f"plan.{name}", getattr(self, name), above=0, most=1)
+        for name in ("prompt_tokens", "response_tokens"):
+            whole_number(f"plan.{name}", getattr(self, name), least=1, optional=True)

@@ -1,0 +1,99 @@
+"""`python -m trinity_lightning.plan +recipe=grpo plan.device=H100-80GB`: what a run needs, before anything is loaded.
+
+Memory of each device by part, tokens and seconds of a step, from the configuration and the model's config alone.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.checks import check_anywhere
+from trinity_lightning.config.planning import PlanConfig
+from trinity_lightning.config.schema import config_dir
+from trinity_lightning.train import check_models, check_objective
+
+if TYPE_CHECKING:
+    from trinity_lightning.planner import RunPlan
+
+
+def plan(config: DictConfig) -> "RunPlan":
+    """What the run that is configured needs.
+
+    Raises:
+        ConfigError: a value that cannot work, or what does not fit, with numbers and the knobs that help.
+    """
+    with open_dict(config):
+        asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
+    run = check_anywhere(config)
+    check_models(run)
+    check_objective(run)
+    from trinity_lightning.planner import plan_run
+
+    return plan_run(config, asked)
+
+
+def as_text(found: "RunPlan") -> str:
+    """The plan as a person reads it."""
+    device = found.hardware
+    lines = [found.model, f"planned for {sum(each.devices for each in found.shares)} x {device.name}", ""]
+    phases = [
+        (f"{each.name}, {phase}", parts, each.memory)
+        for each in found.shares
+        for phase, parts in (("training", each.memory.training), ("generating", each.memory.generating))
+        if parts
+    ]
+    names = list(dict.fromkeys(name for _, parts, _ in phases for name in parts))
+    rows = [[name, *(_gib(parts.get(name, 0)) for _, parts, _ in phases)] for name in names]
+    rows.append(["all", *(_gib(sum(parts.values())) for _, parts, _ in phases)])
+    rows.append(["of", *(_gib(memory.device) for _, _, memory in phases)])
+    lines += [*table(["memory of a device, GiB", *(name for name, _, _ in phases)], rows), ""]
+    lines += [*table(["tokens of a step", ""], [[k, f"{v:,}"] for k, v in found.tokens.items()]), ""]
+    lines += [*table(["seconds of a step", ""], [[k, f"{v:.3g}"] for k, v in found.seconds.items()]), ""]
+    lines += ["assumed:", *(f"  {said} ({key})" for key, said in found.assumed.items())]
+    return "\n".join(lines)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as their longest entry; all but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (header, *rows)
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f}" if size else "-"
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="plan")
+def _main(config: DictConfig) -> None:
+    with compose.errors_as_sentences(config.output_dir):
+        compose.check_overrides(config)
+        as_json = config.plan.json
+        found = plan(config)
+    print(json.dumps(asdict(found)) if as_json else as_text(found))
+
+
+def register() -> None:
+    """Make the keys `plan.*` known to Hydra."""
+    ConfigStore.instance().store(name="planning", node={"plan": PlanConfig})
+
+
+def main() -> None:
+    """Console entry point: configuration errors are one message and exit code 2."""
+    register()
+    compose.run_command(_main, new_folders=False)
+
+
+if __name__ == "__main__":
+    main()

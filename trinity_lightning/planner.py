@@ -1,0 +1,396 @@
+"""What a run needs, from its configuration and its model's config: memory by device and part, seconds of a step."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from trinity_lightning.common.gpus import GPUS, Gpu, known_gpu
+from trinity_lightning.common.hardware import GIB, TORCH_DTYPES, free_memory, product_flops
+from trinity_lightning.common.memory_plan import (
+    CUDA_CONTEXT,
+    WORKSPACES,
+    MemoryPlan,
+    Rollouts,
+    cache_bytes,
+    engine_alone,
+    plan,
+)
+from trinity_lightning.common.model_memory import ModelShape
+from trinity_lightning.config.engines import capabilities_of, check_one_device
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.planning import PlanConfig
+from trinity_lightning.config.schema import TrainConfig, typed_config
+from trinity_lightning.config.servers import gpus_of_a_server
+from trinity_lightning.config.training import Layout, WeightDtype, compute_dtype, trains_replicas
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.engines import settle_dtypes
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.vllm_engine import CPU_CACHE_GB, CPU_REQUESTS
+from trinity_lightning.gpu_plan import Memory, planned, rollouts_of, training_of
+from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.flops import ModelSize, Work, attended
+from trinity_lightning.trainer.layout import WORTH_SHARING, tokens_that_fit
+from trinity_lightning.trainer.objective import Objective
+
+FORWARD = 1 / 3  # of the operations of a forward and backward pass
+# 10^9 bytes a second that weights are sent with: within a process on a CPU (benchmarks/weight_sync.py); on a GPU and
+# between GPUs, and as a folder, from what others report.
+CPU_GB, GPU_GB, FOLDER_GB = 2.0, 10.0, 1.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, of which the run may have several.
+
+    Attributes:
+        name: as people call it.
+        on_cpu: whether it is this machine's CPU.
+        memory: of one device and of its host; of a CPU that of the machine.
+        flops: operations a second of its best matrix product; None: not known for the dtype that is computed in.
+        bandwidth: bytes a second of its memory.
+    """
+
+    name: str
+    on_cpu: bool
+    memory: Memory
+    flops: float | None
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """Devices that hold the same."""
+
+    name: str
+    devices: int
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run needs.
+
+    Attributes:
+        model: its name, and how its weights are held.
+        parameters: of the model.
+        hardware: what it is planned for.
+        shares: the memory of every device, alike ones together: the first is rank 0's.
+        tokens: of a step, by what happens to them.
+        seconds: of a step, by part; none if the speed of the device is not known.
+        assumed: what tokens and seconds rest on, by the key that sets it.
+    """
+
+    model: str
+    parameters: int
+    hardware: Hardware
+    shares: list[Share]
+    tokens: dict[str, int]
+    seconds: dict[str, float]
+    assumed: dict[str, str]
+
+
+def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
+    """The plan of a run.
+
+    Args:
+        config: a configuration that was checked; its dtypes are settled here.
+        asked: what to plan for.
+
+    Raises:
+        ConfigError: the model has no config, the device is not known, numbers do not divide, or something does not fit.
+    """
+    trainer = config.trainer or {}
+    gpu = gpu_of(asked, trainer.get("accelerator", "auto"))
+    if gpu is not None and config.model.dtype is WeightDtype.auto:
+        config.model.dtype = WeightDtype.bf16
+    settle_dtypes(config, None)
+    run = replace(typed_config(config), trainer=trainer)
+    hardware = _hardware(asked, gpu, compute_dtype(run.model.dtype, trainer.get("precision")))
+    model = _model(run.model.name)
+    shape, size, devices = ModelShape.of(model), ModelSize.of(model), trainer_devices(trainer, hardware)
+    step, gpus = step_of(run, asked), _gpus_of_a_server(run, shape)
+    run, shares = (_on_a_cpu if hardware.on_cpu else _on_gpus)(run, shape, hardware, devices, gpus)
+    work, rollouts = training_work(run, step), replace(rollouts_of(run), gpus=max(gpus, 1))
+    seconds: dict[str, float] = {}
+    if hardware.flops is not None:
+        cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
+        engines = len(run.engine.urls) or run.engine.servers
+        generating = rollout_seconds(step, rollouts, engines, cache, shape, size, hardware.flops, hardware.bandwidth)
+        seconds = {
+            "rollout": generating / asked.rollout_share,
+            "training": training_flops(run, size, work) / (hardware.flops * devices) / asked.training_share,
+            "weight sync": rollouts.width * shape.parameters / (_sync_gb(run, asked, hardware) * 1e9),
+        }
+    return RunPlan(
+        model=f"{run.model.name}: {shape.parameters / 1e9:.3g} billion parameters, {run.model.dtype.value}",
+        parameters=shape.parameters,
+        hardware=hardware,
+        shares=shares,
+        tokens={
+            "of a prompt": step.prompt,
+            "of a response": step.response,
+            "generated": step.rows * step.response,
+            "computed by training": work.tokens,
+            "of a micro-batch": shares[0].memory.micro_batch_tokens,
+        },
+        seconds=seconds,
+        assumed=_assumed(run, asked, hardware),
+    )
+
+
+def _model(name: str) -> Any:
+    try:
+        return skeleton(str(resolve_model(name)))
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.name: '{name}' has no config that transformers can read: {reason}") from error
+
+
+# -- what it runs on ---------------------------------------------------------------------------------------------------
+
+
+def gpu_of(asked: PlanConfig, accelerator: str) -> tuple[str, Gpu] | None:
+    """The GPU to plan for and its name; None: this machine's CPU.
+
+    Raises:
+        ConfigError: it is not in the table.
+    """
+    if asked.device is not None:
+        if asked.device not in GPUS:
+            raise ConfigError(unknown_name("plan.device", asked.device, GPUS))
+        return asked.device, GPUS[asked.device]
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    if (gpu := known_gpu(name)) is None:
+        raise ConfigError(f"this machine's GPU, {name}, is not in the table: give one that is like it as plan.device.")
+    return name, gpu
+
+
+def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, dtype: WeightDtype) -> Hardware:
+    given = None if asked.tflops is None else asked.tflops * 1e12
+    asked_free = None if asked.memory_gb is None else int(asked.memory_gb * GIB)
+    if gpu is None:
+        free = asked_free or free_memory()
+        flops = given or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
+        return Hardware("this machine's CPU", True, Memory(free, free, free), flops, _copied_a_second())
+    name, known = gpu
+    if asked.device is None:
+        free, total = torch.cuda.mem_get_info()
+        host = free_memory()
+    else:
+        total = int(known.gib * GIB)
+        free, host = total - (CUDA_CONTEXT - WORKSPACES), 1 << 60
+    host = host if asked.host_gb is None else int(asked.host_gb * GIB)
+    flops = given or (known.flops if dtype is WeightDtype.bf16 else None)
+    return Hardware(name, False, Memory(asked_free or free, asked_free or total, host), flops, known.bandwidth)
+
+
+def _copied_a_second() -> float:
+    """Bytes a second that this CPU reads and writes as it copies memory."""
+    source = torch.ones(1 << 26, dtype=torch.uint8)
+    target = source.clone()
+    start = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source)
+    return 8 * source.nbytes / (time.perf_counter() - start)
+
+
+def trainer_devices(settings: Mapping[str, Any], hardware: Hardware) -> int:
+    """How many devices train, on all machines together.
+
+    Raises:
+        ConfigError: as many as there are (`auto`), on a machine that this one is not.
+    """
+    if not trains_replicas(settings):
+        return 1
+    devices, nodes = settings.get("devices", "auto"), int(settings.get("num_nodes", 1))
+    if str(devices) in ("auto", "-1"):
+        if not hardware.on_cpu and hardware.name in GPUS:
+            raise ConfigError(f"trainer.devices is {devices}, and {hardware.name} is planned for: give a number.")
+        return nodes * (1 if hardware.on_cpu else torch.cuda.device_count())
+    return nodes * (len(devices) if not isinstance(devices, int | str) else int(devices))
+
+
+def _gpus_of_a_server(run: TrainConfig, shape: ModelShape) -> int:
+    """GPUs of each server of an engine that has GPUs to itself; 0: it has not.
+
+    Raises:
+        ConfigError: they are not shared out evenly, are the trainer's, or the heads are not.
+    """
+    engine = run.engine
+    can = capabilities_of(engine.name)
+    if not can.overlaps_training:
+        check_one_device(engine.args)
+        return 0
+    each, gpus = gpus_of_a_server("engine", engine, engine.servers), list(engine.gpus or ())
+    split = engine.args.get("tensor_parallel_size", each)
+    if shape.heads % split:
+        raise ConfigError(
+            f"engine.gpus gives a server {each} GPUs, and the {shape.heads} heads of {run.model.name} cannot be split "
+            f"over {split}: give a number that divides them, or more servers (engine.servers)."
+        )
+    return each if gpus and 0 not in gpus else 0
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _on_gpus(
+    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, gpus: int
+) -> tuple[TrainConfig, list[Share]]:
+    memory, training = hardware.memory, training_of(run)
+    run, shared = planned(run, memory)
+    first = shared or plan(shape, training, None, memory.free, memory.host)
+    shares = [Share("trainer" if devices == 1 else "rank 0", 1, first)]
+    if devices > 1:
+        training = replace(training, tokens=first.micro_batch_tokens)
+        others = plan(shape, training, None, memory.free, memory.host)
+        shares.append(Share(f"ranks 1 to {devices - 1}", devices - 1, others))
+    if gpus:
+        servers = run.engine.servers
+        found = engine_alone(shape, replace(rollouts_of(run), gpus=gpus), memory.total)
+        shares.append(Share(f"{servers} servers x {gpus} GPUs", servers * gpus, found))
+    return run, shares
+
+
+def _on_a_cpu(
+    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, gpus: int
+) -> tuple[TrainConfig, list[Share]]:
+    """Processes that share this machine's memory: the last ones' is planned first, and rank 0 has the rest."""
+    free = hardware.memory.free
+    training = replace(training_of(run), on_cpu=True)
+    if training.tokens is None:
+        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // devices))
+    rollouts: Rollouts | None = None
+    if capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
+        engine = replace(
+            run.engine,
+            kv_cache_gb=run.engine.kv_cache_gb or CPU_CACHE_GB,
+            max_num_seqs=run.engine.max_num_seqs or CPU_REQUESTS,
+        )
+        run = replace(run, engine=engine)
+        rollouts = rollouts_of(run)
+    shares = []
+    if devices > 1:
+        alone = plan(shape, training, None, free // devices, 0)
+        shares.append(Share(f"ranks 1 to {devices - 1}", devices - 1, alone))
+        free -= (devices - 1) * (alone.device - alone.left)
+    first = plan(shape, training, rollouts, free, 0)
+    return run, [Share("trainer" if devices == 1 else "rank 0", 1, first), *shares]
+
+
+# -- tokens and seconds ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rollouts of a step, all as long as they are assumed to be: `size` responses to each of `groups` prompts."""
+
+    groups: int
+    size: int
+    prompt: int
+    response: int
+
+    @property
+    def rows(self) -> int:
+        """Rollouts."""
+        return self.groups * self.size
+
+
+def step_of(run: TrainConfig, asked: PlanConfig) -> Step:
+    """The rollouts of a step.
+
+    Raises:
+        ConfigError: a prompt and a response together are longer than the context.
+    """
+    context, response = run.engine.max_model_len, asked.response_tokens or run.sampling.max_tokens
+    prompt = asked.prompt_tokens or context - response
+    if prompt < 1 or prompt + response > context:
+        raise ConfigError(
+            f"prompts of {prompt} tokens (plan.prompt_tokens) and responses of {response} (plan.response_tokens) do "
+            f"not fit into engine.max_model_len={context}."
+        )
+    return Step(run.explorer.batch_size, run.explorer.repeat_times, prompt, response)
+
+
+def training_work(run: TrainConfig, step: Step) -> Work:
+    """What a step sends through the model in one pass over its rollouts."""
+    padded, shared = step.rows * (step.prompt + step.response), step.groups * (step.prompt + step.size * step.response)
+    layout, pairs = run.algorithm.layout, step.rows * attended(step.prompt + step.response)
+    shares = layout is Layout.auto and run.model.attn_implementation == "sdpa" and shared <= WORTH_SHARING * padded
+    if layout is Layout.shared_prefix or shares:
+        pairs = step.groups * (attended(step.prompt) + step.size * attended(step.response, step.prompt))
+        return Work(shared, step.rows * step.response, pairs)
+    return Work(padded, step.rows * step.response, pairs)
+
+
+def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
+    """Operations of a step's training, with those that checkpointing repeats and those of further forward passes."""
+    objective = Objective(run.algorithm)
+    forwards = objective.needs_reference + objective.needs_old_logprobs
+    passes = run.algorithm.inner_epochs * (1 + FORWARD * run.model.gradient_checkpointing) + FORWARD * forwards
+    return size.training_flops(work) * passes
+
+
+def rollout_seconds(
+    step: Step,
+    rollouts: Rollouts,
+    engines: int,
+    cache: int,
+    shape: ModelShape,
+    size: ModelSize,
+    flops: float,
+    bandwidth: float,
+) -> float:
+    """Seconds of a step's rollouts at the full speed of the engines' devices.
+
+    Every pass makes one token of each request that is decoded at once, and reads the weights and the keys and values
+    so far: it takes as long as its operations or as those reads, whichever is more. Prompts are computed once a group.
+
+    Args:
+        step, rollouts: what is generated, and how.
+        engines: that share the rollouts.
+        cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are of use.
+        shape, size: of the model.
+        flops, bandwidth: operations and bytes a second of each GPU of an engine.
+    """
+    requests = -(-step.rows // engines)
+    request = cache_bytes(shape, replace(rollouts, context=step.prompt + step.response), 1)
+    at_once = max(min(requests, rollouts.at_once, cache // request if cache else requests), 1)
+    written = (step.prompt + step.response / 2) / (step.prompt + step.response)  # of a request's cache, on average
+    operations = 2 * (size.body + size.head) * at_once / rollouts.gpus
+    read = rollouts.width * shape.parameters / rollouts.gpus + at_once * request * written
+    passes = -(-requests // at_once) * step.response
+    prompts = 2 * size.body * step.groups * step.prompt / (engines * rollouts.gpus)
+    return passes * max(operations / flops, read / bandwidth) + prompts / flops
+
+
+def _sync_gb(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> float:
+    """10^9 bytes a second that weights are sent with."""
+    if asked.sync_gb is not None:
+        return asked.sync_gb
+    if capabilities_of(run.engine.name).overlaps_training and run.synchronizer.method != "nccl":
+        return FOLDER_GB
+    return CPU_GB if hardware.on_cpu else GPU_GB
+
+
+def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[str, str]:
+    step = step_of(run, asked)
+    lengths = {
+        "plan.prompt_tokens": f"every prompt has {step.prompt} tokens",
+        "plan.response_tokens": f"every response has {step.response} tokens",
+    }
+    if hardware.flops is None:
+        return lengths | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
+    return lengths | {
+        "plan.tflops": f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s",
+        "plan.training_share": f"training reaches {asked.training_share:g} of that",
+        "plan.rollout_share": f"rollouts reach {asked.rollout_share:g} of that, or of memory's "
+        f"{hardware.bandwidth / 1e9:.4g} GB/s, whichever takes longer",
+        "plan.sync_gb": f"weights are sent with {_sync_gb(run, asked, hardware):g} GB/s",
+    }
