@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -599,3 +600,51 @@ def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
     released.set()
     thread.join(timeout=20)
     assert not thread.is_alive()  # it ends by itself once it is free, and closes its loop
+
+
+# -- calls that another thread leaves to the main one ------------------------------------------------------------------
+
+
+def test_a_call_is_made_once_however_threads_take_turns(driver: Driver) -> None:
+    """Another thread makes the calls that wait before every single instruction of `call_later`."""
+    called: list[int] = []
+    between: list[threading.Thread] = []
+
+    def call_before_instructions(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is not Driver.call_later.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            between.append(threading.Thread(target=driver._make_calls))
+            between[-1].start()
+            between[-1].join()
+        return call_before_instructions
+
+    def post() -> None:
+        sys.settrace(call_before_instructions)  # of this thread
+        for number in range(3):
+            driver.call_later(partial(called.append, number))
+
+    posting = threading.Thread(target=post)
+    posting.start()
+    posting.join()
+    assert len(between) > 3
+    driver.run(asyncio.sleep(0))
+    assert called == [0, 1, 2]
+
+
+def test_a_call_that_comes_while_others_are_made_is_made_after_them(driver: Driver) -> None:
+    called: list[int] = []
+
+    def call(number: int) -> None:
+        called.append(number)
+        if number < 3:
+            other = threading.Thread(target=driver.call_later, args=(partial(call, number + 1),))
+            other.start()
+            other.join()
+
+    async def post() -> None:
+        driver.call_later(partial(call, 0))
+
+    driver.run(post())
+    assert called == [0, 1, 2, 3]

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import math
 import random
 import signal
 import time
@@ -29,6 +28,7 @@ from trinity_lightning.explorer import callback as callback_module
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import StopCheckpoint
+from trinity_lightning.explorer.lookahead import RolloutsAhead
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
@@ -267,15 +267,17 @@ def test_sigterm_in_an_evaluation_ends_it_and_a_resumed_run_does_it_again(whole:
 
 
 @pytest.mark.parametrize("where", ["wait", "checkpoint"])
-def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(where: str, tmp_path: Path) -> None:
+def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Run(tmp_path / "whole", offset=1).fit()
     run = Run(tmp_path, offset=1)
-    settle = run.callback._ahead.settle
+    settle = RolloutsAhead.settle
 
-    def terminated(limit: float = math.inf) -> None:
-        if run.callback._ahead.under_way:
+    def terminated(rollouts: RolloutsAhead) -> None:
+        if rollouts.under_way:
             sigterm(run)
-        settle(limit)
+        settle(rollouts)
 
     async def endless(*_: Any) -> Any:
         await asyncio.sleep(600)
@@ -286,12 +288,13 @@ def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(where: 
         return await (roll_out(*args) if run.explorer.step == 0 else endless())
 
     run.explorer._run = second_hangs  # type: ignore[method-assign]
-    run.callback._ahead.settle = terminated  # type: ignore[method-assign]
+    monkeypatch.setattr(RolloutsAhead, "settle", terminated)
     callbacks = [SaveInStep()] if where == "checkpoint" else []
     begun = time.monotonic()
     with pytest.raises(SIGTERMException):
         run.fit(False, *callbacks)
     assert time.monotonic() - begun < 60
+    monkeypatch.undo()
     equal(whole, Run(tmp_path, offset=1).fit(resumed=True))
 
 

@@ -9,7 +9,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -20,12 +19,13 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SynchronizerConfig
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.explorer import Explorer, Observer, Progress
+from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, ignore
 from trinity_lightning.explorer.interruption import StopCheckpoint, keep_sigterm
-from trinity_lightning.explorer.lookahead import Interval, LookAhead, TrainingRollouts, Watchers
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
@@ -91,10 +91,11 @@ class ExplorerCallback(L.Callback):
         self.metrics: dict[str, float] = {}
         self._synchronizer = synchronizer or SynchronizerConfig()
         self._stop = stop or StopCheckpoint()
-        self._measured = measured or (lambda metrics: None)
+        self._measured: Callable[[dict[str, float]], None] = measured or ignore
         self._offload = offload
-        self._ahead = LookAhead(explorer)
-        self._watchers = Watchers(observer, progress, waiting=lambda: not self._ahead.under_way)
+        self._observer: Observer = observer or ignore
+        self._progress: Progress = progress or ignore
+        self._pending = PendingSteps()
         self._versions = WeightVersions()
         self._running: TrainingRollouts | None = None
         self._step = 0  # what is prepared to be trained on
@@ -126,7 +127,7 @@ class ExplorerCallback(L.Callback):
         self.explorer.restart()
         _data(trainer).storage.clear()
         self.metrics = {}
-        self._ahead.forget()
+        self._pending = PendingSteps()
         self._versions.forget()
         self._ended = 0
 
@@ -144,20 +145,20 @@ class ExplorerCallback(L.Callback):
             engine.bind(policy.policy)
         self._step = 0
         self._stop.on_fit_start(trainer, pl_module)
-        self._running = rollouts = TrainingRollouts(
+        self._running = rollouts = _rollouts_class(self.explorer.config)(
             self.explorer,
-            self._ahead,
-            self._watchers,
+            self._pending,
             self._synchronizer,
             policy,
             self._versions,
             HostMemory(trainer.optimizers[0]) if self._offload else None,
-            interrupted=lambda: self._stop.reason(trainer),
+            lambda: self._stop.reason(trainer),
+            self._observer,
+            self._progress,
         )
         rollouts.run(data.prepare())
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
         keep_sigterm()
-        rollouts.sync.join()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop the runners, free the engines, give Ctrl-C back."""
@@ -167,8 +168,8 @@ class ExplorerCallback(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save what is whole, rollouts in flight included, and free everything."""
         try:
-            if self._stop.wanted and self._ahead.under_way:
-                self._settle()
+            if self._stop.wanted and self._running is not None and self._running.under_way:
+                self._settle(self._running)
             self._stop.on_exception(trainer, pl_module, exception)
         finally:
             try:
@@ -176,12 +177,12 @@ class ExplorerCallback(L.Callback):
             except Exception as error:  # the one that ended the run is on its way to the user
                 logger.warning("the engines did not end as they should: %s: %s", type(error).__name__, error)
 
-    def _settle(self) -> None:
+    def _settle(self, rollouts: TrainingRollouts) -> None:
         """Wait shortly for rollouts in flight, which a checkpoint then holds; a resumed run does the others again."""
         logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
         self._stop.ctrl_c.stopping()
-        self._rollouts.settle(STOP_SECONDS)
-        if not self._ahead.complete:
+        rollouts.settle_shortly(STOP_SECONDS)
+        if self.explorer.step < self._pending.target:
             logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
     def _close(self) -> None:
@@ -215,9 +216,7 @@ class ExplorerCallback(L.Callback):
     ) -> None:
         """Measure the step up to here: it ends with its last item."""
         self._stop.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        now = time.perf_counter()
-        self._ahead.training = replace(self._ahead.training, end=now)
-        self.metrics["time/step"] = now - self._step_began
+        self.metrics["time/step"] = time.perf_counter() - self._step_began
         self._measured(self.metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -254,14 +253,13 @@ class ExplorerCallback(L.Callback):
         if not handed_over:
             self._hand_over(trainer, step)
         last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
-        # Engines that take turns with the trainer have nothing ahead.
+        # Engines that take turns with the trainer roll out nothing ahead.
         self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last)
         trainer.strategy.barrier()  # other ranks wait here, however long that took: within a step they would not
         self._step = step
         if not _items_done(trainer):
             log_row(trainer.loggers, self.metrics, step, next_row(trainer))
         self._measured(self.metrics)
-        self._ahead.training = Interval(time.perf_counter())
 
     def _hand_over(self, trainer: L.Trainer, step: int) -> None:
         """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""
@@ -269,7 +267,7 @@ class ExplorerCallback(L.Callback):
         self._versions.begin_step(trainer.global_step)
         start = time.perf_counter()
         columns = _policy(trainer.lightning_module).prepare_step(data.share(step))
-        self.metrics |= self._ahead.take(step) | {"time/prepare": time.perf_counter() - start}
+        self.metrics |= self._pending.metrics.pop(step) | {"time/prepare": time.perf_counter() - start}
         lag = self._versions.at(trainer.global_step) - self.metrics["sample/model_version/mean"]
         self.metrics["sample/lag/mean"] = lag
         data.advance(step, columns)  # last: an error before it finds the step still ready
@@ -302,15 +300,15 @@ class ExplorerCallback(L.Callback):
 
         Lightning asks for it before it asks the DataModule, whose buffer then holds those rollouts too.
         """
-        self._ahead.settle()
-        self._watchers.flush()
+        if self._running is not None:
+            self._running.settle()
         return {
             # Rollouts that are not whole are done again by a resumed run, with the weights that they had.
-            "explorer": self.explorer.state_dict(with_weights=not self._ahead.complete),
+            "explorer": self.explorer.state_dict(with_weights=self.explorer.step < self._pending.target),
             "sync": self._versions.state_dict(),
             "ended": self._ended,
             "metrics": dict(self.metrics),
-            "ahead": self._ahead.state_dict(),
+            "ahead": self._pending.state_dict(),
             "drill_scale": self._versions.drill_scale,
         }
 
@@ -326,7 +324,7 @@ class ExplorerCallback(L.Callback):
         self._versions.drill_scale = state_dict.get("drill_scale")
         self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
-        self._ahead.load_state_dict(state_dict["ahead"])
+        self._pending.load_state_dict(state_dict["ahead"])
 
 
 class ExplorerFollower(L.Callback):
@@ -362,6 +360,14 @@ class ExplorerFollower(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0 may evaluate, and need this rank's share of the weights."""
         trainer.strategy.barrier()
+
+
+def _rollouts_class(config: ExplorerConfig) -> type[TrainingRollouts]:
+    if config.sync_offset == 0:
+        return TrainingRollouts
+    from trinity_lightning.explorer.lookahead import RolloutsAhead
+
+    return RolloutsAhead
 
 
 def _let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:

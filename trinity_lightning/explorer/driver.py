@@ -1,4 +1,4 @@
-"""Who drives the engines: coroutines live on a loop in a helper thread, in-process engines compute on the main one.
+"""Drives rollouts: coroutines run on a loop in a helper thread, engines of this process compute on the main thread.
 
 Engine and trainer share one thread on purpose: with two pools of OpenMP threads generation on a CPU loses a third of
 its speed. While the main thread pumps the engines, the loop stays free for workflows, rewards and HTTP clients.
@@ -12,6 +12,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -41,6 +42,8 @@ SWITCH_SECONDS = 1e-4
 class Driver:
     """Runs coroutines to their end while it pumps the in-process engines that they wait for.
 
+    Only the main thread uses it, but for `call_later`.
+
     Args:
         engines: those to drive.
         interrupted: asked between steps; an exception that it returns stops what runs (SIGTERM, say).
@@ -52,6 +55,7 @@ class Driver:
         self._engines = list(engines)
         self._interrupted = interrupted
         self._wake = threading.Event()
+        self._later: deque[Callable[[], None]] = deque()  # both ends of a deque are safe in threads
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._thread.start()
@@ -62,13 +66,23 @@ class Driver:
             engine.attach(self._wake.set)
 
     def limit_blocking(self, seconds: float, warn_after: float = WARN_SECONDS) -> None:
-        """From now on a workflow, or whatever else, may block the loop for so long: not engines that are loaded.
+        """From now on, once engines are loaded, nothing may block the loop for longer.
 
         Args:
             seconds: after which `wait` raises WorkflowBlockedError.
             warn_after: seconds after which whatever blocks it is logged.
         """
         self._watch.fail_after, self._watch.warn_after = seconds, warn_after
+
+    def hurry(self) -> None:
+        """The run is ending: do not wait for long if something blocks the loop."""
+        if self._watch.fail_after > BLOCKED_SECONDS:
+            self._watch.why = "the run is ending"
+            self.limit_blocking(BLOCKED_SECONDS)
+
+    def call_later(self, function: Callable[[], None]) -> None:
+        """From any thread: have the main thread call this once its wait, the present or the next one, is over."""
+        self._later.append(function)
 
     def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
         """The coroutine's result. An exception of its own is raised here.
@@ -78,11 +92,11 @@ class Driver:
         """
         return self.wait(self.start(coroutine), interruptible)
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Job[T]":
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "LoopTask[T]":
         """Let the coroutine run while the main thread does something else: it must not need an in-process engine."""
-        return Job(self._loop, coroutine, self._wake.set)
+        return LoopTask(self._loop, coroutine, self._wake.set)
 
-    def wait(self, job: "Job[T]", interruptible: bool = True, limit: float = math.inf) -> T:
+    def wait(self, task: "LoopTask[T]", interruptible: bool = True, limit: float = math.inf) -> T:
         """The result of what `start` began; as `run`. TimeoutError, and it is cancelled, after `limit` seconds.
 
         Raises:
@@ -91,25 +105,48 @@ class Driver:
         deadline = time.monotonic() + limit
         reason: BaseException | None = None
         try:
-            while not job.done and reason is None:
-                self._pump(job)
-                if not job.done:
+            while not task.done and reason is None:
+                self._pump(task)
+                if not task.done:
                     self._watch.check()
-                if not job.done and time.monotonic() > deadline:
+                if not task.done and time.monotonic() > deadline:
                     raise TimeoutError(f"not done within {limit:g} s")
-                if interruptible and not job.done:
+                if interruptible and not task.done:
                     reason = self._interrupted()
             if reason is not None:
-                self.cancel(job)
+                self.cancel(task)
         except BaseException:
-            self.cancel(job)
+            self.cancel(task)
             raise
         finally:
-            for engine in self._engines:
-                engine.run_commands()  # aborts that were posted last
-        if reason is not None and not job.succeeded:
+            self._run_commands()
+            self._make_calls()
+        if reason is not None and not task.succeeded:
             raise reason
-        return job.result()
+        return task.result()
+
+    def cancel(self, task: "LoopTask[T]") -> None:
+        """Cancel what `start` began, and wait for the end of its clean-up; its error, if any, is logged."""
+        if not task.done:
+            task.cancel()
+            deadline = time.monotonic() + CANCEL_SECONDS
+            if not self._pump_until(task, deadline):
+                waited = time.monotonic() - deadline + CANCEL_SECONDS
+                logger.warning("a cancelled coroutine did not end within %g s and is left to itself.", round(waited, 1))
+                return
+        task.report()
+
+    def end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run what ends things, for `END_SECONDS`; not if the loop is blocked. Its exceptions are raised."""
+        task = self.start(coroutine)
+        if self._pump_until(task, time.monotonic() + END_SECONDS):
+            self._run_commands()
+            task.result()
+        elif self._is_stuck():
+            logger.warning("the event loop is blocked: what runs on it ends with the process.")
+        else:
+            logger.warning("what ends the run was not done within %g s, and is cancelled.", END_SECONDS)
+            self.cancel(task)
 
     def close(self) -> None:
         """Cancel what still runs, stop the loop, and let the engines step themselves again; twice is allowed.
@@ -121,7 +158,7 @@ class Driver:
         self.end(_cancel_others())
         for engine in self._engines:
             engine.detach()
-        patience = 0.0 if self._stuck() else CANCEL_SECONDS
+        patience = 0.0 if self._is_stuck() else CANCEL_SECONDS
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(patience)
         sys.setswitchinterval(self._switch_interval)
@@ -138,64 +175,44 @@ class Driver:
         finally:
             self._loop.close()
 
-    def hurry(self) -> None:
-        """The run is ending: do not wait for long if something blocks the loop."""
-        if self._watch.fail_after > BLOCKED_SECONDS:
-            self._watch.why = "the run is ending"
-            self.limit_blocking(BLOCKED_SECONDS)
+    def _pump(self, task: "LoopTask[Any]") -> None:
+        self._wake.clear()  # before looking: what happens from here on sets it again
+        worked = [engine.pump() for engine in self._engines]
+        if not any(worked) and not task.done:
+            self._wake.wait(SIGNAL_CHECK_SECONDS)
 
-    def _stuck(self) -> bool:
+    def _pump_until(self, task: "LoopTask[Any]", deadline: float) -> bool:
+        """Pump until the task is done; False if it is not by then, or if the loop is blocked."""
+        while not task.done:
+            self._pump(task)
+            if not task.done and (time.monotonic() > deadline or self._is_stuck()):
+                return False
+        return True
+
+    def _run_commands(self) -> None:
+        """Carry out what was posted last: requests to abort."""
+        for engine in self._engines:
+            engine.run_commands()
+
+    def _make_calls(self) -> None:
+        while self._later:
+            self._later.popleft()()
+
+    def _is_stuck(self) -> bool:
         """Whether there is no point in waiting for the loop."""
         silent = self._watch.silent()
         return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and self._watch.blocker() is not None)
 
-    def end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run what ends things, for `END_SECONDS`; not if the loop is blocked. Its exceptions are raised."""
-        job = self.start(coroutine)
-        deadline = time.monotonic() + END_SECONDS
-        while not job.done:
-            self._pump(job)
-            if self._stuck():
-                logger.warning("the event loop is blocked: what runs on it ends with the process.")
-                return
-            if time.monotonic() > deadline:
-                logger.warning("what ends the run was not done within %g s, and is cancelled.", END_SECONDS)
-                self.cancel(job)
-                return
-        for engine in self._engines:
-            engine.run_commands()  # aborts that were posted last
-        job.result()
 
-    def _pump(self, job: "Job[Any]") -> None:
-        self._wake.clear()  # before looking: what happens from here on sets it again
-        worked = [engine.pump() for engine in self._engines]
-        if not any(worked) and not job.done:
-            self._wake.wait(SIGNAL_CHECK_SECONDS)
+class LoopTask(Generic[T]):
+    """An asyncio task on a loop in another thread; unlike a concurrent future it is done only once cleaned up."""
 
-    def cancel(self, job: "Job[Any]") -> None:
-        """Cancel what `start` began, and wait for the end of its clean-up; its error, if any, is logged."""
-        if job.done:
-            job.report()
-            return
-        job.cancel()
-        deadline = time.monotonic() + CANCEL_SECONDS
-        while not job.done:
-            self._pump(job)
-            if time.monotonic() > deadline or self._stuck():
-                waited = time.monotonic() - deadline + CANCEL_SECONDS
-                logger.warning("a cancelled coroutine did not end within %g s and is left to itself.", round(waited, 1))
-                return
-        job.report()
-
-
-class Job(Generic[T]):
-    """A coroutine running on a loop in another thread; unlike a concurrent future it is done only once cleaned up."""
+    _task: asyncio.Task[T]  # from the loop's next turn on
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], wake: Callable[[], None]):
         self.done = False
         self._loop = loop
         self._wake = wake
-        self._task: asyncio.Task[T] | None = None
         loop.call_soon_threadsafe(self._start, coroutine)
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -207,21 +224,19 @@ class Job(Generic[T]):
         self._wake()
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
+        self._loop.call_soon_threadsafe(lambda: self._task.cancel())
 
     def result(self) -> T:
-        if self._task is None:
-            raise RuntimeError("the coroutine has not been started")
         return self._task.result()
 
     @property
     def succeeded(self) -> bool:
         """Whether there is a result, cancelled in time or not."""
-        return self.done and self._task is not None and not self._task.cancelled() and self._task.exception() is None
+        return self.done and not self._task.cancelled() and self._task.exception() is None
 
     def report(self) -> None:
         """Log what a coroutine raised that nobody waits for: another exception is on its way to the caller."""
-        if self._task is not None and not self._task.cancelled() and (error := self._task.exception()) is not None:
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
             logger.warning("a coroutine that was given up failed: %s: %s", type(error).__name__, error)
 
 
@@ -234,7 +249,7 @@ async def _cancel_others() -> None:
 
 
 class LoopWatch:
-    """Asks a loop in another thread for a sign of life, again and again.
+    """Asks a loop in another thread again and again whether it still answers.
 
     Args:
         loop: which one.
@@ -288,7 +303,7 @@ class LoopWatch:
             )
 
     def blocker(self) -> str | None:
-        """The innermost line that the loop runs just now and that is no library's, with its workflow; None: nothing."""
+        """The innermost line that the loop is in and no library has, with its workflow; None while the loop waits."""
         frames = list(self._running())
         own = [frame for frame in frames if not _of_a_library(frame)]
         place = next((_place(frame) for frame in own or frames), None)

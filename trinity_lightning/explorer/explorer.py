@@ -266,8 +266,8 @@ class Explorer:
         self._scheduler = Scheduler(config, models, self._auxiliary)
         self._restarts = 0
         self._sink: Sink | None = None
-        self._observer: Observer = _ignore
-        self._progress: Progress = _ignore
+        self._observer: Observer = ignore
+        self._progress: Progress = ignore
         self._cursor = {} if train is None else train.taskset.state_dict()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Explorer:
             progress: called whenever a task has ended.
         """
         self._sink, self.engines.source = sink, weights
-        self._observer, self._progress = observer or _ignore, progress or _ignore
+        self._observer, self._progress = observer or ignore, progress or ignore
         await self._scheduler.prepare()
         await asyncio.gather(*(model.load() for model in self._engines()))
         await self._scheduler.start()
@@ -502,5 +502,5 @@ class Explorer:
             self.engines.load_state_dict(state["engines"])
 
 
-def _ignore(*_: object) -> None:
+def ignore(*_: object) -> None:
     """Watch nothing."""
