@@ -4,15 +4,13 @@ import dataclasses
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from trinity_lightning.common.hardware import GIB, forget, trim_heap
+from trinity_lightning.common.hardware import GIB, trim_heap
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import (
@@ -30,108 +28,8 @@ from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncErro
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
-# -- new weights for vLLM's CPU build, whose linear layers keep theirs packed for its matrix products -----------------
-
-
-class PackedWeights:
-    """Loads weights into a model of vLLM and packs each linear layer as soon as all of its weight is there.
-
-    vLLM's own `reload_weights`, which is for models of every kind, comes to the same bits; but it prepares every module
-    at every call, and loads each tensor twice, once to count its elements.
-
-    Args:
-        model: a model that `is_packable`.
-    """
-
-    def __init__(self, model: Any) -> None:
-        from vllm.model_executor.layers.linear import LinearBase
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-        self._model = model
-        self._loading: dict[Any, tuple[Tensor, int]] = {}  # weight of a layer, and how many elements it lacks
-        for layer in model.modules():
-            if isinstance(layer, LinearBase):
-                self._expect(layer)
-        embeddings: list[Any] = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-        # One of them is the head if the model has no other.
-        self._heads = [layer for layer in embeddings if isinstance(layer, ParallelLMHead)] or embeddings
-        for layer in embeddings:
-            if layer not in self._heads:  # vLLM packed it too, for nothing: a fifth of a small model's memory
-                layer.cpu_linear = torch.nn.functional.linear
-
-    def _expect(self, layer: Any) -> None:
-        """Give a packed layer the parameter again that it was loaded through, but empty."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-        recorded = get_layerwise_info(layer).restore_metadata[0]["weight"]
-        empty: Any = restore_layer_refs(materialize_meta_tensor(recorded), layer)
-        empty.data = empty.new_empty(0)
-        empty.weight_loader = partial(self._load, layer, recorded, empty.weight_loader)
-        layer.weight = empty
-
-    def _load(
-        self, layer: Any, recorded: Tensor, load: Callable[..., None], empty: Any, part: Tensor, *shard: Any
-    ) -> None:
-        """In place of vLLM's loader of a weight: load a part of it and, if that was the last, pack the layer."""
-        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-
-        weight, missing = self._loading.pop(layer, None) or (materialize_meta_tensor(recorded), recorded.numel())
-        load(weight, part, *shard)
-        if missing > part.numel():
-            self._loading[layer] = weight, missing - part.numel()
-            return
-        layer.weight = weight
-        _pack(layer)
-        if layer.weight is not weight:  # vLLM has packed it, and put an empty one in its place
-            layer.weight = empty
-
-    @torch.no_grad()
-    def take(self, stream: WeightStream) -> None:
-        """Load all weights of the model.
-
-        Raises:
-            WeightSyncError: some layer did not get all of its weight.
-        """
-        self._loading.clear()
-        self._model.load_weights(iter(stream))
-        if self._loading:
-            raise WeightSyncError(f"{len(self._loading)} layers did not get all of their weight")
-        for head in self._heads:
-            _pack(head)
-
-
-def _pack(layer: Any) -> None:
-    layer.cpu_linear = None  # the packed weights of before: their memory is what the new ones take
-    layer.quant_method.process_weights_after_loading(layer)
-
-
-def is_packable(model: Any) -> bool:
-    """Whether this model of vLLM's CPU build has no weights that it changes when they are loaded but by packing.
-
-    Quantised layers, experts, convolutions, and attention with compressed keys are left to vLLM. So is a model with a
-    linear layer that vLLM did not pack, for want of oneDNN or of support: it computes with the weight itself.
-    """
-    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    if hasattr(model, "process_weights_after_loading"):
-        return False
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-            return False
-        if is_deferred_attention_layer(layer) and type(layer) is not Attention:
-            return False
-        if isinstance(layer, LinearBase):
-            weight = get_layerwise_info(layer).restore_metadata[0].get("weight")
-            if weight is None or weight.ndim != 2 or layer.get_parameter("weight").numel() > 0:
-                return False
-    return True
-
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.models.vllm_cpu import PackedWeights
 
 # -- how vLLM is started: the same arguments for the engine in this process and for a server's -------------------------
 
@@ -232,10 +130,10 @@ class VLLMEngine(InProcessEngine):
             self._asleep = True
 
     def _empty_cache(self) -> None:
-        if not self._loaded or self._engine.vllm_config.device_config.device_type != "cpu":
-            return
-        if not self._has_work() and self._engine.reset_prefix_cache():
-            self._engine.collective_rpc(_forget_cache)
+        if self._loaded and self._on_cpu and not self._has_work() and self._engine.reset_prefix_cache():
+            from trinity_lightning.explorer.models.vllm_cpu import forget_cache
+
+            self._engine.collective_rpc(forget_cache)
             trim_heap()
 
     def _awake(self) -> None:
@@ -276,9 +174,7 @@ class VLLMEngine(InProcessEngine):
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
                 self._tokenizer = self._engine.get_tokenizer()
-                [model] = self._engine.collective_rpc(_model_of)
-                on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-                self._packed = PackedWeights(model) if on_cpu and is_packable(model) else None
+                self._packed = self._packed_weights() if self._on_cpu else None
         except ConfigError:
             raise
         except Exception as error:
@@ -286,6 +182,16 @@ class VLLMEngine(InProcessEngine):
             raise ModelLoadError(f"vLLM cannot load '{path}': {type(error).__name__}: {error}") from error
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._engine.vllm_config.device_config.device_type == "cpu"
+
+    def _packed_weights(self) -> "PackedWeights | None":
+        from trinity_lightning.explorer.models.vllm_cpu import PackedWeights, is_packable
+
+        [model] = self._engine.collective_rpc(_model_of)
+        return PackedWeights(model) if is_packable(model) else None
 
     def _build(self, path: str) -> Any:
         from vllm import EngineArgs
@@ -298,7 +204,9 @@ class VLLMEngine(InProcessEngine):
                 raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, known)}")
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            _avoid_compiled_sampler()
+            from trinity_lightning.explorer.models.vllm_cpu import avoid_compiled_sampler
+
+            avoid_compiled_sampler()
         arguments = engine_args(path, self._config, on_cpu)
         if not on_cpu and "kv_cache_memory_bytes" in arguments:
             # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
@@ -407,20 +315,6 @@ def _model_of(worker: Any) -> Any:
     return worker.model_runner.get_model()
 
 
-def _forget_cache(worker: Any) -> None:
-    """Give the memory of a worker's key-value cache, of which no block is in use, back to a CPU's system."""
-    storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
-    for cache in storages.values():
-        forget(cache)
-
-
 def _own_logprobs(flat: Any) -> list[float]:
     """The log-probability of each token itself: the first entry at each position of vLLM's flat container."""
     return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _avoid_compiled_sampler() -> None:
-    """Replace a helper that vLLM compiles (11 s, and a C++ compiler needed) by the same one line uncompiled."""
-    import vllm.v1.sample.sampler as sampler
-
-    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]

@@ -1,0 +1,126 @@
+"""What vLLM's CPU build needs: weights packed for its matrix products, and less to compile and to keep."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.hardware import forget
+from trinity_lightning.errors import WeightSyncError
+from trinity_lightning.sync.stream import WeightStream
+
+
+class PackedWeights:
+    """Loads weights into a model of vLLM and packs each linear layer as soon as all of its weight is there.
+
+    vLLM's own `reload_weights`, which is for models of every kind, comes to the same bits; but it prepares every module
+    at every call, and loads each tensor twice, once to count its elements.
+
+    Args:
+        model: a model that `is_packable`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        self._model = model
+        self._loading: dict[Any, tuple[Tensor, int]] = {}  # weight of a layer, and how many elements it lacks
+        for layer in model.modules():
+            if isinstance(layer, LinearBase):
+                self._expect(layer)
+        embeddings: list[Any] = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        # One of them is the head if the model has no other.
+        self._heads = [layer for layer in embeddings if isinstance(layer, ParallelLMHead)] or embeddings
+        for layer in embeddings:
+            if layer not in self._heads:  # vLLM packed it too, for nothing: a fifth of a small model's memory
+                layer.cpu_linear = torch.nn.functional.linear
+
+    def _expect(self, layer: Any) -> None:
+        """Give a packed layer the parameter again that it was loaded through, but empty."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        recorded = get_layerwise_info(layer).restore_metadata[0]["weight"]
+        empty: Any = restore_layer_refs(materialize_meta_tensor(recorded), layer)
+        empty.data = empty.new_empty(0)
+        empty.weight_loader = partial(self._load, layer, recorded, empty.weight_loader)
+        layer.weight = empty
+
+    def _load(
+        self, layer: Any, recorded: Tensor, load: Callable[..., None], empty: Any, part: Tensor, *shard: Any
+    ) -> None:
+        """In place of vLLM's loader of a weight: load a part of it and, if that was the last, pack the layer."""
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+        weight, missing = self._loading.pop(layer, None) or (materialize_meta_tensor(recorded), recorded.numel())
+        load(weight, part, *shard)
+        if missing > part.numel():
+            self._loading[layer] = weight, missing - part.numel()
+            return
+        layer.weight = weight
+        _pack(layer)
+        if layer.weight is not weight:  # vLLM has packed it, and put an empty one in its place
+            layer.weight = empty
+
+    @torch.no_grad()
+    def take(self, stream: WeightStream) -> None:
+        """Load all weights of the model.
+
+        Raises:
+            WeightSyncError: some layer did not get all of its weight.
+        """
+        self._loading.clear()
+        self._model.load_weights(iter(stream))
+        if self._loading:
+            raise WeightSyncError(f"{len(self._loading)} layers did not get all of their weight")
+        for head in self._heads:
+            _pack(head)
+
+
+def _pack(layer: Any) -> None:
+    layer.cpu_linear = None  # the packed weights of before: their memory is what the new ones take
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def is_packable(model: Any) -> bool:
+    """Whether this model of vLLM's CPU build has no weights that it changes when they are loaded but by packing.
+
+    Quantised layers, experts, convolutions, and attention with compressed keys are left to vLLM. So is a model with a
+    linear layer that vLLM did not pack, for want of oneDNN or of support: it computes with the weight itself.
+    """
+    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    if hasattr(model, "process_weights_after_loading"):
+        return False
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return False
+        if is_deferred_attention_layer(layer) and type(layer) is not Attention:
+            return False
+        if isinstance(layer, LinearBase):
+            weight = get_layerwise_info(layer).restore_metadata[0].get("weight")
+            if weight is None or weight.ndim != 2 or layer.get_parameter("weight").numel() > 0:
+                return False
+    return True
+
+
+def forget_cache(worker: Any) -> None:
+    """Give the memory of a worker's key-value cache, of which no block is in use, back to a CPU's system."""
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
+    for cache in storages.values():
+        forget(cache)
+
+
+def avoid_compiled_sampler() -> None:
+    """Replace a helper that vLLM compiles (11 s, and a C++ compiler needed) by the same one line uncompiled."""
+    import vllm.v1.sample.sampler as sampler
+
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]
