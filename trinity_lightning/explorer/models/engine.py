@@ -5,8 +5,9 @@ import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -222,7 +223,7 @@ class InProcessEngine(Engine):
     def __init__(self, max_model_len: int) -> None:
         super().__init__(max_model_len)
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._waiting: dict[str, _Reply[Any]] = {}
+        self._waiting: dict[str, Future[Any]] = {}
         self._requests = 0
         self._loaded = False
         self._wake: Callable[[], None] | None = None
@@ -269,7 +270,7 @@ class InProcessEngine(Engine):
         try:
             for request_id, result in self._step():
                 if reply := self._waiting.pop(request_id, None):
-                    reply.resolve(result)
+                    reply.set_result(result)
         except BaseException as error:
             self._fail_all(f"the engine failed while generating: {type(error).__name__}: {error}")
             if not isinstance(error, Exception):
@@ -329,7 +330,7 @@ class InProcessEngine(Engine):
     async def _request(self, add: Callable[[str], None]) -> Any:
         self._requests += 1
         request_id = str(self._requests)
-        reply: _Reply[Any] = _Reply()
+        reply: Future[Any] = Future()
         self._post(lambda: self._start(request_id, add, reply))
         try:
             return await self._wait(reply)
@@ -337,15 +338,15 @@ class InProcessEngine(Engine):
             self._post(lambda: self._cancel(request_id))
             raise
 
-    def _start(self, request_id: str, add: Callable[[str], None], reply: "_Reply[Any]") -> None:
-        if reply.abandoned:
+    def _start(self, request_id: str, add: Callable[[str], None], reply: Future[Any]) -> None:
+        if not reply.set_running_or_notify_cancel():
             return
         self._waiting[request_id] = reply
         try:
             add(request_id)
         except Exception as error:  # a refused request is its caller's, the engine goes on
             del self._waiting[request_id]
-            reply.fail(error)
+            reply.set_exception(error)
 
     def _cancel(self, request_id: str) -> None:
         if self._waiting.pop(request_id, None):
@@ -354,7 +355,7 @@ class InProcessEngine(Engine):
     def _fail_all(self, reason: str) -> None:
         failed, self._waiting = self._waiting, {}
         for reply in failed.values():
-            reply.fail(RolloutError(reason))
+            reply.set_exception(RolloutError(reason))
         self._abort_all()
 
     def _post(self, command: Callable[[], object]) -> None:
@@ -363,38 +364,23 @@ class InProcessEngine(Engine):
             self._wake()
 
     async def _on_driver(self, function: Callable[[], T]) -> T:
-        reply: _Reply[T] = _Reply()
-        self._post(lambda: reply.run(function))
+        """The function's result, called on the driving thread."""
+        reply: Future[T] = Future()
+
+        def call() -> None:
+            if reply.set_running_or_notify_cancel():
+                try:
+                    reply.set_result(function())
+                except Exception as error:
+                    reply.set_exception(error)
+
+        self._post(call)
         return await self._wait(reply)
 
-    async def _wait(self, reply: "_Reply[T]") -> T:
+    async def _wait(self, reply: Future[T]) -> T:
         while self._wake is None:
             await asyncio.sleep(0)  # first, for the others' requests to be posted: one step serves them all
-            if reply.future.done():
+            if reply.done():
                 break
             self.pump()
-        return await reply.future
-
-
-class _Reply(Generic[T]):
-    """A future of the awaiting loop that the driving thread fills."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[T] = self._loop.create_future()
-
-    @property
-    def abandoned(self) -> bool:
-        return self.future.cancelled()
-
-    def run(self, function: Callable[[], T]) -> None:
-        try:
-            self.resolve(function())
-        except Exception as error:
-            self.fail(error)
-
-    def resolve(self, value: T) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.future.done() or self.future.set_result(value))
-
-    def fail(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.future.done() or self.future.set_exception(error))
+        return await asyncio.wrap_future(reply)
