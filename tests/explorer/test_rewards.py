@@ -17,7 +17,8 @@ from support.runs import ROOT
 
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import REWARDS, math_verifier, resolve_rewards, score
-from trinity_lightning.explorer.rewards.math import accuracy, find_boxed, math_boxed_or_last, same_answer
+from trinity_lightning.explorer.rewards.accuracy import accuracy
+from trinity_lightning.explorer.rewards.math import find_boxed, math_boxed_or_last, same_answer
 from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
 from trinity_lightning.explorer.rewards.puzzles import countdown, reasoning_gym
 from trinity_lightning.explorer.rewards.text import (

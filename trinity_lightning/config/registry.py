@@ -102,7 +102,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "reward function": _within(
         "explorer.rewards",
         {
-            "accuracy": "math.accuracy",
+            "accuracy": "accuracy.accuracy",
             "contains_digits": "text.contains_digits",
             "countdown": "puzzles.countdown",
             "exact_match": "text.exact_match",

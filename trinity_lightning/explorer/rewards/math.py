@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 from trinity_lightning.explorer.rewards.text import (
     answer_text,
-    find_last_answer,
     find_last_number,
-    find_numbers,
     reads_answer,
 )
 from trinity_lightning.explorer.tasks.task import Task
@@ -41,22 +39,11 @@ _CURRENCIES = {
 }
 _DELIMITERS = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
-_IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
+IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
 # Algebra would take a word for a product of letters, and "on" for the same as "no".
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
-_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
-# Within tags: what introduces the answer, what denies it, a formula, and the exponent of a unit (m^2).
-_INTRODUCTION = re.compile(r"\b(?:answer|result|solution)\b[^.,;:\n]*?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE)
-_DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
-_FORMULA = re.compile(r"\$([^$]+)\$")
-# Of a longer term: a number behind an operand and an operator, or before an operator and an operand, or before x.
-_OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
-_TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
-_TERM_AFTER = re.compile(rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])")
-_EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
 _LONGEST_ANSWER = 1000  # characters
 _AROUND = "*` \t\n"
-_END = 2000  # characters of a response in which an answer without tags and box is looked for
 
 
 class _Box(NamedTuple):
@@ -80,7 +67,7 @@ def find_boxed(text: str) -> str | None:
         joined.insert(0, box)
     distinct: dict[Fraction | str, str] = {}
     for answer in (box.answer for box in joined):
-        number = _as_number(_undecorated(_bare(answer)))
+        number = as_number(_undecorated(_bare(answer)))
         distinct.setdefault(answer if number is None else number, answer)
     return ", ".join(distinct.values()) if distinct else None
 
@@ -99,11 +86,11 @@ def same_answer(given: str, expected: str) -> bool:
     expected_amount, expected_currencies = _without_currency(expected)
     if currencies and expected_currencies and currencies != expected_currencies:
         return False
-    number, expected_number = (_as_number(_undecorated(each)) for each in (amount, expected_amount))
+    number, expected_number = (as_number(_undecorated(each)) for each in (amount, expected_amount))
     if number is not None and expected_number is not None:
         return number == expected_number or _share(number, given) == _share(expected_number, expected)
     plain = _undecorated(given), _undecorated(expected)
-    texts = _IDLE_SPACE.sub("", plain[0]), _IDLE_SPACE.sub("", plain[1])
+    texts = IDLE_SPACE.sub("", plain[0]), IDLE_SPACE.sub("", plain[1])
     if texts[0] == texts[1]:
         return True
     if _WORDS.fullmatch(plain[1]):
@@ -127,48 +114,13 @@ def math_boxed_or_last(response: str, task: Task) -> float:
     Raises:
         ValueError: the task has no answer.
     """
-    expected = _expected(task)
-    response = _without_thoughts(response)
+    expected = expected_answer(task)
+    response = without_thoughts(response)
     given = find_boxed(response)
     if given is None:
         number = find_last_number(response)
         given = "" if number is None else format(number, "f")
     return float(same_answer(given, expected))
-
-
-@reads_answer
-def accuracy(response: str, task: Task) -> float:
-    """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
-
-    Read is what stands in the last `<answer>...</answer>`, or else all of the response. The answer is what its last
-    boxes hold, or else all that stands between the tags, or else, among words, the mathematics that math-verify finds
-    in the last 2,000 characters. Between tags that must be the only number or formula behind "the answer is" (or
-    "result", "solution"; without such words, the only one at all), and nothing denied: "12 or 13" and "not 12, but 13"
-    are no answers; nor is a number within a longer term, as in "the answer is x + 3". Boxes, thoughts and the task's
-    answer as for `math`.
-
-    Raises:
-        ValueError: the task has no answer.
-    """
-    expected, response = _expected(task), _without_thoughts(response)
-    tagged = find_last_answer(response)
-    text = response if tagged is None else tagged
-    boxed = find_boxed(text)
-    if boxed is not None:
-        return float(same_answer(boxed, expected))
-    if tagged is not None:
-        if same_answer(tagged, expected):
-            return 1.0
-        if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
-            return 0.0
-        text = _INTRODUCTION.split(tagged)[-1]
-    from trinity_lightning.explorer.rewards.math_verifier import VERIFIER
-
-    end = _end_of(text)
-    found = VERIFIER.find(end)
-    if found is None or _is_part_of_a_term(end, found) or (tagged is not None and _hedges(text, found)):
-        return 0.0
-    return float(same_answer(found, expected))
 
 
 def _boxes(text: str) -> list[_Box]:
@@ -185,7 +137,7 @@ def _boxes(text: str) -> list[_Box]:
     return boxes
 
 
-def _expected(task: Task) -> str:
+def expected_answer(task: Task) -> str:
     """The task's answer, out of the solution around it."""
     reference = answer_text(task)
     boxed = find_boxed(reference)
@@ -195,28 +147,8 @@ def _expected(task: Task) -> str:
     return expected
 
 
-def _without_thoughts(response: str) -> str:
+def without_thoughts(response: str) -> str:
     return response.rpartition("</think>")[2]
-
-
-def _hedges(text: str, found: str) -> bool:
-    """Whether a text denies something, or has other numbers or formulas than what was found in it."""
-    others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(found))
-    formulas = {_IDLE_SPACE.sub("", formula) for formula in _FORMULA.findall(text)}
-    return bool(_DENIAL.search(text) or others or len(formulas) > 1)
-
-
-def _is_part_of_a_term(text: str, found: str) -> bool:
-    """Whether the number that was found in a text is not all of the answer there; an expression is, or nothing."""
-    if _as_number(found) is None:
-        return False
-    before, *introduced = _INTRODUCTION.split(text)
-    said = introduced[-1] if introduced else before
-    places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", said))
-    if not places:
-        return False
-    place = places[0] if introduced else places[-1]
-    return bool(_TERM_BEFORE.search(said[: place.start()]) or _TERM_AFTER.match(said, place.end()))
 
 
 def _share(number: Fraction, answer: str) -> Fraction:
@@ -234,12 +166,6 @@ def _without_currency(answer: str) -> tuple[str, set[str]]:
     return answer, found
 
 
-def _end_of(text: str) -> str:
-    """Its last characters, from the beginning of a word, with the minus that math-verify knows."""
-    text = text.replace("−", "-")
-    return text if len(text) <= _END else re.split(r"\s", text[-_END:], maxsplit=1)[-1]
-
-
 def _bare(answer: str) -> str:
     """Without what is around it in a sentence: bold type, a full stop."""
     return answer.replace("−", "-").strip(_AROUND).removesuffix(".").strip(_AROUND)
@@ -251,12 +177,12 @@ def _undecorated(answer: str) -> str:
     return _UNIT.sub("", _SPACING.sub(" ", plain).strip())
 
 
-def _as_number(answer: str) -> Fraction | None:
+def as_number(answer: str) -> Fraction | None:
     r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2}, 1 1/2 and 2.5 \times 10^{3}; None of anything else."""
     if len(answer) > _LONGEST_ANSWER:
         return None
     if power := _POWER_OF_TEN.search(answer):
-        factor = _as_number(answer[: power.start()])
+        factor = as_number(answer[: power.start()])
         return None if factor is None else factor * Fraction(10) ** int(power[1] or power[2])
     fraction = _FRACTION.fullmatch(answer)
     match = _NUMBER.fullmatch(answer if fraction is None else f"{fraction[1]} {fraction[2]}/{fraction[3]}".strip())
