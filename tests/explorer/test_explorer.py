@@ -403,7 +403,7 @@ def test_training_is_drawn_from_the_whole_distribution(sampling: dict[str, float
 def test_a_usual_temperature_is_accepted() -> None:
     accepted = source(sampling=SamplingConfig(temperature=0.7, stop=["\n"]))
     explorer(accepted)
-    assert accepted.next_tasks(1)[0].rollout_args["temperature"] == 0.7
+    assert accepted.next_tasks(1, 1)[0].rollout_args["temperature"] == 0.7
 
 
 def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
@@ -496,13 +496,12 @@ def test_the_buffer_can_ask_for_more_tasks_of_the_step() -> None:
 class EndlessTasks:
     """A source that never runs out."""
 
-    def next_tasks(self, tasks: int) -> list[object]:
+    def next_tasks(self, tasks: int, repeat_times: int) -> list[object]:
         raise AssertionError("asked for more tasks than allowed")
 
 
-@pytest.mark.parametrize("max_refills", [0, -1])
-def test_a_step_without_refills_asks_for_no_more_tasks(max_refills: int) -> None:
-    rollouts = StepRollouts(1, 2, max_refills, EndlessTasks(), run=None)  # type: ignore[arg-type]
+def test_a_step_without_refills_asks_for_no_more_tasks() -> None:
+    rollouts = StepRollouts(1, ExplorerConfig(batch_size=2, max_refills=0), EndlessTasks(), run=None)  # type: ignore[arg-type]
     assert asyncio.run(rollouts(1)) == []
 
 
@@ -513,7 +512,7 @@ class Source:
         self.left = tasks
         self.taskset = self
 
-    def next_tasks(self, tasks: int) -> list[object]:
+    def next_tasks(self, tasks: int, repeat_times: int) -> list[object]:
         given, self.left = min(tasks, self.left), self.left - min(tasks, self.left)
         return [object()] * given
 
@@ -537,7 +536,7 @@ def rounds(*succeed: bool) -> Any:
 
 
 def test_a_round_whose_tasks_all_failed_is_followed_by_the_next(caplog: pytest.LogCaptureFixture) -> None:
-    rollouts = StepRollouts(1, 2, 3, Source(20), rounds(True, False, True, False))  # type: ignore[arg-type]
+    rollouts = StepRollouts(1, ExplorerConfig(batch_size=2), Source(20), rounds(True, False, True, False))  # type: ignore[arg-type]
 
     async def body() -> tuple[int, int]:
         assert len(await rollouts.begin() or []) == 2
@@ -550,7 +549,7 @@ def test_a_round_whose_tasks_all_failed_is_followed_by_the_next(caplog: pytest.L
 
 
 def test_refills_end_with_the_taskset() -> None:
-    rollouts = StepRollouts(1, 2, 9, Source(3), rounds(True, False))  # type: ignore[arg-type]
+    rollouts = StepRollouts(1, ExplorerConfig(batch_size=2, max_refills=9), Source(3), rounds(True, False))  # type: ignore[arg-type]
 
     async def body() -> list[Experience]:
         await rollouts.begin()

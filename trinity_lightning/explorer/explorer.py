@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class TaskSource:
         reward_fn: as `Task.reward_fn`.
         sampling: how its rollouts are drawn.
         workflow_args: the workflow's settings.
-        repeat_times: rollouts a task.
+        repeat_times: rollouts a task in an evaluation; in training, `explorer.repeat_times` says it.
 
     Raises:
         ConfigError: an unknown workflow or reward, an argument that the workflow refuses, or entries without the answer
@@ -86,19 +86,19 @@ class TaskSource:
         """The taskset's name."""
         return self.taskset.name
 
-    def next_tasks(self, n: int) -> list[Task]:
+    def next_tasks(self, n: int, repeat_times: int) -> list[Task]:
         """The next n tasks to train on; fewer when the taskset is exhausted."""
-        return [self._task(raw, is_eval=False) for raw in self.taskset.next_batch(n)]
+        return [self._task(raw, repeat_times, is_eval=False) for raw in self.taskset.next_batch(n)]
 
     def all_tasks(self) -> list[Task]:
         """Every task once, to evaluate on."""
-        return [self._task(raw, is_eval=True) for raw in self.taskset]
+        return [self._task(raw, self.repeat_times, is_eval=True) for raw in self.taskset]
 
-    def _task(self, raw_task: dict[str, Any], is_eval: bool) -> Task:
+    def _task(self, raw_task: dict[str, Any], repeat_times: int, is_eval: bool) -> Task:
         return Task(
             workflow=self.workflow,
             raw_task=raw_task,
-            repeat_times=self.repeat_times,
+            repeat_times=repeat_times,
             is_eval=is_eval,
             rollout_args={name: value for name, value in asdict(self.sampling).items() if value is not None},
             workflow_args=self.workflow_args,
@@ -107,31 +107,31 @@ class TaskSource:
 
 
 class StepRollouts:
-    """Runs tasks of a step and keeps all their outcomes; a `MoreRollouts` for the buffer.
+    """Runs tasks of a step and keeps what all of them gave; a `MoreRollouts` for the buffer.
 
     Args:
         step: its number.
-        tasks: how many it is meant to have.
-        max_refills: how often more may be asked for.
+        config: how many tasks it has, of how many rollouts, and how often more may be asked for.
         source: where tasks come from.
         run: schedules tasks as part of the step and waits for them.
 
     Attributes:
+        tasks: how many the step is meant to have.
         experiences: of all tasks so far.
     """
 
     def __init__(
         self,
         step: int,
-        tasks: int,
-        max_refills: int,
+        config: ExplorerConfig,
         source: TaskSource,
         run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]],
     ) -> None:
-        self.tasks = tasks
+        self.tasks = config.batch_size
         self.experiences: list[Experience] = []
         self._step = step
-        self._left = max_refills
+        self._repeat_times = config.repeat_times
+        self._left = config.max_refills
         self._source = source
         self._run = run
         self._statuses: list[Status] = []
@@ -145,7 +145,7 @@ class StepRollouts:
         Raises:
             RolloutError: not one task succeeded.
         """
-        tasks = self._source.next_tasks(self.tasks)
+        tasks = self._source.next_tasks(self.tasks, self._repeat_times)
         if not tasks:
             return None
         experiences = await self._try(tasks)
@@ -159,7 +159,7 @@ class StepRollouts:
         """
         while self._left > 0:
             self._left -= 1
-            more = self._source.next_tasks(tasks)
+            more = self._source.next_tasks(tasks, self._repeat_times)
             if not more:
                 break
             tried = len(self._statuses)
@@ -240,7 +240,6 @@ class Explorer:
     ) -> None:
         if train is not None:
             check_trained_sampling(vars(train.sampling))
-            train = replace(train, repeat_times=config.repeat_times)
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
@@ -334,8 +333,8 @@ class Explorer:
         if self._sink is None:
             raise RuntimeError("prepare() the explorer with a sink before it explores.")
         self._source.taskset.load_state_dict(self._cursor)
-        step, config = self.step + 1, self.config
-        rollouts = StepRollouts(step, config.batch_size, config.max_refills, self._source, self._run)
+        step = self.step + 1
+        rollouts = StepRollouts(step, self.config, self._source, self._run)
         experiences = await rollouts.begin()
         if experiences is None:
             return False

@@ -161,7 +161,6 @@ class ScheduledTask:
     """A task of a batch: its chunks, those that are running, and what the others gave."""
 
     batch: "Batch"
-    number: int
     task: Task
     chunks: list[Chunk]
     on_done: Callable[[], None] | None
@@ -204,7 +203,6 @@ class Batch:
         self.key = key
         self.unfinished: set[ScheduledTask] = set()
         self.finished: list[ScheduledTask] = []
-        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self.unfinished) + len(self.finished)
@@ -213,7 +211,6 @@ class Batch:
         """A task is done: its result waits to be collected."""
         self.unfinished.discard(scheduled)
         self.finished.append(scheduled)
-        self.notify()
 
     def drop(self) -> list[_Work]:
         """Give up what is unfinished; the cancelled chunks, to be waited for."""
@@ -221,25 +218,14 @@ class Batch:
         self.unfinished.clear()
         for work in cancelled:
             work.cancel()
-        self.notify()
         return cancelled
 
     def collect(self) -> tuple[list[Status], list[Experience]]:
         """Hand over what is finished, in the order of the tasks."""
-        done = sorted(self.finished, key=lambda scheduled: scheduled.number)
+        done = sorted(self.finished, key=lambda scheduled: int(scheduled.task.task_id))
         self.finished.clear()
         results = [scheduled.merged() for scheduled in done]
         return [status for status, _ in results], [experience for _, its in results for experience in its]
-
-    def notify(self) -> None:
-        """Wake those who wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(self, needed: Callable[[], int]) -> None:
-        """Wait until that many tasks are finished, or nothing is unfinished."""
-        while self.unfinished and len(self.finished) < needed():
-            await self._changed.wait()
 
 
 class TaskTimes:
@@ -318,7 +304,6 @@ class Scheduler:
         self._times = TaskTimes(config)
         self._reward_workers = _reward_workers(config)
         self._started = False
-        self._finished_at = 0.0
         self._succeeded = False  # whether any task has given an experience
         self._changed = asyncio.Event()
 
@@ -373,9 +358,8 @@ class Scheduler:
         batch = self._batches.setdefault(key.name, Batch(key))
         numbers = self._task_numbers.setdefault(key.name, itertools.count())
         for task in tasks:
-            number = next(numbers)
-            task = replace(task, batch_id=batch_id, task_id=number)
-            scheduled = ScheduledTask(batch, number, task, self._split(task), on_task_done)
+            task = replace(task, batch_id=batch_id, task_id=next(numbers))
+            scheduled = ScheduledTask(batch, task, self._split(task), on_task_done)
             batch.unfinished.add(scheduled)
             for chunk in scheduled.chunks:
                 heapq.heappush(self._queue, (key, next(self._order), chunk, scheduled))
@@ -449,12 +433,10 @@ class Scheduler:
             RuntimeError: there is something to wait for, and the scheduler is not started.
         """
         limit = self._limit(timeout)
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
         while any(batch.unfinished for batch in self._batches.values()):
             self._check_started()
             try:
-                async with asyncio.timeout_at(max(begun, self._finished_at) + limit):
+                async with asyncio.timeout(limit):
                     await self._changed.wait()
             except TimeoutError:
                 pending = sum(scheduled.is_unfinished for *_, scheduled in self._queue)
@@ -499,7 +481,6 @@ class Scheduler:
             self._times.add(scheduled, status)
             scheduled.finish(chunk, status, experiences)
             self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
-            self._finished_at = asyncio.get_running_loop().time()
         self._notify()
         self._dispatch()
         if wanted and not scheduled.is_unfinished and scheduled.on_done is not None:
@@ -517,7 +498,9 @@ class Scheduler:
             await self._until(batch, lambda: len(batch))
 
     async def _until(self, batch: Batch, needed: Callable[[], int]) -> None:
-        await batch.until(lambda: 0 if self._rewards_fail(batch) else needed())
+        """Wait until that many tasks of a batch are finished, or there is no use in waiting for the others."""
+        while batch.unfinished and len(batch.finished) < needed() and not self._rewards_fail(batch):
+            await self._changed.wait()
 
     def _rewards_fail(self, batch: Batch) -> bool:
         """Whether enough tasks ended, all of them by errors of reward functions, to give the others up."""
@@ -542,6 +525,7 @@ class Scheduler:
                 self._times.steps += not batch.key.is_eval
 
     def _notify(self) -> None:
+        """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

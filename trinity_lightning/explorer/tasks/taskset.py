@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -99,6 +99,15 @@ FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 
 
+class TasksetOptions(TypedDict, total=False):
+    """What tasksets of every source take; see `Taskset`."""
+
+    formatter: Formatter | None
+    order: str
+    epochs: int | None
+    difficulty_field: str | None
+
+
 class Taskset(TaskSelection):
     """A source of raw tasks.
 
@@ -164,9 +173,7 @@ class Taskset(TaskSelection):
         seed: int = 0,
         *,
         name: str = "addition",
-        formatter: Formatter | None = None,
-        order: str = "shuffled",
-        epochs: int | None = None,
+        **options: Unpack[TasksetOptions],
     ) -> Taskset:
         """The sums a + b of all low <= a, b <= high, as questions; `heldout` of them are never in the train split.
 
@@ -175,8 +182,7 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
         """
-        entries = addition_entries(split, low, high, heldout)
-        return cls(entries, name=name, formatter=formatter, order=order, seed=seed, epochs=epochs)
+        return cls(addition_entries(split, low, high, heldout), name=name, seed=seed, **options)
 
     @classmethod
     def from_reasoning_gym(
@@ -219,11 +225,8 @@ class Taskset(TaskSelection):
         *,
         subset: str | None = None,
         name: str | None = None,
-        formatter: Formatter | None = None,
-        order: str = "shuffled",
         seed: int = 0,
-        epochs: int | None = None,
-        difficulty_field: str | None = None,
+        **options: Unpack[TasksetOptions],
     ) -> Taskset:
         """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
 
@@ -241,18 +244,10 @@ class Taskset(TaskSelection):
         entries = dataset_entries(str(path), split, subset)
         last = Path(path)
         name = name or (last.stem if last.suffix in FILE_FORMATS else last.name)
-        return cls(
-            entries,
-            name=name,
-            formatter=formatter,
-            order=order,
-            seed=seed,
-            epochs=epochs,
-            difficulty_field=difficulty_field,
-        )
+        return cls(entries, name=name, seed=seed, **options)
 
     @classmethod
-    def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
+    def from_config(cls, config: TasksetConfig) -> Taskset:
         """The taskset that a configuration describes.
 
         Raises:
@@ -264,23 +259,21 @@ class Taskset(TaskSelection):
                     unknown_name(f"argument of source '{config.source}'", key, SOURCE_ARGS[config.source])
                 )
         formatter = Formatter(config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
-        common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed, "epochs": epochs}
+        common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed}
         if config.source == "addition":
             return cls.addition(config.split, name=config.name, **common, **config.args)
-        if config.source not in ("reasoning_gym", "dataset"):
-            raise ConfigError(unknown_name("source of tasks", config.source, ("reasoning_gym", *SOURCE_ARGS)))
         if config.path is None:
             raise ConfigError(f"taskset '{config.name}': source '{config.source}' needs a path.")
-        if config.source == "dataset":
-            field = config.difficulty_field
-            taskset = cls.from_dataset(
-                config.path, config.split, name=config.name, difficulty_field=field, **common, **config.args
-            )
-            taskset._check_first_entries(config.path)
-            return taskset
-        if config.size is None:
-            raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size, the number of entries.")
-        return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
+        if config.source == "reasoning_gym":
+            if config.size is None:
+                raise ConfigError(
+                    f"taskset '{config.name}': source 'reasoning_gym' needs a size, its number of entries."
+                )
+            return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
+        common["difficulty_field"] = config.difficulty_field
+        taskset = cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
+        taskset._check_first_entries(config.path)
+        return taskset
 
     @property
     def tasksets(self) -> Mapping[str, Taskset]:
