@@ -24,7 +24,6 @@ from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, ignore
 from trinity_lightning.explorer.interruption import StopCheckpoint, keep_sigterm
-from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts
 from trinity_lightning.explorer.sync_policy import SyncedPolicy, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
@@ -115,15 +114,13 @@ class ExplorerCallback(L.Callback):
             raise ConfigError(
                 "ExplorerCallback is for rank 0 of a ReplicaStrategy: give the others an ExplorerFollower."
             )
-        if not all(isinstance(model, Engine) for model in self.explorer.engines.models):
-            raise ConfigError("ExplorerCallback needs engines that take weights: VLLMEngine, VLLMServerEngine or so.")
         if self.explorer.config.samples_older_weights:
             _policy(pl_module).objective.expect_older_weights()
         if not _epochs(trainer).ready:
             self._forget(trainer)
 
     def _forget(self, trainer: L.Trainer) -> None:
-        """What another Trainer's fit left in these parts is not of this one; a checkpoint is loaded after this."""
+        """Forget what the fit of another Trainer left here; a checkpoint is loaded after this."""
         self.explorer.restart()
         _data(trainer).storage.clear()
         self.metrics = {}
@@ -178,7 +175,7 @@ class ExplorerCallback(L.Callback):
                 logger.warning("the engines did not end as they should: %s: %s", type(error).__name__, error)
 
     def _settle(self, rollouts: TrainingRollouts) -> None:
-        """Wait shortly for rollouts in flight, which a checkpoint then holds; a resumed run does the others again."""
+        """Wait a little for rollouts in flight: those that end are in the checkpoint, a resumed run does the others."""
         logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
         self._stop.ctrl_c.stopping()
         rollouts.settle_shortly(STOP_SECONDS)

@@ -34,7 +34,7 @@ END_SECONDS = 30.0  # for runners and engines to end
 BLOCKED_SECONDS = 5.0  # for a loop to answer before what was to end on it is left to itself
 WARN_SECONDS = 10.0
 # How long a thread may keep the interpreter that another one waits for; Python's own is 5 ms. The main thread asks for
-# it at every operation of torch, and beside a reward that computes in Python waited that long each time: a training
+# it at every operation of torch, and next to a reward that computes in Python waited that long each time: a training
 # step of 0.95 s took 8.9 s, and with 0.1 ms takes 3.3 s. The reward is no slower, nor is anything if none computes.
 SWITCH_SECONDS = 1e-4
 
@@ -70,7 +70,7 @@ class Driver:
 
         Args:
             seconds: after which `wait` raises WorkflowBlockedError.
-            warn_after: seconds after which whatever blocks it is logged.
+            warn_after: seconds after which what blocks it is logged.
         """
         self._watch.fail_after, self._watch.warn_after = seconds, warn_after
 
@@ -100,7 +100,7 @@ class Driver:
         """The result of what `start` began; as `run`. TimeoutError, and it is cancelled, after `limit` seconds.
 
         Raises:
-            WorkflowBlockedError: a workflow, or whatever else runs on the loop, blocks it.
+            WorkflowBlockedError: a workflow, or anything else that runs on the loop, blocks it.
         """
         deadline = time.monotonic() + limit
         reason: BaseException | None = None

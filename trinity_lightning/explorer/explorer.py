@@ -365,7 +365,7 @@ class Explorer:
         try:
             return await self._scheduler.get_results(batch)
         except asyncio.CancelledError:
-            await self._scheduler.drop(batch)  # nobody is left to take the results
+            await self._scheduler.drop(batch)  # nothing will take the results
             raise
 
     # -- evaluate -----------------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ class Explorer:
         Args:
             master_address, master_port: not needed: NCCL finds its own, on the interface that NCCL_SOCKET_IFNAME names.
             state_dict_meta: name, dtype and shape of each weight that will be sent, to be checked now; the dtype is
-                the engine's, whatever it says here.
+                the engine's, not the one given here.
 
         Raises:
             ConfigError: an engine is no server that was started with `nccl`, or the trainer's weights are on a CPU.

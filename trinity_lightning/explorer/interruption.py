@@ -34,7 +34,7 @@ class StopCheckpoint(L.Callback):
     Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
 
     Args:
-        folder: where the checkpoint goes; None: beside those of ModelCheckpoint.
+        folder: where the checkpoint goes; None: with those of ModelCheckpoint.
         command: what resumes the run on the command line, to be pasted.
 
     Attributes:
@@ -217,7 +217,7 @@ class CtrlC:
                 self._previous = previous
 
     def restore(self) -> None:
-        """Give it back to whoever handled it before; twice is allowed."""
+        """Give it back to the handler of before; twice is allowed."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None

@@ -220,7 +220,7 @@ class RayRunner(WorkflowRunner):
             raise
 
     def kill(self) -> None:
-        """End the worker at once, whatever it does; twice is allowed."""
+        """End the worker at once, also in the middle of an attempt; twice is allowed."""
         import ray
 
         if self._actor is not None:
@@ -336,7 +336,7 @@ def _cause(error: BaseException) -> str:
 
 # Experiences larger than 100 kB travel through it, and leave it as soon as they were read.
 OBJECT_STORE_BYTES = 256 * 2**20
-# For somebody to listen at the address of a cluster.
+# For a cluster to answer at its address.
 CONNECT_SECONDS = 10.0
 LOCAL_SETTINGS = {
     "address": "local",
@@ -364,7 +364,7 @@ class RayCluster:
         self._thread: ThreadPoolExecutor | None = None
 
     def check(self) -> None:
-        """ConfigError unless somebody listens at the address of the cluster."""
+        """ConfigError unless the cluster's address answers."""
         if self._address not in (None, "auto"):
             _check_reachable(self._address)
 
@@ -382,8 +382,8 @@ class RayCluster:
             await self._in_thread(self._connect)
             for runner in runners:
                 await self._in_thread(runner.launch)
-            outcomes = await asyncio.gather(*(runner.ready() for runner in runners), return_exceptions=True)
-            for error in outcomes:
+            ended = await asyncio.gather(*(runner.ready() for runner in runners), return_exceptions=True)
+            for error in ended:
                 if error is not None:
                     raise error
         except BaseException:

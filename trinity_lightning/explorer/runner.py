@@ -1,4 +1,4 @@
-"""Runs the workflows of a task and reports the outcome."""
+"""Runs the workflows of a task, and reports how that ended."""
 
 import asyncio
 import inspect
@@ -29,7 +29,7 @@ CANCEL_GRACE_SECONDS = 1.0
 
 @dataclass
 class Status:
-    """The outcome of a task.
+    """How a task ended.
 
     Attributes:
         ok: whether every run succeeded.
@@ -307,7 +307,7 @@ def _consecutive(runs: Sequence[int]) -> list[list[int]]:
 
 
 async def _end(requests: list[asyncio.Task[Attempt]]) -> None:
-    """Cancel the requests and wait for their end, but not for ever on one that ignores it."""
+    """Cancel the requests and wait for their end, but give up on one that ignores it."""
     for request in requests:
         request.cancel()
     if not requests:

@@ -78,7 +78,7 @@ class RunnerWrapper:
     ) -> tuple[Status, list[Experience], int]:
         """Try the chunk's runs, and those that fail up to `max_retry_times` times more.
 
-        Experiences of runs that succeeded are kept, whatever becomes of the others. Errors that would only come again
+        Experiences of runs that succeeded are kept, also if others fail for good. Errors that would only come again
         (a prompt that is too long, a wrong configuration) are not retried.
 
         Args:

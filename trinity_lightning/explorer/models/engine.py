@@ -31,7 +31,7 @@ class Engine(ABC):
 
     - `load` and `shutdown`, and has a `tokenizer`, a `dtype` and `weight_shapes`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
-      it was drawn from (temperature applied). Sample i is drawn with `seed` + i, whatever else is asked for meanwhile;
+      it was drawn from (temperature applied). Sample i is drawn with `seed` + i, independently of other requests;
     - `_logprobs`: of every token but the first, given those before it, at temperature 1;
     - `_take`: weights by their names in a Hugging Face checkpoint, a tied head as a tensor of its own. What the old
       ones have computed is forgotten, and `_model_version` is set together with the new ones.
@@ -45,7 +45,7 @@ class Engine(ABC):
     keeps its first weights, stops the run. With `shares_weights` there is a probe and no drill.
     """
 
-    # What it can do besides; see `Capabilities`.
+    # What else it can do; see `Capabilities`.
     capabilities = Capabilities()
     # Whether it rounds the weights that it is sent further than to its dtype: engine.args.quantization.
     quantized = False
@@ -124,7 +124,7 @@ class Engine(ABC):
         """How often it died and was started again; None: it cannot die alone."""
         return None
 
-    # -- what an engine may do besides: nothing, unless it says so ----------------------------------------------------
+    # -- what some engines do: nothing by default ---------------------------------------------------------------------
 
     def bind(self, model: Any) -> None:  # noqa: B027
         """Called before `load` with the Hugging Face model that is trained: for engines that generate with it."""
@@ -139,7 +139,7 @@ class Engine(ABC):
         """From now on `pump` is called; `wake`, from any thread, says that there is something to do."""
 
     def detach(self) -> None:  # noqa: B027
-        """From now on nobody pumps."""
+        """From now on `pump` is not called."""
 
     def pump(self) -> bool:
         """Do a piece of what has to be done on the thread that drives the engines; whether there was any."""
@@ -255,7 +255,7 @@ class InProcessEngine(Engine):
     # -- what the driver calls ----------------------------------------------------------------------------------------
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """From now on somebody else pumps; see `Engine.attach`."""
+        """From now on a driver pumps; see `Engine.attach`."""
         self._wake = wake
 
     def detach(self) -> None:
@@ -278,7 +278,7 @@ class InProcessEngine(Engine):
         return True
 
     def run_commands(self) -> bool:
-        """Start requests, abort requests, take weights: whatever was posted; whether anything was."""
+        """Do what was posted: start requests, abort requests, take weights; whether there was any."""
         worked = False
         while not self._commands.empty():
             self._commands.get_nowait()()

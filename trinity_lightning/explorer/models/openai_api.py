@@ -30,7 +30,7 @@ from trinity_lightning.explorer.workflows.workflow import experience_of
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
 ROOT = "/v1"  # of the paths of requests
-MODEL_ID = "policy"  # there is one model: whatever `model=` says, it answers
+MODEL_ID = "policy"  # there is one model, which answers to any `model=`
 
 # Passed to the engine by the same name, unless they have the value that changes nothing.
 _SAMPLING: dict[str, Any] = {
@@ -59,8 +59,8 @@ _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_id
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
-    A response carries, beside what OpenAI's API has, the exact tokens: `response.prompt_token_ids`, and for each choice
-    `choice.token_ids` and `choice.token_logprobs`.
+    A response also carries the exact tokens, which OpenAI's API does not: `response.prompt_token_ids`, and for each
+    choice `choice.token_ids` and `choice.token_logprobs`.
 
     Args:
         model: what generates.
@@ -345,7 +345,7 @@ class OpenAIModel:
         self._client: Any = self.get_openai_async_client()
 
     async def load(self) -> None:
-        """Ask whether anybody is there, before rollouts begin; it may refuse to list its models.
+        """Ask whether the endpoint answers, before rollouts begin; it may refuse to list its models.
 
         Raises:
             ModelLoadError: the endpoint does not answer, or does not take the key.
@@ -396,7 +396,7 @@ class OpenAIModel:
         return client
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the endpoint's response to a request, which is for this model whatever it says."""
+        """HTTP status and body of the endpoint's response to a request, whose `model` is this one in any case."""
         from openai import APIStatusError, OpenAIError
 
         if body.get("stream"):

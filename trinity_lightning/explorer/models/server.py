@@ -194,7 +194,7 @@ class ServerProcess:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, END_SECONDS)
-        self._signal(signal.SIGKILL)  # whatever of the group is left
+        self._signal(signal.SIGKILL)  # what is left of the group
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

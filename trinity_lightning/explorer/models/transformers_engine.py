@@ -169,7 +169,7 @@ MAX_ROWS = 64  # decoded at once, unless engine.max_num_seqs says otherwise
 
 
 class TransformersEngine(InProcessEngine):
-    """An `InferenceModel` that generates with the policy, in batches of whatever requests wait.
+    """An `InferenceModel` that generates with the policy, in batches of the requests that wait.
 
     Nothing has to be synced: `bind` gives it the training model. Each sample draws from a generator of its own, seeded
     like vLLM's i-th sample of a request (seed + i). A batch is decoded to the end of its longest response before the

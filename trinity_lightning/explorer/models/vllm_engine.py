@@ -83,7 +83,7 @@ FREE_SHARE = 0.95  # of what is free on a GPU, for vLLM to find it free
 
 
 class VLLMEngine(InProcessEngine):
-    """An `InferenceModel` over vLLM's engine, stepped by whoever drives it.
+    """An `InferenceModel` over vLLM's engine, stepped by the thread that drives it.
 
     Log-probabilities are those of the distribution sampled from (temperature applied). A request's tokens depend on its
     seed alone with a float32 engine; with bfloat16 they also depend on what else is in the batch.
@@ -170,7 +170,7 @@ class VLLMEngine(InProcessEngine):
         self._owns_process_group = not torch.distributed.is_initialized()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # vLLM's imports warn of its dependencies' affairs
+                warnings.simplefilter("ignore")  # what vLLM imports warns of things that are not the user's
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
                 self._tokenizer = self._engine.get_tokenizer()
@@ -234,7 +234,7 @@ class VLLMEngine(InProcessEngine):
         self._engine.abort_request([request_id])
 
     def _abort_all(self) -> None:
-        # A step that raised leaves its requests in the scheduler, where they would be tried again for ever.
+        # A step that raised leaves its requests in the scheduler, where they would be tried again without end.
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
     def _has_work(self) -> bool:

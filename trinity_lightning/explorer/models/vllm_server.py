@@ -67,7 +67,7 @@ class VLLMServerEngine(Engine):
 
     Without a `url` the server is started by the first use, on this machine and for this user only, and ends with this
     process. Weights reach it as a folder that it reads (`VLLM_SERVER_DEV_MODE=1`, which a server elsewhere needs too,
-    together with `--logprobs-mode processed_logprobs` and a folder that both machines see: let nobody but the run reach
+    together with `--logprobs-mode processed_logprobs` and a folder that both machines see: let only the run reach
     such a server, its requests that change weights ask for no password).
 
     A server started here that dies is started again by the next request, and answers once it has the weights that it
@@ -143,7 +143,7 @@ class VLLMServerEngine(Engine):
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self._restarts = 0
-        self._deaths: list[float] = []  # when it was found dead, lately
+        self._deaths: list[float] = []  # when it was found dead, within RESTART_WINDOW
         self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class VLLMServerEngine(Engine):
 
     async def _restart(self, process: ServerProcess) -> None:
         now = time.monotonic()
-        lately = [death for death in self._deaths if now - death < RESTART_WINDOW]
+        recent = [death for death in self._deaths if now - death < RESTART_WINDOW]
         why = process.last_words()
-        if len(lately) >= MAX_RESTARTS:
-            raise RolloutError(f"the vLLM server died {len(lately) + 1} times in {RESTART_WINDOW:g} s.{why}")
-        self._deaths = [*lately, now]
+        if len(recent) >= MAX_RESTARTS:
+            raise RolloutError(f"the vLLM server died {len(recent) + 1} times in {RESTART_WINDOW:g} s.{why}")
+        self._deaths = [*recent, now]
         self._restarts += 1
         logger.warning("the vLLM server died and is started again (%d).%s", self._restarts, why)
         await self._disconnect()
@@ -336,8 +336,8 @@ class VLLMServerEngine(Engine):
         """A copy in another process has connections of its own, and leaves the server's life to this one."""
         if self._url is None and self._address is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
-        apart = {"_process": None, "_client": None, "_loading": None, "_weights": None, "_log": None, "_again": None}
-        return {**self.__dict__, **apart}
+        own = {"_process": None, "_client": None, "_loading": None, "_weights": None, "_log": None, "_again": None}
+        return {**self.__dict__, **own}
 
     # -- what an engine implements ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ _AND_WORDS = r"(?:and(?:\s++also)?+|or|as\s++well\s++as)"
 _AND = rf"(?:{_AND_WORDS}\b|&|\\(?:text|mathrm)\{{\s*+{_AND_WORDS}\s*+\}}|\\(?:land|lor)(?![a-zA-Z]))"
 _NAME = r"(?:[a-zA-Z](?:_\{?\w+\}?)?\s*+=)?+"
 _BETWEEN = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?+|{_AND}){_SPACE}{_NAME}{_SPACE}")
-# An exponent of three digits at most: larger numbers are nobody's answer, and take long.
+# An exponent of three digits at most: larger numbers are no answers, and take long.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")

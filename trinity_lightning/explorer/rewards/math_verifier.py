@@ -1,6 +1,6 @@
 """Mathematics read and compared by math-verify, in processes that can be ended.
 
-What a model writes can keep SymPy busy for ever (10^{10^{10}}), deep in C code that no thread can interrupt. So this
+What a model writes can keep SymPy busy without end (10^{10^{10}}), deep in C code that no thread can interrupt. So this
 file is also run as a script, `python -P math_verifier.py <CPU seconds a request> <bytes of memory>`, which answers a
 line of JSON for each line of JSON and which the kernel ends when it is past its time. It imports nothing of this
 package, to start quickly. A pool of multiprocessing, as in `workers.py`, would not do: its processes run the user's

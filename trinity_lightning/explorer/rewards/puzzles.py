@@ -13,7 +13,7 @@ from typing import Any
 from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
-# -- arithmetic that somebody else wrote, worked out exactly and without running it as code ---------------------------
+# -- arithmetic that a model wrote, worked out exactly and without running it as code ---------------------------
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

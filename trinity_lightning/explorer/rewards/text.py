@@ -70,7 +70,7 @@ def last_number(response: str, task: Task) -> float:
 
 @reads_answer
 def exact_match(response: str, task: Task) -> float:
-    """1 when the response is the task's answer, space around either aside, else 0."""
+    """1 when the response is the task's answer, but for space around either, else 0."""
     return float(response.strip() == str(answer_of(task)).strip())
 
 

@@ -34,7 +34,7 @@ class RewardWorkers:
     """Processes that call reward functions: pure Python there takes no time from torch in this process.
 
     They are spawned, not forked (this process has threads that hold locks), and import what a reward names; those past
-    their time are ended, and others started. They end with this process, whatever ends it.
+    their time are ended, and others started. They end with this process, also if it is killed.
 
     Args:
         count: processes.

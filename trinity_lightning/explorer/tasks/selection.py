@@ -1,15 +1,33 @@
-"""Which tasks come next: by how often they are solved, or of several tasksets by their shares."""
+"""Which tasks come next: by a number for their difficulty, by how often they are solved, or by shares of tasksets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
+from trinity_lightning.explorer.tasks.taskset import Entries, TaskSelection, Taskset
+
+# -- tasks by how difficult their entries say they are ----------------------------------------------------------------
+
+
+def ranking(entries: Entries, name: str, field: str | None) -> list[int]:
+    """Positions of the entries by the number in a field, lowest first; equal ones in their own order."""
+    if field is None:
+        raise ConfigError(f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.")
+    difficulties: list[float] = []
+    for index in range(len(entries)):
+        value = entries[index].get(field)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"taskset '{name}', entry {index}: '{field}' is {value!r}, expected a finite number.")
+        difficulties.append(float(value))
+    return sorted(range(len(difficulties)), key=lambda index: difficulties[index])
+
 
 # -- tasks by how often they are solved -------------------------------------------------------------------------------
 
@@ -24,8 +42,8 @@ class DifficultySelector:
     """Picks the tasks whose pass rate is likely to be nearest to one half.
 
     Every task's pass rate has a Beta distribution, uniform at first, of its rollouts so far; each pick draws a rate for
-    every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the nearest ones, so that tasks which nobody
-    has tried get their turn.
+    every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the nearest ones, so that tasks which were
+    not tried yet get their turn.
 
     Args:
         size: number of tasks.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
@@ -155,9 +153,13 @@ class Taskset(TaskSelection):
         self._entries = entries
         self._formatter = formatter or Formatter()
         self._position = 0  # raw tasks handed out since the first epoch began
-        self._ranking = _ranking(entries, name, difficulty_field) if order == "easy_to_hard" else None
+        self._ranking: list[int] | None = None
         self._selector: DifficultySelector | None = None
-        if order == "by_difficulty":
+        if order == "easy_to_hard":
+            from trinity_lightning.explorer.tasks.selection import ranking
+
+            self._ranking = ranking(entries, name, difficulty_field)
+        elif order == "by_difficulty":
             from trinity_lightning.explorer.tasks.selection import DifficultySelector
 
             self._selector = DifficultySelector(len(entries), seed)
@@ -373,16 +375,3 @@ class Taskset(TaskSelection):
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order of one epoch, as positions in the source, [size]."""
     return np.random.default_rng([seed, epoch]).permutation(size)
-
-
-def _ranking(entries: Entries, name: str, field: str | None) -> list[int]:
-    """Positions of the entries by the number in a field, lowest first; equal ones in their own order."""
-    if field is None:
-        raise ConfigError(f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.")
-    difficulties: list[float] = []
-    for index in range(len(entries)):
-        value = entries[index].get(field)
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise ConfigError(f"taskset '{name}', entry {index}: '{field}' is {value!r}, expected a finite number.")
-        difficulties.append(float(value))
-    return sorted(range(len(difficulties)), key=lambda index: difficulties[index])

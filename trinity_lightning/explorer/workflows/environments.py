@@ -28,8 +28,8 @@ class Environment(Protocol):
     dicts; without it the observation does) for add strategies that compare states, and "metrics", numbers of the
     episode so far.
 
-    An environment may also have `close()`, called at the end of the episode, whatever ended it, and `final_text(text)`:
-    what of the last response reward functions are to judge.
+    An environment may also have `close()`, called at the end of an episode, also of one that failed, and
+    `final_text(text)`: what of the last response reward functions are to judge.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:

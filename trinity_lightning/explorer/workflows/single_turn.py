@@ -64,7 +64,7 @@ class MathWorkflow(SimpleWorkflow):
 
 
 class EvaluationWorkflow(SimpleWorkflow):
-    """Single turn, for evaluation tasks: beside the reward it measures `accuracy` (1 if the reward is at least 1),
+    """Single turn, for evaluation tasks: it also measures `accuracy` (1 if the reward is at least 1),
     `truncated` (1 if the token limit ended the response) and `response_tokens`.
 
     With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.

@@ -58,7 +58,7 @@ class Workflow(ABC):
 
         Raises:
             PartialFailure: some runs of a repeatable workflow failed, the others' experiences are inside.
-            Exception: whatever else is raised fails the run, and all runs of a repeatable workflow.
+            Exception: any other fails the run, and all runs of a repeatable workflow.
         """
 
     def reset(self, task: Task) -> None:
@@ -79,7 +79,7 @@ def experience_of(
     Args:
         completion: the response.
         asked: the messages that it answers, for people to read.
-        info: entries of `Experience.info` beside the finish reason.
+        info: entries of `Experience.info` in addition to the finish reason.
         fields: further fields of the Experience.
     """
     values: dict[str, Any] = {
@@ -94,7 +94,7 @@ def experience_of(
     return Experience(**values | fields)
 
 
-class PartialFailure(RolloutError):  # noqa: N818 - an outcome to be kept, not only an error
+class PartialFailure(RolloutError):  # noqa: N818 - it holds what is kept, too
     """Some runs of a repeatable workflow failed.
 
     Args:
