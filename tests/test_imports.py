@@ -66,7 +66,7 @@ DEFAULT_RUN = (
     "build",
     "explorer.models.vllm_engine",
     "explorer.workflows.single_turn",
-    "explorer.rewards.math",
+    "explorer.rewards.answers",
     "algorithm.add_strategy.add_strategy",
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",

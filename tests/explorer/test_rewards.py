@@ -18,17 +18,19 @@ from support.runs import ROOT
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import REWARDS, math_verifier, resolve_rewards, score
 from trinity_lightning.explorer.rewards.accuracy import accuracy
-from trinity_lightning.explorer.rewards.math import find_boxed, math_boxed_or_last, same_answer
-from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
-from trinity_lightning.explorer.rewards.puzzles import countdown, reasoning_gym
-from trinity_lightning.explorer.rewards.text import (
+from trinity_lightning.explorer.rewards.answers import (
     contains_digits,
     exact_match,
+    find_boxed,
     find_last_answer,
     find_last_number,
     last_number,
+    math_boxed_or_last,
+    same_answer,
     think_answer_format,
 )
+from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
+from trinity_lightning.explorer.rewards.puzzles import countdown, reasoning_gym
 from trinity_lightning.explorer.tasks.task import Task
 
 
@@ -579,7 +581,7 @@ def test_no_reward_function_gives_no_reward() -> None:
 
 def test_names_paths_functions_lists_and_weights() -> None:
     assert scored("exact_match") == (1.0, {"reward/exact_match": 1.0})
-    path = "trinity_lightning.explorer.rewards.text.exact_match"
+    path = "trinity_lightning.explorer.rewards.answers.exact_match"
     assert scored(path) == (1.0, {"reward/exact_match": 1.0})
     assert scored(asynchronous) == (0.5, {"reward/asynchronous": 0.5})
     metrics = {"reward/exact_match": 1.0, "reward/asynchronous": 0.5}

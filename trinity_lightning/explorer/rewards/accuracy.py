@@ -2,16 +2,18 @@
 
 import re
 
-from trinity_lightning.explorer.rewards.math import (
+from trinity_lightning.explorer.rewards.answers import (
     IDLE_SPACE,
     as_number,
     expected_answer,
     find_boxed,
+    find_last_answer,
+    find_numbers,
+    reads_answer,
     same_answer,
     without_thoughts,
 )
 from trinity_lightning.explorer.rewards.math_verifier import VERIFIER
-from trinity_lightning.explorer.rewards.text import find_last_answer, find_numbers, reads_answer
 from trinity_lightning.explorer.tasks.task import Task
 
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX

@@ -9,7 +9,7 @@ from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
-from trinity_lightning.explorer.rewards.text import find_last_number
+from trinity_lightning.explorer.rewards.answers import find_last_number
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 
 T = TypeVar("T")
