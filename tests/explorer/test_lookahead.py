@@ -12,8 +12,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.explorer import Explorer, TaskSource, ignore
 from trinity_lightning.explorer.lookahead import Interval, RolloutsAhead
-from trinity_lightning.explorer.rollouts import PendingSteps
-from trinity_lightning.explorer.sync_policy import WeightVersions
+from trinity_lightning.explorer.rollouts import PendingSteps, WeightVersions
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 

@@ -24,8 +24,7 @@ from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, ignore
 from trinity_lightning.explorer.interruption import StopCheckpoint, keep_sigterm
-from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts
-from trinity_lightning.explorer.sync_policy import SyncedPolicy, WeightVersions
+from trinity_lightning.explorer.rollouts import PendingSteps, SyncedPolicy, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
 

@@ -1,18 +1,190 @@
-"""Explore steps of a training run: rolled out, evaluated and synced when its main thread asks for it."""
+"""What the main thread of a training run asks for: explore steps, evaluations, and weight syncs before them."""
 
+import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, Protocol, TypeVar
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SynchronizerConfig
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.config.values import check_version
+from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
-from trinity_lightning.explorer.sync_policy import SyncedPolicy, SyncPolicy, WeightVersions
+from trinity_lightning.sync.engines import shares_weights
+from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
+from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 from trinity_lightning.trainer.optim import HostMemory
+
+# -- weight syncs -----------------------------------------------------------------------------------------------------
+
+
+_OLDER = -1  # instead of a global_step: the engines were given weights of a step before
+
+
+class SyncedPolicy(Protocol):
+    """What weight syncs need of the module that is trained."""
+
+    @property
+    def policy(self) -> Any:
+        """The Hugging Face model."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        ...
+
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token after the first."""
+        ...
+
+
+@dataclass
+class WeightVersions:
+    """The versions of the trainer's weights: what of weight syncs is in checkpoints.
+
+    A version is the number of explore steps that changed the weights: one without an optimizer step adds nothing.
+
+    Attributes:
+        counted: steps that changed the weights.
+        counted_at: the global_step when they were counted.
+        synced_for: explore steps done when the last sync was decided on.
+        drill_scale: the scale of the drill's noise that was enough; None before the drill.
+    """
+
+    counted: int = 0
+    counted_at: int = 0
+    synced_for: int | None = None
+    drill_scale: float | None = None
+
+    def forget(self) -> None:
+        """Nothing is counted yet, as before the first step."""
+        self.counted, self.counted_at, self.synced_for = 0, 0, None
+
+    def begin_step(self, global_step: int) -> None:
+        """Another explore step is going to be trained on: count the one before, if it changed the weights."""
+        self.counted, self.counted_at = self.at(global_step), global_step
+
+    def at(self, global_step: int) -> int:
+        """The version of the trainer's weights at `global_step`, between two explore steps."""
+        return self.counted + (global_step > self.counted_at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted, and for which step the engines have their weights."""
+        return {"counted": self.counted, "counted_at": self.counted_at, "synced_for": self.synced_for}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; a ConfigError if an earlier version did."""
+        check_version(state, ("counted", "counted_at", "synced_for"), "weight syncs")
+        self.counted, self.counted_at, self.synced_for = (
+            state[name] for name in ("counted", "counted_at", "synced_for")
+        )
+
+
+class SyncPolicy:
+    """Gives fresh engines the trainer's weights, decided by state alone: which ones they have, and for which step.
+
+    Args:
+        explorer: whose engines, and which says when a sync is due.
+        policy: what is trained.
+        config: how weights reach the engines and how that is checked.
+        versions: of the trainer's weights.
+        run: runs a coroutine to its end; with False, Ctrl-C waits for that.
+    """
+
+    def __init__(
+        self,
+        explorer: Explorer,
+        policy: SyncedPolicy,
+        config: SynchronizerConfig,
+        versions: WeightVersions,
+        run: Callable[[Coroutine[Any, Any, Any], bool], Any],
+    ) -> None:
+        self._explorer = explorer
+        self._policy = policy
+        self._config = config
+        self._versions = versions
+        self._run = run
+        self._engines = explorer.engines.models
+        self._synced_at: int | None = None  # global_step of the weights that the engines have; None: fresh engines
+        self._sending = 0
+
+    def weights(self) -> WeightStream:
+        """The trainer's present weights, as the engines name them."""
+        stream = parameter_stream if shares_weights(self._engines) else weight_stream
+        return stream(self._policy.policy)
+
+    def join(self) -> None:
+        """Once the engines are up: connect the trainer with them, if weights are sent without a file."""
+        if self._config.method == "nccl":
+            self._run_in_time(self._explorer.setup_weight_sync_group())
+
+    def sync_if_due(self, global_step: int) -> dict[str, float]:
+        """Before rollouts; metrics. Fresh engines are always synced, which proves them, and then given what they had.
+
+        A sync is due once for each number of explore steps: rollouts that are done again, as they were cut short, have
+        the weights that they had the first time.
+        """
+        step, engines = self._explorer.step, self._explorer.engines
+        fresh, again = self._synced_at is None, self._versions.synced_for == step
+        due = self._explorer.need_sync() and not again
+        metrics = self.sync(global_step) if due or fresh else {}
+        if due:
+            engines.forget_restored()
+        elif (fresh or again) and self._run_in_time(engines.restore()):
+            self._synced_at = _OLDER
+        self._versions.synced_for = step
+        return metrics
+
+    def sync(self, global_step: int) -> dict[str, float]:
+        """Send the weights, unless the engines have them: an item that trained nothing changed none. Metrics."""
+        if self._synced_at == global_step:
+            return {}
+        self._sending = self._versions.at(global_step)
+        synchronizer = self._synchronizer
+        try:
+            metrics = synchronizer.sync()
+        finally:
+            self._versions.drill_scale = synchronizer.drill_scale
+        self._synced_at = global_step
+        return metrics
+
+    @cached_property
+    def _synchronizer(self) -> Synchronizer:
+        policy, engines = self._policy, self._engines
+        token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
+        return Synchronizer(
+            policy.policy,
+            send=lambda: self._run_in_time(self._explorer.sync_weight(self._sending)),
+            trainer_logprobs=lambda: policy.sequence_logprobs(token_ids),
+            engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
+            tolerance=Tolerance.of(
+                policy.policy.dtype,
+                *[engine.dtype for engine in engines],
+                quantized=any(engine.quantized for engine in engines),
+            ),
+            check_interval=self._config.check_interval,
+            with_drill=self._config.drill and not shares_weights(engines),
+            drill_scale=self._versions.drill_scale,
+        )
+
+    def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Part of a weight sync: it must end within `sync_timeout`. Ctrl-C waits: servers would have half of it."""
+        limit = self._config.sync_timeout
+        try:
+            return self._run(asyncio.wait_for(coroutine, limit), False)
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
+                "Restart the servers of engine.urls: they may hold half of the weights."
+            ) from error
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The state of weight syncs in checkpoints."""
+"""The state of rollouts and weight syncs in checkpoints."""
 
 from typing import Any
 
