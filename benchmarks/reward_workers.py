@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.rewards.scoring import SCORER, resolve_rewards, score
+from trinity_lightning.explorer.rewards import SCORER, resolve_rewards, score
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.tasks.task import Task
 

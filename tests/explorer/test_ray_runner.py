@@ -31,7 +31,7 @@ from trinity_lightning.explorer import ray as ray_runner_module
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.ray import RayRunner
-from trinity_lightning.explorer.rewards.scoring import resolve_rewards
+from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflows import WORKFLOWS, Workflow
 

@@ -36,8 +36,7 @@ from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
-from trinity_lightning.explorer.rewards import Reward, resolve_rewards, score
-from trinity_lightning.explorer.rewards.scoring import SCORER
+from trinity_lightning.explorer.rewards import SCORER, Reward, resolve_rewards, score
 from trinity_lightning.explorer.rewards.workers import RewardWorkers, check_importable
 from trinity_lightning.explorer.tasks import Task, Taskset
 
@@ -301,7 +300,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts 
 
 import asyncio, os, sys, time
 from trinity_lightning.explorer.rewards import resolve_rewards, score
-from trinity_lightning.explorer.rewards.scoring import SCORER
+from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks import Task, Taskset

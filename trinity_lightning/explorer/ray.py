@@ -19,7 +19,7 @@ from trinity_lightning.common.inference import HeldModel, InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.servers import require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
-from trinity_lightning.explorer.rewards.scoring import resolve_rewards
+from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import resolve_workflow

@@ -17,7 +17,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
-from trinity_lightning.explorer.rewards.scoring import SCORER
+from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, fails_by_reward, summarize
 from trinity_lightning.explorer.tasks.task import Task
 

@@ -1,7 +1,181 @@
-"""What it was worth: reward functions `(response, task) -> float | dict[str, float]`, sync or async."""
+"""What it was worth: reward functions `(response, task) -> float | dict[str, float]`, sync or async, and their sum."""
 
-from trinity_lightning.explorer.rewards.scoring import REWARDS as REWARDS
-from trinity_lightning.explorer.rewards.scoring import Reward as Reward
-from trinity_lightning.explorer.rewards.scoring import RewardFunction as RewardFunction
-from trinity_lightning.explorer.rewards.scoring import resolve_rewards as resolve_rewards
-from trinity_lightning.explorer.rewards.scoring import score as score
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol, cast
+
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.values import number
+from trinity_lightning.errors import ConfigError, RewardError
+from trinity_lightning.explorer.tasks.task import Task
+
+RewardValue = float | dict[str, float]
+RewardFunction = Callable[[str, Task], RewardValue | Awaitable[RewardValue]]
+
+REWARDS: Registry[RewardFunction] = Registry("reward function")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function of a task.
+
+    Attributes:
+        name: what its metrics carry.
+        function: what is called.
+        weight: its share in the sum.
+        path: the dotted path at which other processes find the function; None for one that belongs in this process: a
+            judge that asks the run's models, or a coroutine function, which waits on the event loop.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+    path: str | None = None
+
+
+class Scorer(Protocol):
+    """Calls reward functions somewhere else; see `workers.RewardWorkers`."""
+
+    async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
+        """As `worth`, below."""
+        ...
+
+
+# What calls the reward functions of the rollouts in this context; None: this process does.
+SCORER: ContextVar[Scorer | None] = ContextVar("SCORER", default=None)
+
+
+def resolve_rewards(reward_fn: Any) -> list[Reward]:
+    """The reward functions that `Task.reward_fn` means, in order.
+
+    Args:
+        reward_fn: None, a registered name, a dotted path, a function, a list of these (or of [function, weight] pairs),
+            or a mapping from them to weights. Without a weight it is 1.
+
+    Raises:
+        ConfigError: an unknown name, something that cannot be called, a weight that is no number, or two of one name.
+    """
+    if reward_fn is None:
+        return []
+    if isinstance(reward_fn, Mapping):
+        rewards = [_reward(entry, weight) for entry, weight in reward_fn.items()]
+    elif isinstance(reward_fn, Sequence) and not isinstance(reward_fn, str):
+        rewards = [_reward(*(entry if _is_pair(entry) else (entry, 1.0))) for entry in reward_fn]
+    else:
+        rewards = [_reward(reward_fn, 1.0)]
+    if not rewards:
+        raise ConfigError("the list of reward functions is empty: name one, or leave it out for the workflow's own.")
+    names = [reward.name for reward in rewards]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two reward functions are called {', '.join(twice)}: their metrics would be the same.")
+    return rewards
+
+
+async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[float | None, dict[str, float]]:
+    """The weighted sum of the rewards of a response (None without reward functions), and the metrics of each.
+
+    A function that returns a dict of parts is worth their sum; the metrics are "reward/<name>" and, of such a function,
+    "reward/<name>/<part>": before weighting.
+
+    Raises:
+        RewardError: a function raised, or returned something that is not a finite number; the message names it.
+    """
+    if not rewards:
+        return None, {}
+    scorer = SCORER.get()
+    total, metrics = 0.0, {}
+    for reward in rewards:
+        if scorer is None or reward.path is None:
+            value, its_metrics = worth(reward, await _call(reward, response, task))
+        else:
+            value, its_metrics = await scorer.worth(reward, response, task)
+        metrics |= its_metrics
+        total += reward.weight * value
+    return total, metrics
+
+
+def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
+    """What a response is worth by what the function returned, before weighting, and its metrics.
+
+    Raises:
+        RewardError: it is no finite number, nor a dict of such.
+    """
+    metrics = {}
+    if isinstance(returned, Mapping):
+        parts = {str(part): _number(reward, f"'{part}': ", number) for part, number in returned.items()}
+        metrics |= {f"reward/{reward.name}/{part}": number for part, number in parts.items()}
+        returned = sum(parts.values())
+    value = metrics[f"reward/{reward.name}"] = _number(reward, "", returned)
+    return value, metrics
+
+
+def raised(name: str, error: BaseException) -> RewardError:
+    """What a rollout fails with if a reward function raised."""
+    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+
+
+async def _call(reward: Reward, response: str, task: Task) -> Any:
+    try:
+        if _is_async(reward.function):
+            return await cast("Awaitable[Any]", reward.function(response, task))
+        # In a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out.
+        value = await run_in_thread(lambda: reward.function(response, task))
+        return await value if inspect.isawaitable(value) else value
+    except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
+        raise raised(reward.name, error) from error
+
+
+def _number(reward: Reward, part: str, value: Any) -> float:
+    # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
+    number = value.item() if hasattr(value, "shape") and math.prod(value.shape) == 1 else value
+    if not isinstance(number, Real) or not math.isfinite(number):
+        raise RewardError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
+    return float(number)
+
+
+def _reward(entry: Any, weight: Any) -> Reward:
+    if isinstance(entry, Reward):  # resolved already
+        return entry
+    function = _function(entry)
+    number(f"weight of reward function {entry!r}", weight)
+    return Reward(_name(entry, function), function, float(weight), _path(entry, function))
+
+
+def _function(entry: Any) -> RewardFunction:
+    function = REWARDS.resolve(entry)
+    if not callable(function):
+        raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
+    if isinstance(function, type):
+        raise ConfigError(f"reward function {entry!r} is a class: give a function (response, task), or an object.")
+    return cast("RewardFunction", function)
+
+
+def _is_async(function: Any) -> bool:
+    """Whether it is a coroutine function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _name(entry: Any, function: Any) -> str:
+    if isinstance(entry, str):
+        return entry.rpartition(".")[2]
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _path(entry: Any, function: Any) -> str | None:
+    """Where the function is found by import; of a lambda, say, where it should be. None: see `Reward`."""
+    if _is_async(function):
+        return None
+    if isinstance(entry, str) and entry not in REWARDS:
+        return entry
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _is_pair(entry: Any) -> bool:
+    """Whether it is [function, weight]."""
+    return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2

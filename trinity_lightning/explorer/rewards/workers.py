@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards.scoring import Reward, raised, worth
+from trinity_lightning.explorer.rewards import Reward, raised, worth
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
