@@ -208,16 +208,14 @@ class RayRunner(WorkflowRunner):
             self.launch()
         greeting = _future(self._greeting)
         await asyncio.wait([greeting], timeout=START_SECONDS)
+        if not greeting.done():
+            self.kill()
+            raise RolloutError(f"a Ray worker did not start within {START_SECONDS:g} s")
         try:
-            if not greeting.done():
-                raise RolloutError(f"a Ray worker did not start within {START_SECONDS:g} s")
             self._pid = greeting.result()
         except RayError as error:
             self.kill()
             raise RolloutError(f"a Ray worker does not start: {_last_line(error)}") from error
-        except RolloutError:
-            self.kill()
-            raise
 
     def kill(self) -> None:
         """End the worker at once, also in the middle of an attempt; twice is allowed."""
@@ -404,7 +402,6 @@ class RayCluster:
         await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _connect(self) -> None:
-        self.check()
         with _local() if self._address is None else nullcontext():
             import ray
 
