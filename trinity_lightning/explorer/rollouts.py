@@ -202,7 +202,7 @@ class PendingSteps:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Both."""
+        """Both, as plain containers."""
         return {"target": self.target, "metrics": {step: dict(metrics) for step, metrics in self.metrics.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
