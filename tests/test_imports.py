@@ -72,8 +72,8 @@ DEFAULT_RUN = (
     "monitor.csv_logger",
     "common.experience.payload",
 )
-MAX_DEFAULT_RUN = 9_832  # lines of code
-MAX_FILES, MAX_LINES = 153, 29_150  # of the package
+MAX_DEFAULT_RUN = 9_620  # lines of code
+MAX_FILES, MAX_LINES = 153, 29_120  # of the package
 
 
 def room_of(module: str) -> str:
