@@ -28,9 +28,9 @@ def run_benchmark(run_train: RunTrain, tmp_path: Path) -> RunBenchmark:
 
 
 def test_faults_lose_nothing(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("faults.py", "600")
-    assert found["failed"] == {"raise": 60, "hang": 30, "cancel": 12}
-    assert (found["succeeded"], found["lost"]) == (498, 0)
+    found = run_benchmark("faults.py", "200")
+    assert found["failed"] == {"raise": 20, "hang": 10, "cancel": 4}
+    assert (found["succeeded"], found["lost"]) == (166, 0)
 
 
 def test_killed_ray_workers_lose_nothing(run_benchmark: RunBenchmark) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import RunTrain, only, rows, same_metrics, start, steps_done, wait_for
+from support.runs import Commands, RunTrain, only, rows, same_metrics, start, steps_done, wait_for
 from support.wandb_reader import read_wandb_run
 
 # Small steps, a checkpoint after each.
@@ -136,10 +136,11 @@ def uninterrupted(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_run_equals_an_uninterrupted_one(
-    how: signal.Signals, uninterrupted: Path, run_train: RunTrain, tmp_path: Path
+    how: signal.Signals, uninterrupted: Path, run_train: Commands, tmp_path: Path
 ) -> None:
     arguments = (*QUICK, "steps=5", "algorithm.optimizer_steps=2", "logger=csv")
-    process = start(tmp_path, *arguments)
+    # One of them is a process from its very beginning.
+    process = start(tmp_path, *arguments) if how == signal.SIGINT else run_train.start(tmp_path, *arguments)
     wait_for(lambda: resumable(tmp_path, 3), process)
     process.send_signal(how)
     process.wait(timeout=120)

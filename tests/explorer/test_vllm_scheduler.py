@@ -425,7 +425,7 @@ def test_a_batch_that_is_dropped_leaves_nothing_and_the_other_goes_on(
 # -- wait_all, stop ---------------------------------------------------------------------------------------------------
 
 
-def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfinished(
+def test_a_time_out_of_wait_all_aborts_what_is_unfinished_in_the_engine(
     run: Run, steps: Steps, engine: VLLMEngine
 ) -> None:
     async def body(scheduler: Scheduler) -> None:
@@ -583,18 +583,6 @@ def test_a_retry_of_a_request_with_several_samples_repeats_those_whose_reward_fa
     run(body, max_retry_times=1)
     run(body, max_retry_times=1)
     assert results[0] == results[1]
-
-
-def test_what_succeeded_is_kept_when_other_runs_fail_for_good(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(Flaky({0: 9, 2: 9}), repeat_times=4), question()], 1)
-        statuses, experiences = await scheduler.get_results(1)
-        assert oks(statuses) == [False, True]
-        assert statuses[0].message == "2 of 4 runs failed: ConnectionError: run 0; ConnectionError: run 2"
-        assert "task_run_time" in statuses[0].metric
-        assert [(e.eid.task, e.eid.run) for e in experiences] == [(0, 1), (0, 3), (1, 0)]
-
-    run(body, max_retry_times=1, max_repeat_times_per_runner=2)
 
 
 def test_a_prompt_that_is_too_long_is_told_not_tried_again_and_the_engine_goes_on(run: Run, engine: VLLMEngine) -> None:
