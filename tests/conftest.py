@@ -1,5 +1,6 @@
 """The tiers of the tests, and the fixture for whole runs."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tiers.mark(item)
     tiers.slow_files_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and no garbage collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """So that nothing is taken for a leak at the end."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

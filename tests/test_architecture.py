@@ -18,7 +18,7 @@ from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
 from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
 from trinity_lightning.build import train_source
 from trinity_lightning.config.explain import explain
-from trinity_lightning.config.hydra import CONFIG_ERRORS
+from trinity_lightning.config.hydra import CONFIG_ERRORS, register
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.explorer.rewards import REWARDS
@@ -118,11 +118,13 @@ def built_in(row: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
     name, path = cast("list[str]", re.findall(r'"(.*?)"', line))
     monkeypatch.setitem(cast("dict[str, str]", PARTS[kind]), name, f"{package.__name__}.{path}")
+    composed()  # Hydra's own parts are registered before
     # What is registered and imported by now is forgotten again.
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_items", dict(registry._items))
+    register()
     return name
 
 

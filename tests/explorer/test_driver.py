@@ -480,8 +480,10 @@ def test_a_thread_that_computes_does_not_keep_the_interpreter_from_the_main_thre
 
 
 @pytest.fixture
-def released() -> Iterator[threading.Event]:
-    """What blocks the loop waits for this; it is set at the end of the test at the latest."""
+def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What blocks the loop waits for this; it is set at the end of the test at the latest. The wait for it is short."""
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
+    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 0.05)
     event = threading.Event()
     yield event
     event.set()
@@ -501,9 +503,8 @@ async def stubborn(released: threading.Event) -> None:
 
 
 def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    released: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     driver = Driver()
     driver.limit_blocking(0.6, 0.2)
     with pytest.raises(WorkflowBlockedError, match=r"'Stubborn'\) has blocked .*asyncio\.to_thread.*`def run`"):
@@ -519,13 +520,10 @@ async def helper(released: threading.Event) -> None:
     released.wait(60)
 
 
-def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line(released: threading.Event) -> None:
     async def gathering() -> None:
         await asyncio.gather(helper(released))
 
-    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     driver = Driver()
     driver.limit_blocking(0.3, 0.2)
     with pytest.raises(WorkflowBlockedError, match=r"test_driver\.py:\d+ helper' has blocked .*asyncio\.to_thread"):
@@ -534,14 +532,11 @@ def test_a_task_of_its_own_that_blocks_the_loop_is_refused_by_its_line(
     driver.close()
 
 
-def test_a_reward_that_blocks_the_loop_is_refused_by_its_line_beside_the_workflow(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_blocks_the_loop_is_refused_by_its_line_beside_the_workflow(released: threading.Event) -> None:
     async def reward(response: str, task: Task) -> float:
         released.wait(60)
         return 1.0
 
-    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     task = Task("simple", {"prompt": "1 + 1?"}, reward_fn=reward)
     driver = Driver()
     driver.limit_blocking(0.3, 0.2)
@@ -551,10 +546,7 @@ def test_a_reward_that_blocks_the_loop_is_refused_by_its_line_beside_the_workflo
     driver.close()
 
 
-def test_a_run_that_ends_says_why_it_waits_no_longer(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
+def test_a_run_that_ends_says_why_it_waits_no_longer(released: threading.Event) -> None:
     driver = Driver()
     driver.limit_blocking(60)
     driver.hurry()
@@ -583,9 +575,8 @@ def test_what_blocks_shortly_is_waited_for(released: threading.Event, caplog: py
 
 @pytest.mark.parametrize("blocking", [stubborn, helper])
 def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
-    blocking: Any, released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    blocking: Any, released: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     pressed = threading.Timer(0.1, lambda: None)
     pressed.start()
     driver = Driver((), lambda: None if pressed.is_alive() else KeyboardInterrupt())
