@@ -1,5 +1,6 @@
 """The fast tier starts nothing, and which tests are in it is seen from their fixtures."""
 
+import multiprocessing
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,13 @@ def test_a_fast_test_that_starts_a_process_fails(request: pytest.FixtureRequest)
     assert is_fast(request.node)
     with pytest.raises(pytest.fail.Exception, match=r"fast tier .*subprocess\.Popen.*mark it"):
         subprocess.run(RUN_NOTHING, check=True)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_fast_test_that_starts_a_process_by_multiprocessing_fails(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    with pytest.raises(pytest.fail.Exception, match=r"fast tier .*(os\.fork|multiprocessing\.spawn).*mark it"):
+        context.Process(target=print).start()
 
 
 def test_a_fast_test_that_imports_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import ROOT
 
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, math_verifier, resolve_rewards, score
+from trinity_lightning.explorer.rewards import math_verifier, resolve_rewards, score
 from trinity_lightning.explorer.rewards.accuracy import accuracy
 from trinity_lightning.explorer.rewards.answers import (
     contains_digits,
@@ -572,7 +573,7 @@ def parts(response: str, task: Task) -> dict[str, float]:
 
 def test_registered_names() -> None:
     names = "accuracy contains_digits countdown exact_match format last_number math reasoning_gym"
-    assert set(names.split()) <= set(REWARDS)
+    assert set(names.split()) == set(PARTS["reward function"])
 
 
 def test_no_reward_function_gives_no_reward() -> None:

@@ -8,12 +8,13 @@ import pytest
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows import WORKFLOWS, MathWorkflow, SimpleWorkflow, resolve_workflow
+from trinity_lightning.explorer.workflows import MathWorkflow, SimpleWorkflow, resolve_workflow
 from trinity_lightning.explorer.workflows.asking import DistillArguments, JudgeArguments
 
 
@@ -35,7 +36,7 @@ def test_names() -> None:
     assert resolve_workflow("trinity_lightning.explorer.workflows.MathWorkflow") is MathWorkflow
     assert resolve_workflow(MathWorkflow) is MathWorkflow
     names = ["evaluation", "judge", "math", "multi_turn", "on_policy_distill", "simple", "tool_use"]
-    assert set(names) <= set(WORKFLOWS)
+    assert set(names) == set(PARTS["workflow"])
 
 
 def test_simple_makes_one_experience_a_response() -> None:

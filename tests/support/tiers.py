@@ -5,6 +5,8 @@ mark themselves, and the guard fails one that does not and should.
 """
 
 import sys
+from collections.abc import Sequence
+from multiprocessing import util
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ FIXTURES = {
     "browser": "slow",
 }
 STARTS_A_PROCESS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
-# Of a process that compares expressions all tests share one; the others are how libraries ask for the platform.
-HARMLESS = ("math_verifier", "uname", "lsb_release")
+STARTS_A_PROCESS += ("multiprocessing.spawn",)
+# Of processes that compare expressions, or clean up after multiprocessing, all tests share one; the others are how
+# libraries ask for the platform.
+HARMLESS = ("math_verifier", "resource_tracker", "uname", "lsb_release")
 
 
 def mark(item: pytest.Item) -> None:
@@ -42,11 +46,17 @@ def slow_files_first(items: list[pytest.Item]) -> None:
 
 
 class Guard:
-    """Fails a test of the fast tier that starts a program, forks, or imports vLLM; it cannot see a spawned one."""
+    """Fails a test of the fast tier that starts a program, forks, or imports vLLM."""
 
     def __init__(self) -> None:
         self.on = False
         sys.addaudithook(self._watch)
+        self._spawn = util.spawnv_passfds  # of multiprocessing, which Python does not audit
+        util.spawnv_passfds = self._watched_spawn
+
+    def _watched_spawn(self, path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
+        self._watch("multiprocessing.spawn", (path, arguments))
+        return self._spawn(path, arguments, files)
 
     def _watch(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
