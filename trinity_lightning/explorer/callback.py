@@ -80,19 +80,19 @@ class ExplorerCallback(L.Callback):
         synchronizer: SynchronizerConfig | None = None,
         *,
         stop: StopCheckpoint | None = None,
-        observer: Observer | None = None,
-        progress: Progress | None = None,
-        measured: Callable[[dict[str, float]], None] | None = None,
+        observer: Observer = ignore,
+        progress: Progress = ignore,
+        measured: Callable[[dict[str, float]], None] = ignore,
         offload: bool = False,
     ) -> None:
         self.explorer = explorer
         self.metrics: dict[str, float] = {}
         self._synchronizer = synchronizer or SynchronizerConfig()
         self._stop = stop or StopCheckpoint()
-        self._measured: Callable[[dict[str, float]], None] = measured or ignore
+        self._measured = measured
         self._offload = offload
-        self._observer: Observer = observer or ignore
-        self._progress: Progress = progress or ignore
+        self._observer = observer
+        self._progress = progress
         self._pending = PendingSteps()
         self._versions = WeightVersions()
         self._running: TrainingRollouts | None = None

@@ -39,6 +39,10 @@ Observer = Callable[[list[Experience], int, str | None], None]
 Progress = Callable[[int | str, int, int], None]
 
 
+def ignore(*_: object) -> None:
+    """Watch nothing."""
+
+
 @dataclass
 class TaskSource:
     """What to try and how.
@@ -275,8 +279,8 @@ class Explorer:
         self,
         sink: Sink | None = None,
         weights: Callable[[], WeightStream] | None = None,
-        observer: Observer | None = None,
-        progress: Progress | None = None,
+        observer: Observer = ignore,
+        progress: Progress = ignore,
     ) -> None:
         """Load or start the engines, ask whether endpoints are there, and start the runners.
 
@@ -289,7 +293,7 @@ class Explorer:
             progress: called whenever a task has ended.
         """
         self._sink, self.engines.source = sink, weights
-        self._observer, self._progress = observer or ignore, progress or ignore
+        self._observer, self._progress = observer, progress
         await self._scheduler.prepare()
         await asyncio.gather(*(model.load() for model in self._engines()))
         await self._scheduler.start()
@@ -499,7 +503,3 @@ class Explorer:
         self.step, self._cursor = state["step"], state["taskset"]
         if "engines" in state:
             self.engines.load_state_dict(state["engines"])
-
-
-def ignore(*_: object) -> None:
-    """Watch nothing."""

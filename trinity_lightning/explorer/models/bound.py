@@ -1,7 +1,6 @@
 """A model as one run of a task sees it: every call has the run's seed and the task's sampling settings."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -53,7 +52,7 @@ class BoundModel:
         self._turn = 0
         self._oldest_version: int | None = None
         self._blocking: BlockingModel | None = None
-        self._kept: list[Experience] = []  # of calls through OpenAI's client
+        self._recorded: RecordedCalls | None = None
 
     @property
     def model_version(self) -> int:
@@ -96,11 +95,13 @@ class BoundModel:
         """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
         return await self._model.logprobs(token_ids)
 
-    @cached_property
-    def _calls(self) -> "RecordedCalls":
-        from trinity_lightning.explorer.models.openai_api import RecordedCalls  # few workflows ask for a client
+    @property
+    def _openai_calls(self) -> "RecordedCalls":
+        if self._recorded is None:
+            from trinity_lightning.explorer.models.openai_api import RecordedCalls  # few workflows ask for a client
 
-        return RecordedCalls(self, self._model, self._next_call, self._sampling, self._run, self._kept)
+            self._recorded = RecordedCalls(self, self._model, self._next_call, self._sampling, self._run)
+        return self._recorded
 
     def get_openai_async_client(self) -> Any:
         """An `openai.AsyncOpenAI` whose calls are this run's: with its seed and sampling settings, and kept.
@@ -108,7 +109,7 @@ class BoundModel:
         A workflow that returns no experiences of its own has those of these calls: `set_reward` says what they were
         worth. See `InferenceModel.get_openai_async_client`.
         """
-        return self._calls.client
+        return self._openai_calls.client
 
     def get_openai_client(self) -> Any:
         """An `openai.OpenAI` for code that the workflow runs in threads (`asyncio.to_thread`); its calls are kept too.
@@ -123,7 +124,7 @@ class BoundModel:
 
     async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of the response to a request of OpenAI's API."""
-        return await self._calls.answer(path, body)
+        return await self._openai_calls.answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
         """What the calls through OpenAI's client were worth: each of those made so far that has no reward gets this.
@@ -132,11 +133,8 @@ class BoundModel:
             reward: of the run, or of what was done since the last reward.
             metrics: numbers to be logged, of the last of these calls.
         """
-        unrewarded = [experience for experience in self._kept if experience.reward is None]
-        for experience in unrewarded:
-            experience.reward = float(reward)
-        if unrewarded and metrics:
-            unrewarded[-1].metrics |= metrics
+        if self._recorded is not None:
+            self._recorded.set_reward(reward, metrics or {})
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them.
@@ -144,10 +142,7 @@ class BoundModel:
         Args:
             clear_history: forget them here.
         """
-        kept = list(self._kept)
-        if clear_history:
-            self._kept.clear()
-        return kept
+        return [] if self._recorded is None else self._recorded.experiences(clear_history)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Refused: RuntimeError. A run must not change the model that others generate with."""

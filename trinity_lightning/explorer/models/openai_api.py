@@ -270,7 +270,6 @@ class RecordedCalls(ChatCompletions):
         next_call: a call's settings, completed by the run's.
         sampling: the run's settings.
         run: of the first response of a call.
-        kept: where the experiences go.
     """
 
     def __init__(
@@ -280,13 +279,12 @@ class RecordedCalls(ChatCompletions):
         next_call: Callable[[Mapping[str, Any]], dict[str, Any]],
         sampling: Mapping[str, Any],
         run: int,
-        kept: list[Experience],
     ) -> None:
         super().__init__(bound, sampling)
         self._endpoint = model if isinstance(model, OpenAIModel) else None
         self._next_call = next_call
         self._run = run
-        self._kept = kept
+        self._kept: list[Experience] = []
         self._calls = 0
 
     @cached_property
@@ -299,6 +297,21 @@ class RecordedCalls(ChatCompletions):
         if self._endpoint is not None:
             return await self._endpoint.answer(path, self._next_call(body) if body else body)
         return await super().answer(path, body)
+
+    def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """See `BoundModel.set_reward`."""
+        unrewarded = [experience for experience in self._kept if experience.reward is None]
+        for experience in unrewarded:
+            experience.reward = float(reward)
+        if unrewarded:
+            unrewarded[-1].metrics |= metrics
+
+    def experiences(self, clear: bool) -> list[Experience]:
+        """What is kept; with `clear` it is forgotten here."""
+        kept = list(self._kept)
+        if clear:
+            self._kept.clear()
+        return kept
 
     def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
         info = {"temperature": temperature_of({**self._sampling, **settings})}
