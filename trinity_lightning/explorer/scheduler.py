@@ -1,4 +1,4 @@
-"""Distributes tasks to runners and collects their results, batch by batch."""
+"""Distributes tasks to runners, and collects what they gave batch by batch."""
 
 import asyncio
 import heapq
@@ -97,12 +97,12 @@ class RunnerWrapper:
         experiences: list[Experience] = []
         failed: dict[int, BaseException] = {}
         seconds = 0.0
-        for attempt in range(self.config.max_retry_times + 1):
-            result = await self.runner.attempt(one, runs, limit)
-            seconds = result.seconds
-            experiences += result.experiences
-            failed = {run: error for run, error in failed.items() if run not in runs} | result.errors
-            runs = sorted(run for run, error in result.errors.items() if not isinstance(error, _FINAL_ERRORS))
+        for tried in range(self.config.max_retry_times + 1):
+            attempt = await self.runner.attempt(one, runs, limit)
+            seconds = attempt.seconds
+            experiences += attempt.experiences
+            failed = {run: error for run, error in failed.items() if run not in runs} | attempt.errors
+            runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
             if not runs:
                 break
             logger.info(
@@ -110,8 +110,8 @@ class RunnerWrapper:
                 self.runner_id,
                 one.batch_id,
                 one.task_id,
-                attempt + 1,
-                "; ".join(describe(result.errors)),
+                tried + 1,
+                "; ".join(describe(attempt.errors)),
             )
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
@@ -129,7 +129,7 @@ def _runner_class(config: ExplorerConfig) -> type[WorkflowRunner]:
     return WorkflowRunner
 
 
-# -- What is scheduled ------------------------------------------------------------------------------------------------
+# -- what is scheduled ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)
@@ -196,13 +196,13 @@ class ScheduledTask:
         )
 
 
+@dataclass(eq=False)
 class Batch:
     """The tasks of one batch id that are unfinished, or finished and not yet collected."""
 
-    def __init__(self, key: BatchKey) -> None:
-        self.key = key
-        self.unfinished: set[ScheduledTask] = set()
-        self.finished: list[ScheduledTask] = []
+    key: BatchKey
+    unfinished: set[ScheduledTask] = field(default_factory=set)
+    finished: list[ScheduledTask] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.unfinished) + len(self.finished)
@@ -256,7 +256,7 @@ def enough_of(size: int, ratio: float) -> int:
     return math.ceil((1 - ratio) * size - 1e-9)  # 0.3 * 10 is a little more than 3
 
 
-# -- The scheduler ----------------------------------------------------------------------------------------------------
+# -- the scheduler ----------------------------------------------------------------------------------------------------
 
 
 class Scheduler:
