@@ -29,7 +29,7 @@ from trinity_lightning.sync.stream import WeightStream
 
 logger = logging.getLogger(__name__)
 
-_FEW = 3  # of the errors of reward functions, when there are nothing but errors
+_FEW = 3  # different errors of reward functions that a message shows
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]

@@ -85,7 +85,7 @@ class WeightVersions:
 
 
 class SyncPolicy:
-    """Gives fresh engines the trainer's weights, decided by state alone: which ones they have, and for which step.
+    """Decides when engines are sent the trainer's weights, by state alone: which they have, and for which step.
 
     Args:
         explorer: whose engines, and which says when a sync is due.
@@ -123,10 +123,10 @@ class SyncPolicy:
             self._run_in_time(self._explorer.setup_weight_sync_group())
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:
-        """Before rollouts; metrics. Fresh engines are always synced, which proves them, and then given what they had.
+        """Sync before rollouts, if it is due; metrics. Engines that were just loaded are always synced, for the proof.
 
-        A sync is due once for each number of explore steps: rollouts that are done again, as they were cut short, have
-        the weights that they had the first time.
+        A sync is due once for each number of explore steps: rollouts that are done again, because they were cut short,
+        have the weights that they had the first time, which are sent after the proof.
         """
         step, engines = self._explorer.step, self._explorer.engines
         fresh, again = self._synced_at is None, self._versions.synced_for == step

@@ -31,7 +31,7 @@ _Work = asyncio.Task[tuple[Status, list[Experience], int]]
 
 # The same task would fail the same way again.
 _FINAL_ERRORS = (ConfigError, PromptTooLongError)
-# So many tasks, all failed by their reward functions before any answer had a reward, are enough to know of the others.
+# If the first tasks to end are this many, and each failed in its reward functions, the others are given up.
 _ENOUGH_FAILURES = 16
 _TIMES = ("time_per_task", "task_run_time")
 _STEP = re.compile(r"[0-9]+")

@@ -61,7 +61,7 @@ class BoundModel:
 
     @property
     def used_version(self) -> int:
-        """The oldest version that a call was begun with, so that a lag is never understated; the present one before."""
+        """The oldest version that a call began with, for no lag to be understated; before any call, the present one."""
         return self.model_version if self._oldest_version is None else self._oldest_version
 
     @property

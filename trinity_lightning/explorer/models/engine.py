@@ -314,7 +314,7 @@ class InProcessEngine(Engine):
     @abstractmethod
     def _free(self) -> None: ...
 
-    # -- in between ---------------------------------------------------------------------------------------------------
+    # -- requests and replies -----------------------------------------------------------------------------------------
 
     def _load_once(self) -> None:
         if not self._loaded:
