@@ -98,33 +98,33 @@ class WorkflowRunner:
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
-            requests = self._start(task, runs)
+            instances = self._start(task, runs)
         except (Exception, SystemExit) as error:
             return Attempt([], dict.fromkeys(runs, error), clock() - start)
         try:
-            done, _ = await asyncio.wait(requests, timeout=limit)
+            done, _ = await asyncio.wait(instances, timeout=limit)
         finally:
-            await _end([request for request in requests if not request.done()])
+            await _end([instance for instance in instances if not instance.done()])
         attempt = Attempt([], {})
-        for request, its_runs in requests.items():
-            if request not in done:
+        for instance, its_runs in instances.items():
+            if instance not in done:
                 attempt.errors |= dict.fromkeys(its_runs, TimeoutError(f"not done within {limit:g} s"))
-            elif request.cancelled():
+            elif instance.cancelled():
                 attempt.errors |= dict.fromkeys(its_runs, RolloutError("cancelled from within the workflow"))
             else:
-                attempt.experiences += request.result().experiences
-                attempt.errors |= request.result().errors
+                attempt.experiences += instance.result().experiences
+                attempt.errors |= instance.result().errors
         attempt.seconds = clock() - start
         return attempt
 
     def _start(self, task: Task, runs: Sequence[int]) -> dict[asyncio.Task[Attempt], list[int]]:
-        """One asyncio task a request: a run, or all consecutive runs if the workflow repeats itself."""
+        """One asyncio task an instance: of one run, or of consecutive runs if the workflow repeats itself."""
         first = _BoundWorkflow(self, task, runs[0])
-        requests = _consecutive(runs) if first.workflow.repeatable else [[run] for run in runs]
+        groups = _consecutive(runs) if first.workflow.repeatable else [[run] for run in runs]
         made = {runs[0]: first}
-        return {asyncio.create_task(self._request(task, its, made.get(its[0]))): its for its in requests}
+        return {asyncio.create_task(self._run_instance(task, its, made.get(its[0]))): its for its in groups}
 
-    async def _request(self, task: Task, runs: list[int], bound: "_BoundWorkflow | None") -> Attempt:
+    async def _run_instance(self, task: Task, runs: list[int], bound: "_BoundWorkflow | None") -> Attempt:
         try:
             bound = bound or _BoundWorkflow(self, task, runs[0])
             try:
@@ -306,12 +306,12 @@ def _consecutive(runs: Sequence[int]) -> list[list[int]]:
     return stretches
 
 
-async def _end(requests: list[asyncio.Task[Attempt]]) -> None:
-    """Cancel the requests and wait for their end, but give up on one that ignores it."""
-    for request in requests:
-        request.cancel()
-    if not requests:
+async def _end(instances: list[asyncio.Task[Attempt]]) -> None:
+    """Cancel the instances and wait for their end, but give up on one that ignores it."""
+    for instance in instances:
+        instance.cancel()
+    if not instances:
         return
-    _, stuck = await asyncio.wait(requests, timeout=CANCEL_GRACE_SECONDS)
+    _, stuck = await asyncio.wait(instances, timeout=CANCEL_GRACE_SECONDS)
     if stuck:
         logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))
