@@ -3,6 +3,7 @@
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -91,17 +92,24 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
 
 
 @pytest.mark.parametrize(
-    ("name", "judge", "sync_offset", "left"),
+    ("name", "judge", "sync_offset", "trainer", "left"),
     [
-        ("vllm_server", None, 1, [2, 7]),
-        ("vllm_server", {"model": "tiny", "engine": {"cpu_cores": 3}}, 1, [1, 7]),
-        ("vllm_server", {"model": "some-model", "url": "http://node7/v1"}, 1, [2, 7]),
-        ("vllm_server", {"model": "tiny"}, 0, []),
-        ("vllm", None, 0, []),
+        ("vllm_server", None, 1, {}, [2, 7]),
+        ("vllm_server", None, 1, {"num_devices": 2}, [1, 7]),  # which share them
+        ("vllm_server", None, 1, {"node_rank": 1}, []),  # the servers are on another machine
+        ("vllm_server", {"model": "tiny", "engine": {"cpu_cores": 3}}, 1, {}, [1, 7]),
+        ("vllm_server", {"model": "some-model", "url": "http://node7/v1"}, 1, {}, [2, 7]),
+        ("vllm_server", {"model": "tiny"}, 0, {}, []),
+        ("vllm", None, 0, {}, []),
     ],
 )
 def test_the_trainer_has_the_threads_that_servers_leave_and_gives_them_back(
-    name: str, judge: dict[str, Any] | None, sync_offset: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    judge: dict[str, Any] | None,
+    sync_offset: int,
+    trainer: dict[str, int],
+    left: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
@@ -113,7 +121,8 @@ def test_the_trainer_has_the_threads_that_servers_leave_and_gives_them_back(
         explorer=ExplorerConfig(sync_offset=sync_offset),
         auxiliary_models={} if judge is None else {"judge": judge},
     )
-    share, parts = engines.ThreadShare(config), (L.Trainer.__new__(L.Trainer), L.LightningModule())
+    of_trainer: Any = SimpleNamespace(**{"num_devices": 1, "node_rank": 0} | trainer)
+    share, parts = engines.ThreadShare(config), (of_trainer, L.LightningModule())
     share.setup(*parts, "fit")
     share.teardown(*parts, "fit")
     assert threads == left

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,26 @@ def test_gpus_are_shared_out_and_all_of_them_used(
     validate(configured(*SERVER, "engine.servers=2", "engine.gpus=[3,1]"))
     with pytest.raises(ConfigError, match=message):
         validate(configured(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "trainer", "fix"),
+    [
+        ("[2,3]", ("trainer.devices=2",), None),
+        ("[0]", ("trainer.devices=2",), None),  # that of rank 0, which trains and generates by a plan
+        ("[2,3]", ("trainer.devices=auto", "trainer.accelerator=cpu"), None),
+        ("[1,2]", ("trainer.devices=2",), r"trainer.devices=2 engine.gpus=\[2, 3\]"),
+        ("[3]", (), r"trainer.devices=3 engine.gpus=\[3\]"),  # all that there are, without a number
+    ],
+)
+def test_servers_and_ranks_have_gpus_of_their_own(
+    gpus: str, trainer: tuple[str, ...], fix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = configured(*SERVER, f"engine.gpus={gpus}", "trainer=ddp", *trainer)
+    with pytest.raises(ConfigError, match=f"trains on the first .*such as {fix}") if fix else nullcontext():
+        validate(config)
 
 
 def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,9 @@ def build(config: DictConfig) -> Run:
     settle_dtypes(config, checkpoint)
     if checkpoint is not None:
         check_resumed_dtype(config, checkpoint)
-    typed = typed_config(config)
-    typed, plan = replace(typed, trainer=config.trainer), None
-    if torch.cuda.is_available():
+    typed, plan = replace(typed_config(config), trainer=config.trainer), None
+    online, follower = typed.buffer.storage == "memory", trains_together(config.trainer) and _follows()
+    if torch.cuda.is_available() and not follower:  # whose engines those of rank 0 are
         from trinity_lightning.gpu_plan import with_memory_plan
 
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
@@ -126,10 +126,9 @@ def build(config: DictConfig) -> Run:
     recorder = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
     callbacks: list[L.Callback] = [recorder, monitor]
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
-    online, follower = typed.buffer.storage == "memory", trains_together(config.trainer) and _follows()
     data: L.LightningDataModule
     if follower:  # rank 0 rolls out, saves, shows and records
-        callbacks = [ExplorerFollower()] if online else []
+        callbacks = [ThreadShare(typed), ExplorerFollower()] if online else []
         data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed)
     elif online:
         check_room(typed)
@@ -154,7 +153,7 @@ def build(config: DictConfig) -> Run:
 
 
 def _follows() -> bool:
-    from trinity_lightning.common.ranks import follows
+    from trinity_lightning.trainer.ddp import follows
 
     return follows()
 

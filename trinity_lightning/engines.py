@@ -108,7 +108,10 @@ def _auxiliary(name: str, auxiliary: "AuxiliaryConfig", config: TrainConfig, fol
 
 
 class ThreadShare(L.Callback):
-    """Train with the threads that servers of this machine leave, where both compute at the same time on CPUs."""
+    """Train with the threads that servers of this machine leave, where both compute at the same time on CPUs.
+
+    Several processes that train on this machine share those; how they share without servers is Lightning's.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -117,14 +120,13 @@ class ThreadShare(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take fewer threads, where that is needed."""
         engines = _servers_here(self._config) if self._config.explorer.sync_offset > 0 else []
-        if engines and not torch.cuda.is_available():
+        if engines and trainer.node_rank == 0 and not torch.cuda.is_available():  # they run where rank 0 does
             from trinity_lightning.explorer.models.vllm_server import server_cores
 
             cores = sorted(os.sched_getaffinity(0))
-            shares = [share for engine in engines for share in server_cores(cores, engine, overlaps=True)]
-            taken = set().union(*shares)
+            taken = {core for engine in engines for share in server_cores(cores, engine, True) for core in share}
             self._before = torch.get_num_threads()
-            torch.set_num_threads(max(len(cores) - len(taken), 1))
+            torch.set_num_threads(max((len(cores) - len(taken)) // trainer.num_devices, 1))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give them back: another job of a sweep may follow in this process."""
@@ -141,8 +143,7 @@ def _servers_here(config: TrainConfig) -> list[EngineConfig]:
     """What is configured of the servers that are started on this machine, the policy's and those beside it."""
     beside = [model.engine for model in config.auxiliary_models.values() if model.url is None]
     can = capabilities_of(config.engine.name)
-    here = can.is_vllm and can.overlaps_training and not config.engine.urls
-    return [config.engine, *beside] if here else beside
+    return [config.engine, *beside] if can.is_vllm and can.overlaps_training and not config.engine.urls else beside
 
 
 # -- dtypes: what `auto` stands for, settled once at a run's start and recorded with its configuration ----------------

@@ -1,15 +1,21 @@
 """Ranks as threads: what is handed over, and that an error, a delay or a death of one is everyone's end."""
 
+import itertools
+import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from trinity_lightning.common import ranks as ranks_module
 from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError
@@ -17,33 +23,44 @@ from trinity_lightning.trainer.ddp import join
 
 SIZE = 3
 CPU = torch.device("cpu")
+MEETINGS = itertools.count()
+
+
+@cache
+def store() -> Any:
+    """Where all ranks of these tests meet: one that ends keeps the interpreter for a while."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+@pytest.fixture(autouse=True)
+def nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo looks up no name of this machine, which can take seconds."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 def together(work: Callable[[Ranks], Any], timeout: float = 20.0, size: int = SIZE) -> list[Any]:
     """What the work returns on each rank, or the exception that it raises, which ends that rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
+    meeting, address = next(MEETINGS), ("127.0.0.1", store().port)
 
     def run(rank: int) -> Any:
-        group = join(address, Ranks(rank, size), CPU, timedelta(minutes=1)).group
-        ranks = Ranks(rank, size, group, timedelta(seconds=timeout))
+        ranks = join(address, Ranks(rank, size), CPU, timedelta(minutes=1), meeting)
+        ranks.timeout = timedelta(seconds=timeout)
         try:
             return work(ranks)
         except Exception as error:
             ranks.end(error)
-            return error
+            return type(error)(*error.args)  # without its frames, which would keep the connection
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
 
 
 def test_alone_nothing_is_sent() -> None:
-    ranks, tensor = ALONE, torch.ones(3)
-    ranks.add_up([tensor])
-    ranks.end(ValueError())
-    assert ranks.exchange("mine") == ["mine"]
-    assert ranks.broadcast(tensor) is tensor
+    tensor = torch.ones(3)
+    ALONE.add_up([tensor])
+    ALONE.end(ValueError())
+    assert ALONE.exchange("mine") == ["mine"]
+    assert ALONE.broadcast(tensor) is tensor
     assert tensor.tolist() == [1, 1, 1]
 
 
@@ -63,11 +80,20 @@ def test_ranks_in_different_rounds_are_refused() -> None:
         assert "rank 0 is at a sum; rank 1 is at an exchange" in str(error)
 
 
-def test_sums_are_the_same_bits_on_all_ranks() -> None:
+@pytest.mark.parametrize("bucket", [0, 100, 1 << 20])
+def test_sums_are_the_same_bits_on_all_ranks(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "BUCKET_BYTES", bucket)
+
     def some(rank: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(rank)
         tensors = [torch.randn(shape, generator=generator) for shape in ((7, 3), (), (0,), (100,))]
-        return [*tensors, torch.arange(4) * rank, tensors[0].double().T]
+        return [
+            *tensors,
+            torch.arange(4) * rank,
+            tensors[0].double().T,
+            tensors[3].round().bfloat16(),
+            tensors[0].T.clone(),
+        ]
 
     def work(ranks: Ranks) -> list[torch.Tensor]:
         tensors = some(ranks.rank)
@@ -88,6 +114,9 @@ ROUNDS: list[Callable[[Ranks], Any]] = [
 ]
 
 
+PATIENT = (1, 2)
+
+
 @pytest.mark.parametrize("rank", range(SIZE))
 @pytest.mark.parametrize("before", range(len(ROUNDS)))
 def test_an_error_at_any_round_ends_all_with_its_message(rank: int, before: int) -> None:
@@ -102,6 +131,66 @@ def test_an_error_at_any_round_ends_all_with_its_message(rank: int, before: int)
     assert [f"{type(error).__name__}: {error}" for error in errors] == [
         f"RankError: rank {rank}: KeyError: 'broken'"
     ] * 2
+
+
+def rolling_out(ranks: Ranks, seconds: float = 20.0) -> None:
+    """What rank 0 does before the others get a step: it asks now and then whether the run has to end."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (failure := ranks.failure()) is not None:
+            raise RankError(failure)
+        time.sleep(0.02)
+
+
+FAULTS = ("an error", "SIGTERM", "a delay")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nobody_waits_for_long_and_all_learn_the_reason(fault: str) -> None:
+    """At a round of any kind, on either rank, in 102 cases; while rank 0 rolls out, before patient rounds, too."""
+
+    def run(seed: int) -> tuple[int, bool, list[Any]]:
+        drawn = random.Random(f"{fault} {seed}")
+        rounds = [drawn.randrange(len(ROUNDS)) for _ in range(4)]
+        rank, number = (1 if fault == "SIGTERM" else drawn.randrange(2)), drawn.randrange(4)
+        stopped = threading.Event()
+
+        def work(ranks: Ranks) -> None:
+            ranks.asked = lambda: "SIGTERM" if ranks.rank == rank and stopped.is_set() else None
+            for at, kind in enumerate(rounds):
+                if at == number:
+                    strike(ranks)
+                ROUNDS[kind](ranks)
+
+        def strike(ranks: Ranks) -> None:
+            if ranks.rank != rank:
+                if rank > 0 and fault != "a delay":
+                    rolling_out(ranks)
+            elif fault == "an error":
+                raise ValueError("broken")
+            elif fault == "a delay":
+                time.sleep(3.0)
+            else:
+                stopped.set()  # it waits in its round
+
+        patient = rank == 0 and rounds[number] in PATIENT
+        return rank, patient, together(work, timeout=1.5 if fault == "a delay" else 20.0, size=2)
+
+    store()  # before threads ask for it
+    with ThreadPoolExecutor(34) as pool:
+        for rank, patient, found in pool.map(run, range(34), timeout=120):
+            if fault == "a delay" and patient:
+                assert found == [None, None]
+                continue
+            assert all(isinstance(each, RankError) for each in found if not isinstance(each, ValueError)), found
+            reasons = [str(each) for each in found]
+            if fault == "an error":
+                assert reasons.pop(rank) == "broken"
+                assert f"rank {rank}: ValueError: broken" in reasons[0]
+            elif fault == "SIGTERM":
+                assert all("rank 1: SIGTERM" in each for each in reasons)
+            else:
+                assert "did not answer in time" in reasons[1 - rank]
 
 
 def test_errors_of_several_ranks_at_once_keep_their_own() -> None:

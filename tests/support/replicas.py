@@ -87,6 +87,25 @@ def broken() -> list[list[Experience]]:
     return items
 
 
+class Draws(L.Callback):
+    """Keeps a random number after each item."""
+
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.numbers.append(float(torch.rand(())))
+
+
+def noise(**trainer: Any) -> dict[str, Any]:
+    """What dropout would draw after each item of a fit from the same state."""
+    torch.manual_seed(3)
+    fit(make_policy(model={"dropout": "keep"}), [batch_of(each) for each in ragged()], drawn := Draws(), **trainer)
+    return {"drawn": drawn.numbers}
+
+
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "padded": trained(ragged(), layout="padded"),
@@ -148,6 +167,7 @@ def start(folder: Path) -> list[dict[str, dict[str, dict[str, Any]]]]:
 
 def _main(file: str) -> None:
     cases = CASES | {f"rank {rank} fails": partial(failed, rank) for rank in range(RANKS)}
+    cases |= {"noise": noise, "noise again": noise}
     found = {
         kind: {name: case(devices=RANKS, strategy=strategy(timeout=60)) for name, case in cases.items()}
         for kind, strategy in STRATEGIES.items()

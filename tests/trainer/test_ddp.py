@@ -3,6 +3,8 @@
 By both strategies: the whole policy in each, or a share of it.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +13,9 @@ import pytest
 import torch
 from support.policy import assert_same_gradients
 from support.replicas import CASES, RANKS, STRATEGIES, start
+
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer import ddp
 
 pytestmark = pytest.mark.slow
 
@@ -66,8 +71,75 @@ def test_masters_of_bfloat16_weights_follow_the_sum(found: Found, alone: Alone, 
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
+def test_dropout_draws_something_else_on_each_rank_and_the_same_again(found: Found, kind: str) -> None:
+    (first, again), (other, other_again) = (
+        (each[kind]["noise"]["drawn"], each[kind]["noise again"]["drawn"]) for each in found
+    )
+    assert (first, other) == (again, other_again)
+    assert not set(first) & set(other)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_fails_ends_all_with_its_message(found: Found, rank: int, kind: str) -> None:
     for each in range(RANKS):
         error = "TrinityError" if each == rank else f"RankError: rank {rank}: TrinityError"
         assert found[each][kind][f"rank {rank} fails"]["error"] == f"{error}: broken on purpose on {rank}"
+
+
+SLURM = {
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "1",
+}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "follows"),
+    [
+        ({}, False),
+        ({"SLURM_PROCID": ""}, False),
+        ({"LOCAL_RANK": "1"}, True),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, True),
+        ({**TORCHRUN}, False),
+        ({**TORCHRUN, "GROUP_RANK": "1"}, True),
+        ({**SLURM, "SLURM_NODEID": "1"}, True),
+        # A job of one's own within an allocation: SLURM says nothing of its processes.
+        ({**SLURM, "SLURM_JOB_NAME": "interactive", "SLURM_LOCALID": "1"}, False),
+        ({**SLURM, "SLURM_JOB_NAME": "bash", "LOCAL_RANK": "1"}, True),
+    ],
+)
+def test_who_follows_is_what_lightning_finds(
+    environment: dict[str, str], follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ddp.follows() is follows
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [({"LOCAL_RANK": ""}, "unset LOCAL_RANK and NODE_RANK"), ({"SLURM_NTASKS": "2"}, "--ntasks-per-node=2")],
+)
+def test_ranks_that_lightning_cannot_read_are_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        ddp.follows()
+
+
+def test_the_process_that_was_killed_is_named_before_those_that_followed() -> None:
+    launcher = ddp._Launcher(ddp.LightningEnvironment(), num_processes=4, num_nodes=1)
+    assert launcher.lost() is None
+    ends = ("sys.exit(1)", "os.kill(os.getpid(), 9)", "sys.exit(0)")
+    launcher.procs = [subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"]) for end in ends]
+    for process in launcher.procs:
+        process.wait()
+    assert launcher.lost() == (
+        "the process of rank 2 was ended by signal 9 (out of memory?); the process of rank 1 ended with exit code 1."
+    )

@@ -235,6 +235,7 @@ def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
     policy.configure_model()
     free(100 * GIB)
     assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[0]
+    assert useful_tokens(policy.policy, torch.device("cpu"), trainers=10**6) == CPU_TOKENS[-1]
     free(0)
     assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
     assert useful_tokens(policy.policy, torch.device("cuda")) == GPU_TOKENS

@@ -1,6 +1,6 @@
 """A process that trains by itself: what several have to agree on (`common.ranks`), it decides."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -13,7 +13,9 @@ class Alone:
 
     rank = 0
     size = 1
-    lost: Callable[[], str | None] = staticmethod(lambda: None)  # which other process has died, in words
+
+    def failure(self) -> str | None:
+        """Why the run has to end, as far as that is known of other processes."""
 
     def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
         """What every rank hands in, by rank."""

@@ -1,8 +1,9 @@
 """The processes that train one policy together, and how they agree: in rounds, and an error of one is everyone's."""
 
-import os
+import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,11 +18,10 @@ Answer = tuple[Any, str | None, str]  # what a rank hands in to a round: a value
 
 CALL = "a call"
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
-
-
-def follows() -> bool:
-    """Whether this process has a rank other than 0, by the environment that torchrun, SLURM or Lightning gave it."""
-    return any(int(os.environ.get(name, "0")) > 0 for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
+LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits for others
+CAUSE_SECONDS = 1.0
+BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
+FAILED = "failed"  # the reason of the rank that failed first, in the store
 
 
 @dataclass
@@ -30,20 +30,37 @@ class Ranks(Alone):
 
     Ranks meet in rounds, to which each hands in something and gets what all have handed in: all take part in the same
     rounds in the same order. A rank that fails hands in its error instead, whichever round is next, so that nobody
-    waits for one that does not come. Every method but `end` raises a RankError if another rank has failed, died, or was
-    later than `timeout`; `lost` says which other process of this machine has died, if one has.
+    waits for one that does not come; rank 0, which may be rolling out, sees it at once by `failure`. Every method but
+    `failure` and `end` raises a RankError if another rank has failed, died, or was later than `timeout`.
 
     While the others wait in a round, rank 0 may `call` for something that takes all of them, which they `serve` first.
+
+    Attributes:
+        group, store: what connects the ranks.
+        lost: says which processes of this machine have died, if any have.
+        asked: says what asks this process to end, SIGTERM for example, if anything does.
     """
 
     rank: int
     size: int
     group: Any = None
+    store: Any = None
     timeout: timedelta = PATIENCE
     lost: Callable[[], str | None] = lambda: None
+    asked: Callable[[], str | None] = lambda: None
     serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
+
+    def failure(self) -> str | None:
+        """Why the run has to end, if another rank has said so, or a process of this machine has died."""
+        if self.store is None:
+            return self.lost()
+        try:
+            said = self.store.check([FAILED]) and self.store.get(FAILED).decode()
+        except RuntimeError as error:
+            said = f"rank 0 has ended, or what started it ({error})"
+        return said or self.lost()
 
     def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
         """What every rank hands in, by rank; tensors are of the CPU.
@@ -80,17 +97,29 @@ class Ranks(Alone):
         """What rank `source` hands in, however large and however late."""
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
-        self.wait(lambda: self.group.broadcast(buffer, source, self.timeout))
+        self.wait(lambda: self._finished(self.group.broadcast(buffer, source, self.timeout)))
         return value if self.rank == source else _unpickled(buffer)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all."""
+        """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all.
+
+        They are sent many at a time: a model has hundreds, and each sending waits for all ranks.
+        """
+        if not tensors:
+            return
+        buckets = [(bucket, _in_place(bucket)) for bucket in _buckets(tensors)]
+        needed = max((_bytes(bucket) for bucket, whole in buckets if whole is None), default=0)
+        # Before the round: to be out of memory is then this rank's error, which the others are told.
+        space = torch.empty(needed, dtype=torch.uint8, device=tensors[0].device)
         self.exchange(None, at="a sum")
-        for tensor in tensors:
-            total = tensor.contiguous()
+        for bucket, whole in buckets:
+            total = space[: _bytes(bucket)].view(bucket[0].dtype) if whole is None else whole
+            if whole is None:
+                torch.cat([each.flatten() for each in bucket], out=total)
             self.wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout))
-            if total is not tensor:
-                tensor.copy_(total)
+            if whole is None:
+                for tensor, part in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
 
     def end(self, error: BaseException) -> None:
         """This rank fails: tell the others, unless they know, and wait with them until rank 0 has saved what it can.
@@ -103,11 +132,18 @@ class Ranks(Alone):
         try:
             if not self._known:
                 reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._report(reason)
                 self._served(self._round((None, reason, ""), PATIENCE if self.rank else self.timeout))
             while self._served(self._round((None, None, ""), self.timeout)):
                 pass
         except RankError:
             return  # another process has ended: there is nobody to tell
+
+    def _report(self, reason: str) -> None:
+        """Let `failure` say it on the other ranks, if nothing else came before it."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):  # its process has ended, which is what this rank hears next
+                self.store.compare_set(FAILED, "", f"rank {self.rank}: {reason}")
 
     def _served(self, answers: Sequence[Answer]) -> bool:
         """Whether rank 0 called: done, unless it does not go on itself because a rank has failed."""
@@ -127,8 +163,20 @@ class Ranks(Alone):
 
     def _gathered(self, tensor: Tensor, timeout: timedelta) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.wait(lambda: self.group.allgather(gathered, tensor, timeout))
+        self.wait(lambda: self._finished(self.group.allgather(gathered, tensor, timeout)))
         return gathered
+
+    def _finished(self, work: Any) -> Any:
+        """The work, once it has ended, well or not, for what the CPU sends.
+
+        Signals are handled meanwhile: a wait of torch's own keeps them from Python.
+        """
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # of LOOK: what became of the work says its own wait
+                work.wait(LOOK)
+            if not work.is_completed() and (asked := self.asked()) is not None:
+                self._report(asked)
+        return work
 
     def wait(self, begin: Callable[[], Any]) -> None:
         """Begin something on `group`, and wait for its end."""
@@ -136,13 +184,41 @@ class Ranks(Alone):
             begin().wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
-            reason = self.lost() or f"another process of the run ended, or did not answer in time ({error})"
+            reason = self._cause() or f"another process of the run ended, or did not answer in time ({error})"
             raise RankError(reason) from error
+
+    def _cause(self) -> str | None:
+        """What `failure` says: a connection ends a moment before the process that it led to."""
+        end = time.monotonic() + CAUSE_SECONDS
+        while (cause := self.failure()) is None and time.monotonic() < end:
+            time.sleep(CAUSE_SECONDS / 20)
+        return cause
 
 
 def _failed(answers: Iterable[Answer]) -> str:
     """What ranks have failed by, or nothing."""
     return "; ".join(f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(answers) if error is not None)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype, together at most BUCKET_BYTES, or one that alone is larger; alike on all ranks."""
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        bucket = filling.setdefault(tensor.dtype, [])
+        if bucket and _bytes(bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = filling[tensor.dtype] = []
+        bucket.append(tensor)
+    yield from filling.values()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.nbytes for each in tensors)
+
+
+def _in_place(bucket: Sequence[Tensor]) -> Tensor | None:
+    """The only tensor of a bucket, flat, if it can be sent as it lies in memory."""
+    return bucket[0].view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else None
 
 
 def _padded(data: bytes, length: int) -> Tensor:

@@ -52,7 +52,7 @@ def validate(config: DictConfig) -> TrainConfig:
     """
     run = check_anywhere(config)
     if run.buffer.has_rollouts:
-        _check_rollouts(run, (config.trainer or {}).get("accelerator", "auto"))
+        _check_rollouts(run, config.trainer or {})
     elif run.buffer.storage == "file":
         _check_steps(Path(run.buffer.path or ""))
     _check_accelerator(config.trainer or {})
@@ -270,7 +270,7 @@ def _has_apple_gpu() -> bool:
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------
 
 
-def _check_rollouts(run: TrainConfig, accelerator: str) -> None:
+def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse engines, runners and models that are not there, or do not go together."""
     engine, can = run.engine, capabilities_of(run.engine.name)
     if can.is_vllm and not engine.urls:
@@ -280,7 +280,7 @@ def _check_rollouts(run: TrainConfig, accelerator: str) -> None:
     if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray":
         from trinity_lightning.config.servers import check_servers
 
-        check_servers(run, can, accelerator)
+        check_servers(run, can, trainer)
     models = list(run.auxiliary_models)
     workflow_arguments(run.workflow.name, run.workflow.args, models)
     if run.eval_workflow is not None:

@@ -6,7 +6,7 @@ Imported by the runs that have any of them.
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import Section, section_of
-from trinity_lightning.config.values import url
+from trinity_lightning.config.values import AUTO, url
 from trinity_lightning.errors import ConfigError
 
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
@@ -98,13 +98,13 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
     return section
 
 
-def check_servers(run: TrainConfig, can: Capabilities, accelerator: str) -> None:
+def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any]) -> None:
     """Refuse servers, auxiliary models and workers of Ray that are not there, or ask for more than there is.
 
     Args:
         run: the configuration.
         can: what the policy's engine can do.
-        accelerator: of Lightning's Trainer.
+        trainer: the arguments of Lightning's Trainer.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -116,8 +116,12 @@ def check_servers(run: TrainConfig, can: Capabilities, accelerator: str) -> None
         _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset)
     if "servers" in can.keys:
         _check_policy_servers(run)
+    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
+    for key, engine in {"engine": run.engine, **engines}.items():
+        if engine.gpus:
+            _check_gpus_apart(key, engine.gpus, _gpus_that_train(trainer))
     if run.synchronizer.method == "nccl":
-        _check_nccl(run.engine, accelerator)
+        _check_nccl(run.engine, trainer.get("accelerator", AUTO))
 
 
 def _check_policy_servers(run: TrainConfig) -> None:
@@ -160,6 +164,31 @@ def gpus_of_a_server(key: str, engine: EngineConfig, servers: int) -> int:
             f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
         )
     return len(gpus) // servers
+
+
+def _check_gpus_apart(key: str, gpus: Sequence[int], training: int) -> None:
+    """Refuse GPUs that train; the first one alone is shared by the plan that rank 0 makes."""
+    if any(TRAINER_GPU < gpu < training for gpu in gpus):
+        left = max((there := gpu_count()) - len(gpus), 1)
+        raise ConfigError(
+            f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs: give the "
+            f"servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}."
+        )
+
+
+def _gpus_that_train(trainer: Mapping[str, Any]) -> int:
+    """How many GPUs of this machine train: its first ones."""
+    devices = str(trainer.get("devices", 1))
+    if trainer.get("accelerator") == "cpu":
+        return 0
+    if devices in (AUTO, "-1"):
+        return gpu_count()
+    if not devices.isdigit():
+        raise ConfigError(
+            f"trainer.devices is {devices}, beside GPUs of servers: give how many train, or auto; CUDA_VISIBLE_DEVICES "
+            "chooses which they are."
+        )
+    return int(devices)
 
 
 def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:

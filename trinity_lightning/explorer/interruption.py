@@ -70,11 +70,11 @@ class StopCheckpoint(L.Callback):
                 loader.pause = partial(self._pause, trainer)
 
     def reason(self, trainer: L.Trainer) -> BaseException | None:
-        """What the run is to end with, if it was asked to end, or if another of its processes has died."""
+        """What the run is to end with, if it was asked to end, or if another of its processes has failed or died."""
         if self.ctrl_c.count:
             return KeyboardInterrupt()
-        if (lost := ranks_of(trainer).lost()) is not None:
-            return RankError(lost)
+        if (failure := ranks_of(trainer).failure()) is not None:
+            return RankError(failure)
         return SIGTERMException() if trainer.received_sigterm else None
 
     def _pause(self, trainer: L.Trainer, seconds: float) -> None:

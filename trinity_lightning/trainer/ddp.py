@@ -6,11 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
@@ -19,8 +23,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
 from trinity_lightning.common.alone import ALONE, Alone
+from trinity_lightning.common.processes import how_it_ended
 from trinity_lightning.common.ranks import Ranks, add_up_gradients
-from trinity_lightning.errors import RankError
+from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
@@ -54,9 +59,13 @@ class ReplicaStrategy(DDPStrategy):
             return
         if self.global_rank > 0 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        apart = Ranks(self.global_rank, self.world_size, lost=launcher.lost)
+        apart = Ranks(self.global_rank, self.world_size, lost=launcher.lost, asked=self._asked)
         self.ranks = join((where.main_address, where.main_port), apart, self.root_device, timeout, next(_MEETINGS))
         self.placement = Replicas(self.ranks)
+
+    def _asked(self) -> str | None:
+        module = self.lightning_module
+        return "SIGTERM" if module is not None and module.trainer.received_sigterm else None
 
     def configure_ddp(self) -> None:
         """Begin with the weights of rank 0, tied ones once: a folder may hold others on another machine."""
@@ -105,6 +114,11 @@ class Replicas(Whole):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
+    def seed_noise(self) -> None:
+        """Another seed on each rank, which follows from rank 0's random state: that is in checkpoints."""
+        drawn = self.ranks.exchange(int(torch.randint(2**62, ())))[0]
+        torch.manual_seed(drawn + self.ranks.rank)
+
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
         """Those of its share."""
         return list(shares[self.ranks.rank])
@@ -131,9 +145,30 @@ class _Launcher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
     def lost(self) -> str | None:
-        """Which of the processes started here has ended by an error or a signal, in words."""
-        ended = ((rank, process.poll()) for rank, process in enumerate(self.procs, start=1))
-        return next((f"the process of rank {rank} ended with code {code}." for rank, code in ended if code), None)
+        """Which processes started here have ended and how; first those ended by a signal, which others may follow."""
+        ended = [(rank, code) for rank, process in enumerate(self.procs, start=1) if (code := process.poll())]
+        ended.sort(key=lambda each: each[1] > 0)
+        words = "; ".join(f"the process of rank {rank} {how_it_ended(code)}" for rank, code in ended)
+        return f"{words}." if words else None
+
+
+def follows() -> bool:
+    """Whether this process has a rank other than 0, as Lightning will find: by torchrun, by srun, or by its parent.
+
+    Raises:
+        ConfigError: the environment has a rank that is no number, or is of an srun that Lightning refuses.
+    """
+    kinds = (TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment)
+    try:
+        where = next(kind for kind in kinds if kind.detect())()
+        return where.local_rank() > 0 or where.node_rank() > 0
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"the environment gives this process a rank that is no number ({error}): unset LOCAL_RANK and NODE_RANK, "
+            "or give numbers."
+        ) from error
 
 
 def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: timedelta, meeting: int = 0) -> Ranks:
@@ -168,4 +203,4 @@ def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: 
         nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
         nccl.eager_connect_single_device(device)
         group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
-    return Ranks(rank, size, group, timeout, ranks.lost)
+    return replace(ranks, group=group, store=store, timeout=timeout)

@@ -246,16 +246,17 @@ GPU_TOKENS = 4096
 SHARE = 0.5
 
 
-def useful_tokens(model: Any, device: torch.device) -> int:
+def useful_tokens(model: Any, device: torch.device, trainers: int = 1) -> int:
     """As many tokens as are of use on the device and, on a CPU, fit into the memory that is free now.
 
     Args:
         model: a Hugging Face model that is loaded, before its first optimizer step.
         device: where it trains.
+        trainers: how many processes train on this machine, and share what is free.
     """
     if device.type != "cpu":
         return GPU_TOKENS
-    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free_memory())
+    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free_memory() // trainers)
 
 
 def tokens_that_fit(shape: ModelShape, width: int, free: int) -> int:

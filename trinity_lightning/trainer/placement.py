@@ -12,6 +12,9 @@ from trinity_lightning.trainer.layout import Part
 class Whole:
     """One process has all weights; several do some of this otherwise (`ddp.Replicas`, `fsdp.Shards`)."""
 
+    def seed_noise(self) -> None:
+        """Before an item of a model with dropout."""
+
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
         """The passes of this rank, out of the micro-batches of all; None: one of nothing, for the others' sake."""
         return list(shares[0])

@@ -286,7 +286,7 @@ class PolicyModule(L.LightningModule):
             layout = usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
             tokens = self._given_tokens
             if tokens is None:
-                tokens = useful_tokens(self.policy, device or self.device)
+                tokens = useful_tokens(self.policy, device or self.device, getattr(self._trainer, "num_devices", 1))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             self._settled = _Settled(device or self.device, layout, tokens)
         return self._settled
@@ -337,6 +337,8 @@ class PolicyModule(L.LightningModule):
         schedule: Any = self.lr_schedulers()
         shares = self._shares(batch, rows, self._ranks.size)
         parts = [part for share in shares for part in share]
+        if self.hparams["dropout"] == Dropout.keep.value:
+            self._placement.seed_noise()
         try:
             losses, metrics = self._accumulate(batch, parts, self._placement.passes(shares))
             norm = self._placement.clip(self.policy.parameters(), self.algorithm.max_grad_norm)

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from trinity_lightning.common.processes import how_it_ended
 from trinity_lightning.errors import ModelLoadError, RolloutError
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -171,9 +172,7 @@ class ServerProcess:
         code = self._process.poll()
         if code is None:
             return ""
-        killed = " (out of memory?)" if code == -signal.SIGKILL else ""
-        how = f"was ended by signal {-code}{killed}" if code < 0 else f"ended with exit code {code}"
-        return f" It {how}. The end of its log:\n{self.log_end()}"
+        return f" It {how_it_ended(code)}. The end of its log:\n{self.log_end()}"
 
     def log_end(self) -> str:
         """The last lines of its output."""
