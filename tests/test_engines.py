@@ -50,8 +50,8 @@ def test_what_vllm_has_no_room_for(
 
 
 def test_a_judge_that_vllm_has_no_room_for() -> None:
-    run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(name="transformers"))
-    run.auxiliary_models = {"judge": {"model": "tiny"}}
+    engine, judge = EngineConfig(name="transformers"), {"model": "tiny"}
+    run = TrainConfig(model=ModelConfig("tiny"), engine=engine, auxiliary_models={"judge": judge})
     refused = r"auxiliary_models.judge.engine.max_model_len is 1024, .* 'tiny' is 512 tokens"
     with pytest.raises(ConfigError, match=refused):
         check_room(run)

@@ -345,7 +345,7 @@ def test_a_run_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPa
         validate(config)
     without_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[ray\]'"):
-        validate(config)
+        validate(composed("+recipe=one_step_off_policy", "model=tiny", "explorer.runner=ray"))
 
 
 def test_a_runner_needs_ray_to_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
