@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.compose import composed
 from support.runs import Commands, RunTrain, only, rows, same_metrics, start, steps_done, wait_for
 from support.wandb_reader import read_wandb_run
+
+from trinity_lightning.build import build
 
 # Small steps, a checkpoint after each.
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=4", "explorer.repeat_times=4")
@@ -162,6 +165,11 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     for step in range(1, 6):
         name = f"completions/step_{step}.jsonl"
         assert (folder / name).read_text() == (uninterrupted / name).read_text()
+
+
+def test_without_the_checkpoint_callback_lightning_saves_nothing_of_its_own(tmp_path: Path) -> None:
+    quiet = ("engine=transformers", "logger=csv", "~callbacks.checkpoint")
+    assert build(composed(*QUICK[:-1], *quiet, f"output_dir={tmp_path}")).trainer.checkpoint_callbacks == []
 
 
 def test_smollm2_trains_in_bfloat16(run_train: RunTrain, tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ REFUSED = {
     "seed of too many bits": (["+recipe=grpo", "seed=99999999999"], ["seed is 99999999999", "2**32"]),
     "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
+    "a place that nothing is kept in": (
+        ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
+        ["buffer.path is of what is read", "keeps experiences in the run's folder"],
+    ),
     "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "epochs beside steps": (["+recipe=grpo", "trainer.max_epochs=4"], ["trainer.max_epochs is 4", "(24)", "set steps"]),

@@ -13,7 +13,7 @@ import hydra.utils
 import lightning as L
 import torch
 from hydra.errors import InstantiationException
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -209,7 +209,14 @@ def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
 def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
     loggers = loggers_of(config)
     callbacks += [instantiate(node) for node in (config.callbacks or {}).values()]
-    return instantiate(config.trainer, logger=loggers, callbacks=callbacks, plugins=[AtomicCheckpointIO()])
+    return instantiate(
+        config.trainer,
+        logger=loggers,
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        # Without one of ours Lightning would add its own, which saves after every step.
+        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
+    )
 
 
 def _summary(run: Run) -> list[tuple[str, str]]:

@@ -390,8 +390,8 @@ def test_every_source_from_a_configuration(tmp_path):
 @pytest.mark.parametrize("wrong", [{"answer": "2"}, {"prompt": "", "answer": "2"}])
 def test_a_line_without_a_prompt_is_refused_when_the_file_is_opened(tmp_path, wrong):
     file = tmp_path / "tasks.jsonl"
-    file.write_text("\n".join(map(json.dumps, [{"prompt": "one", "answer": "1"}, wrong])))
-    with pytest.raises(ConfigError, match=r"tasks.jsonl, line 2: taskset 't', entry 1: field 'prompt' is empty"):
+    file.write_text("\n\n".join(map(json.dumps, [{"prompt": "one", "answer": "1"}, wrong])))
+    with pytest.raises(ConfigError, match=r"tasks.jsonl, line 3: taskset 't', entry 1: field 'prompt' is empty"):
         Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(file)))
 
 

@@ -418,6 +418,12 @@ class BufferConfig(Section, key="buffer"):
             raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
         if self.keep == "sql":
             _check_place("buffer", self.path, self.url)
+        elif self.has_rollouts and (self.path or self.url):
+            name = "path" if self.path else "url"
+            raise ConfigError(
+                f"buffer.{name} is of what is read (buffer.storage=file or sql) or kept by buffer.keep=sql; "
+                "buffer.keep=true keeps experiences in the run's folder: leave it out."
+            )
         if not self.has_rollouts:
             if self.keep:
                 raise ConfigError(

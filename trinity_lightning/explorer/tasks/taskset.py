@@ -274,7 +274,7 @@ class Taskset(TaskSelection):
             return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
         common["difficulty_field"] = config.difficulty_field
         taskset = cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
-        taskset._check_first_entries(config.path)
+        taskset._check_first_entries(config.path, config.split)
         return taskset
 
     @property
@@ -282,14 +282,13 @@ class Taskset(TaskSelection):
         """Itself."""
         return {self.name: self}
 
-    def _check_first_entries(self, path: str) -> None:
+    def _check_first_entries(self, path: str, split: str) -> None:
         """Refuse entries without a prompt before an engine is loaded; a ConfigError that names file and line."""
         for index in range(min(len(self), FIRST_ENTRIES)):
             try:
                 self[index]
             except ConfigError as error:
-                line = f", line {index + 1}" if path.endswith(".jsonl") else ""
-                raise ConfigError(f"{path}{line}: {error}") from error
+                raise ConfigError(f"{path}{_line(path, split, index)}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -375,3 +374,12 @@ class Taskset(TaskSelection):
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order of one epoch, as positions in the source, [size]."""
     return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+def _line(path: str, split: str, index: int) -> str:
+    """The line of an entry in a JSONL file, whose blank lines are no entries; nothing for other files and slices."""
+    if not path.endswith(".jsonl") or "[" in split:
+        return ""
+    with Path(path).open(encoding="utf-8") as file:
+        lines = (number for number, line in enumerate(file, start=1) if line.strip())
+        return f", line {next(itertools.islice(lines, index, None))}"
