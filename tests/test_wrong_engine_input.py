@@ -282,7 +282,6 @@ def test_servers_and_ranks_have_gpus_of_their_own(
 
 def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer.accelerator is gpu, and this process sees no GPU: set trainer=cpu"):
         validate(configured("trainer=gpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -118,7 +118,7 @@ REFUSED = {
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "a place that nothing is kept in": (
         ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
-        ["buffer.path is of what is read", "keeps experiences in the run's folder"],
+        ["buffer.path and buffer.url are of what is read", "keeps experiences in the run's folder"],
     ),
     "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.errors import ConfigError, TrinityError
@@ -26,11 +27,11 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     run = read_run(folder.resolve())
     if next(folder.glob("*/step_*.trxp"), None):
-        from trinity_lightning.buffer.step_files import FOLDER, step_files
+        from trinity_lightning.buffer.step_files import FOLDER, read_experiences, step_files
 
         files = step_files(folder / FOLDER)
         run.kept_steps = len(files)
-        run.kept = [_kept(step, files[step]) for step in _some(list(files))]
+        run.kept = [_kept(step, files[step], read_experiences(files[step])) for step in _some(list(files))]
     path = folder / FILE
     # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
     write_atomically(path, report_page(run).encode(errors="replace"))
@@ -53,10 +54,7 @@ def _some(steps: list[int]) -> list[int]:
     return [steps[round(index * (len(steps) - 1) / (_MOST_KEPT - 1))] for index in range(_MOST_KEPT)]
 
 
-def _kept(step: int, file: Path) -> KeptStep:
-    from trinity_lightning.buffer.step_files import read_experiences
-
-    experiences = read_experiences(file)
+def _kept(step: int, file: Path, experiences: Sequence[Experience]) -> KeptStep:
     rewards = [experience.reward for experience in experiences if experience.reward is not None]
     return KeptStep(
         step=step,

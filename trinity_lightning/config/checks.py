@@ -62,7 +62,6 @@ def validate(config: DictConfig) -> TrainConfig:
 def check_anywhere(config: DictConfig) -> TrainConfig:
     """The typed configuration, checked for what cannot work on any machine; errors as of `validate`."""
     _check_keys(config, "")
-    _check_choices(config)
     _restore_left_out(config)
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
@@ -96,16 +95,11 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
         name = f"{prefix}{key}"
         if name in RENAMED or (fields is not None and key not in fields):
             raise ConfigError(unknown_key(name, fields or ()))
+        if name in FREE and isinstance(node[key], str):  # `logger: csv` in a recipe
+            raise ConfigError(choice_of(name))
         apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
         if not apart and isinstance(node[key], DictConfig):
             _check_keys(node[key], f"{name}.")
-
-
-def _check_choices(config: DictConfig) -> None:
-    """Refuse `logger: csv` in a recipe, which gives a free section a name for its value."""
-    for name in FREE:
-        if isinstance(config.get(name), str):
-            raise ConfigError(choice_of(name))
 
 
 def _restore_left_out(config: DictConfig) -> None:
@@ -256,15 +250,9 @@ def _check_trainer(config: DictConfig) -> None:
 
 
 def _check_accelerator(trainer: Mapping[str, Any]) -> None:
-    if trainer.get("accelerator") in ("gpu", "cuda") and not (gpu_count() or _has_apple_gpu()):
+    if trainer.get("accelerator") in ("gpu", "cuda") and not gpu_count():
         found = f"trainer.accelerator is {trainer['accelerator']}, and this process sees no GPU"
         raise ConfigError(f"{found}: set trainer=cpu, or trainer=auto.")
-
-
-def _has_apple_gpu() -> bool:
-    import torch  # late: few configurations ask
-
-    return torch.backends.mps.is_available()
 
 
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------

@@ -419,10 +419,9 @@ class BufferConfig(Section, key="buffer"):
         if self.keep == "sql":
             _check_place("buffer", self.path, self.url)
         elif self.has_rollouts and (self.path or self.url):
-            name = "path" if self.path else "url"
             raise ConfigError(
-                f"buffer.{name} is of what is read (buffer.storage=file or sql) or kept by buffer.keep=sql; "
-                "buffer.keep=true keeps experiences in the run's folder: leave it out."
+                "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql); "
+                "buffer.keep=true keeps experiences in the run's folder: leave them out."
             )
         if not self.has_rollouts:
             if self.keep:

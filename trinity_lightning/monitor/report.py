@@ -4,7 +4,7 @@ Completions, prompts and configuration are other people's text: all of it is esc
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
@@ -304,17 +304,12 @@ def time_section(run: RunRecord) -> str:
         return ""
     columns = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
     whole = sum(map(sum, columns.values()))
-    rows = "".join(
-        f'<tr><td>{escape(part)}</td><td class="n">{format_seconds(sum(values))}</td>'
-        f'<td class="n">{sum(values) / whole:.0%}</td></tr>'
-        for part, values in columns.items()
-    )
+    rows = [(part, format_seconds(sum(values)), f"{sum(values) / whole:.0%}") for part, values in columns.items()]
     chart = stacked_bars(steps, columns, "Seconds of each explore step by part")
     return (
         '<h2>Where the time went</h2>\n<div class="grid-of">'
         f'<figure><h3>Explore steps <span class="unit">s</span></h3>{chart}{legend(list(columns))}</figure>'
-        '<div class="wide"><table><thead><tr><th>part</th><th class="n">time</th><th class="n">share</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></div>"
+        f"{_table(('part', 'time', 'share'), rows, numbers=(1, 2))}</div>"
     )
 
 
@@ -390,47 +385,48 @@ def _untrained_section(run: RunRecord) -> str:
         for name in run.names()
         if name.startswith(UNTRAINED_PREFIX)
     }
-    rows = ""
+    rows = []
     for step in idle:
         reasons = ", ".join(f"{reason} ({short(steps[step])})" for reason, steps in counts.items() if step in steps)
-        rows += f'<tr><td class="n">{short(step)}</td><td>{escape(reasons)}</td></tr>'
+        rows.append((short(step), reasons))
     return (
         "<h2>Steps that trained on no rollout</h2>\n"
         f'<p class="quiet">{len(idle)} of {len(run.steps())} steps, with the responses for each reason.</p>\n'
-        '<div class="wide"><table><thead><tr><th class="n">step</th><th>reasons</th>'
-        f"</tr></thead><tbody>{rows}</tbody></table></div>"
+        + _table(("step", "reasons"), rows, numbers=(0,))
     )
 
 
 def _kept_section(run: RunRecord) -> str:
     if not run.kept:
         return ""
-    head = "".join(
-        f'<th class="n">{name}</th>'
-        for name in ("step", "experiences", "of an expert", "trained tokens", "mean reward", "MB")
-    )
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="n">{value}</td>'
-            for value in (
-                kept.step,
-                kept.experiences,
-                kept.experts,
-                kept.trained_tokens,
-                "" if kept.reward is None else short(kept.reward),
-                f"{kept.megabytes:.2f}",
-            )
+    head = ("step", "experiences", "of an expert", "trained tokens", "mean reward", "MB")
+    rows = [
+        (
+            kept.step,
+            kept.experiences,
+            kept.experts,
+            kept.trained_tokens,
+            "" if kept.reward is None else short(kept.reward),
+            f"{kept.megabytes:.2f}",
         )
-        + "</tr>"
         for kept in run.kept
-    )
+    ]
     some = f"{len(run.kept)} of {run.kept_steps} steps. " if len(run.kept) < run.kept_steps else ""
     how = "Train on them again: <code>+recipe=offline buffer.path=.../experiences</code>"
-    return (
-        f'<h2>Experiences kept</h2>\n<p class="quiet">{some}{how}</p>\n'
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f'<h2>Experiences kept</h2>\n<p class="quiet">{some}{how}</p>\n' + _table(
+        head, rows, numbers=range(len(head))
     )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]], numbers: Collection[int]) -> str:
+    """A table as HTML; `numbers` are the columns that hold numbers, by their position."""
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        kinds = (f'{tag} class="n"' if column in numbers else tag for column in range(len(cells)))
+        return "".join(f"<{kind}>{escape(str(cell))}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+    body = "".join(f"<tr>{line('td', cells)}</tr>" for cells in rows)
+    return f'<div class="wide"><table><thead><tr>{line("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _environment_section(run: RunRecord) -> str:

@@ -177,7 +177,11 @@ def write_completions(
     Returns:
         The first rows of a table, with one set of columns: all of these but task and run.
     """
-    records = [_record(step, each) | (_trained(each) if taskset is None else {}) for each in experiences]
+    records = [_record(step, each) for each in experiences]
+    if taskset is None:
+        for record, experience in zip(records, experiences, strict=True):
+            reason = experience.info.get(UNTRAINED)
+            record |= {"trained": reason is None, "reason": reason}
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step_{step}" if taskset is None else f"eval_{taskset.replace('/', '_')}_step_{step}"
     lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
@@ -204,10 +208,6 @@ def _record(step: int, experience: Experience) -> dict[str, Any]:
         "length": len(experience.tokens) - experience.prompt_length,
         "truncated": experience.truncate_status is not None,
     }
-
-
-def _trained(experience: Experience) -> dict[str, Any]:
-    return {"trained": UNTRAINED not in experience.info, "reason": experience.info.get(UNTRAINED)}
 
 
 def _number(value: Any) -> float | None:

@@ -318,14 +318,11 @@ class Experience:
             "info": self.info,
             "metrics": self.metrics,
         }
-        for name in ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages"):
-            if getattr(self, name) is not None:
-                result[name] = getattr(self, name)
         if self.reward is not None:
             result["reward"] = float(self.reward)
-        if self.truncate_status is not None:
-            result["truncate_status"] = self.truncate_status
-        return result
+        optional = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
+        values = {name: getattr(self, name) for name in (*optional, "truncate_status")}
+        return result | {name: value for name, value in values.items() if value is not None}
 
 
 def check_assigned(experience: Experience) -> None:
