@@ -48,9 +48,9 @@ class Ahead:
             policy,
             WeightVersions(),
             None,
-            lambda: self.reasons[0] if self.reasons else None,
-            ignore,
-            ignore,
+            interrupted=lambda: self.reasons[0] if self.reasons else None,
+            observer=ignore,
+            progress=ignore,
         )
         self.rollouts.prepare(self.sink)
 

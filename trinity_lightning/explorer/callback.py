@@ -148,9 +148,9 @@ class ExplorerCallback(L.Callback):
             policy,
             self._versions,
             HostMemory(trainer.optimizers[0]) if self._offload else None,
-            lambda: self._stop.reason(trainer),
-            self._observer,
-            self._progress,
+            interrupted=lambda: self._stop.reason(trainer),
+            observer=self._observer,
+            progress=self._progress,
         )
         rollouts.run(data.prepare())
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
