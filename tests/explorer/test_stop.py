@@ -162,14 +162,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def nth(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose call of that number (from 1) raises instead."""
+def nth(number: int, function: Callable[..., Any], at_its_end: bool = False) -> Callable[..., Any]:
+    """The function, whose call of that number (from 1) raises instead, or at its end."""
     calls = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == number:
+            if at_its_end:
+                function(*args, **kwargs)
             raise TornError("torn")
         return function(*args, **kwargs)
 
@@ -185,8 +187,8 @@ class SaveInStep(lightning.Callback):
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "within.ckpt")
 
 
-def breaks(where: Any, name: str, number: int) -> None:
-    setattr(where, name, nth(number, getattr(where, name)))
+def breaks(where: Any, name: str, number: int, at_its_end: bool = False) -> None:
+    setattr(where, name, nth(number, getattr(where, name), at_its_end))
 
 
 WAYS: dict[str, Callable[[Run], None]] = {
@@ -196,7 +198,7 @@ WAYS: dict[str, Callable[[Run], None]] = {
     "columns": lambda run: breaks(run.policy, "prepare_step", 2),
     "first item of the run": lambda run: breaks(run.policy, "_accumulate", 1),
     "first item of a step": lambda run: breaks(run.policy, "_accumulate", 3),
-    "last item of a step": lambda run: breaks(run.policy, "_clip", 4),
+    "last item of a step": lambda run: breaks(run.policy, "_accumulate", 4, at_its_end=True),
     "rows of a step": lambda run: breaks(run.logger, "log_metrics", 6),
     "end of a step": lambda run: breaks(run.monitor, "on_train_epoch_end", 2),
     "evaluation": lambda run: breaks(run.explorer, "eval", 1),
