@@ -72,8 +72,8 @@ DEFAULT_RUN = (
     "monitor.csv_logger",
     "common.experience.payload",
 )
-MAX_DEFAULT_RUN = 9_611  # lines of code
-MAX_FILES, MAX_LINES = 154, 29_276  # of the package
+MAX_DEFAULT_RUN = 9_609  # lines of code
+MAX_FILES, MAX_LINES = 154, 29_274  # of the package
 
 
 def room_of(module: str) -> str:

@@ -831,6 +831,21 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(caplog: pytest.LogCaptureF
     assert f"task 3/4: {expected}" in caplog.text
 
 
+def test_a_task_goes_to_the_engine_with_the_fewest_runs_under_way() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        async def ask(workflow: Any) -> list[Experience]:
+            await workflow.model.generate("1+1=")
+            return await slow(1.0)(workflow)
+
+        scheduler.schedule([scripted(ask, repeat_times=4), scripted(ask), scripted(ask)], 1)
+        await scheduler.get_results(1)
+        engines: list[Any] = [runner.model for runner in scheduler.runners[:2]]
+        assert [len(engine.calls) for engine in engines] == [4, 2]
+        assert not any(scheduler._load.values())
+
+    running(body, models=2)
+
+
 def test_engines_are_needed() -> None:
     with pytest.raises(ConfigError, match="at least one engine"):
         Scheduler(ExplorerConfig(), [])

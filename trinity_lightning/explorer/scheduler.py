@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -69,6 +69,7 @@ class RunnerWrapper:
     ) -> None:
         self.runner_id = runner_id
         self.config = config
+        self.model = rollout_model
         self.runner = _runner_class(config)(config, rollout_model, auxiliary_models, runner_id)
 
     async def run_with_retry(
@@ -281,21 +282,17 @@ class Scheduler:
         rollout_model: Sequence[InferenceModel],
         auxiliary_models: Sequence[Sequence[InferenceModel]] | None = None,
     ) -> None:
-        auxiliary_models = auxiliary_models or []
-        if not rollout_model or not all(auxiliary_models):
+        auxiliary = auxiliary_models or []
+        if not rollout_model or not all(auxiliary):
             raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
         self.config = config
-        self._cluster = _cluster(config, [*rollout_model, *itertools.chain(*auxiliary_models)])
+        self._cluster = _cluster(config, [*rollout_model, *itertools.chain(*auxiliary)])
         self.runners = [
-            RunnerWrapper(
-                runner_id,
-                rollout_model[runner_id % len(rollout_model)],
-                [engines[runner_id % len(engines)] for engines in auxiliary_models],
-                config,
-            )
-            for runner_id in range(config.runners * len(rollout_model))
+            RunnerWrapper(i, rollout_model[i % len(rollout_model)], [of[i % len(of)] for of in auxiliary], config)
+            for i in range(config.runners * len(rollout_model))
         ]
-        self._idle = deque(self.runners)
+        self._idle = list(self.runners)
+        self._load = Counter[int]()  # runs under way, by engine: each of a step may take as many tokens
         self._queue: list[tuple[BatchKey, int, Chunk, ScheduledTask]] = []
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
@@ -448,19 +445,19 @@ class Scheduler:
                 ) from None
 
     def _split(self, task: Task) -> list[Chunk]:
-        size = self.config.max_repeat_times_per_runner or task.repeat_times
-        return [
-            Chunk(task, task.batch_id, first, min(size, task.repeat_times - first))
-            for first in range(0, task.repeat_times, size)
-        ]
+        runs = task.repeat_times
+        size = self.config.max_repeat_times_per_runner or runs
+        return [Chunk(task, task.batch_id, first, min(size, runs - first)) for first in range(0, runs, size)]
 
     def _dispatch(self) -> None:
-        """Give queued chunks to idle runners."""
+        """Give queued chunks to idle runners, of the engine that has the fewest runs under way."""
         while self._started and self._idle and self._queue:
             *_, chunk, scheduled = heapq.heappop(self._queue)
             if not scheduled.is_unfinished:
                 continue
-            runner = self._idle.popleft()
+            runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # of equal ones, idle the longest
+            self._idle.remove(runner)
+            self._load[id(runner.model)] += chunk.repeat_times
             work = asyncio.create_task(self._run(runner, chunk, self._times.limit(scheduled)))
             scheduled.running.add(work)
             self._running.add(work)
@@ -475,6 +472,7 @@ class Scheduler:
         self._running.discard(work)
         scheduled.running.discard(work)
         self._idle.append(runner)
+        self._load[id(runner.model)] -= chunk.repeat_times
         wanted = scheduled.is_unfinished
         if wanted:
             status, experiences = _result_of(chunk, work)
