@@ -2,6 +2,7 @@
 
 import signal
 import time
+from typing import Any
 
 import lightning
 import pytest
@@ -36,7 +37,7 @@ def listed():
 def fit(folder, torn=None, resumed=False, data=read):
     """Six items, of which number `torn` (from 1) fails after its gradient; the weights at the end."""
     lightning.seed_everything(1, verbose=False)
-    policy = make_policy()
+    policy: Any = make_policy()
     count, accumulate = 0, policy._accumulate
 
     def tearing(*args):
