@@ -27,7 +27,8 @@ def test_two_processes_train_as_one(one: Path, trainer: str, tmp_path: Path) -> 
     assert (tmp_path / "stdout").read_text().count("step 2/2") == 1
     found = rows(only(tmp_path, "outputs/two/*"))
     for expected, row in zip(rows(one), found, strict=True):
-        assert {name for name, value in row.items() if value} >= {name for name, value in expected.items() if value}
+        named, wanted = ({name for name, value in each.items() if value} for each in (row, expected))
+        assert named >= wanted - {"perf/other_cores"}  # there if other programs were at work
         for name in SAME:
             if expected.get(name):
                 assert float(row[name]) == pytest.approx(float(expected[name]), rel=1e-4, abs=1e-7), name

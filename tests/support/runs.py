@@ -126,11 +126,12 @@ def steps_done(folder: Path, name: str) -> int:
     return len(list(folder.glob(f"outputs/{name}/*/completions/step_*.jsonl")))
 
 
-# What is measured in seconds, tokens a second or bytes differs between runs.
+# What is measured in seconds, tokens a second, bytes or cores differs between runs.
 MEASURED = (
     "time/",
     "perf/peak",
     "perf/mfu",
+    "perf/other_cores",
     "perf/tok",
     "perf/trained",
     "rollout/tokens_per_second",
