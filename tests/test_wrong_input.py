@@ -142,7 +142,7 @@ REFUSED = {
     ),
     "arguments of a bare name": (
         ["+recipe=grpo", "algorithm.policy_loss=ppo", "algorithm.policy_loss.args.dual_clip=3"],
-        ["'algorithm.policy_loss' is a bare name", "give algorithm.policy_loss.name=NAME beside"],
+        ["'algorithm.policy_loss' is a bare name", "give algorithm.policy_loss.name=NAME as well as"],
     ),
     "a name that cannot be left out": (["+recipe=grpo", "~taskset.name"], ["taskset.name cannot be left out"]),
     "arguments of the loss by their old key": (

@@ -92,7 +92,7 @@ def _check_context(key: str, name: str, engine: EngineConfig) -> None:
 
 
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:
-    """The models beside the policy, by name; what they are made of is imported if there are any."""
+    """The auxiliary models by name; what they are made of is imported if there are any."""
     return {name: _auxiliary(name, auxiliary, config, folder) for name, auxiliary in config.auxiliary_models.items()}
 
 
@@ -108,7 +108,7 @@ def _auxiliary(name: str, auxiliary: "AuxiliaryConfig", config: TrainConfig, fol
 
 
 class ThreadShare(L.Callback):
-    """Train with the threads that servers of this machine leave, where both compute at the same time on CPUs.
+    """Train with the threads that servers of this machine leave, if both compute at the same time on CPUs.
 
     Several processes that train on this machine share those; how they share without servers is Lightning's.
     """
@@ -118,7 +118,7 @@ class ThreadShare(L.Callback):
         self._before: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take fewer threads, where that is needed."""
+        """Take fewer threads, if that is needed."""
         engines = _servers_here(self._config) if self._config.explorer.sync_offset > 0 else []
         if engines and trainer.node_rank == 0 and not torch.cuda.is_available():  # they run where rank 0 does
             from trinity_lightning.explorer.models.vllm_server import server_cores
@@ -140,10 +140,10 @@ class ThreadShare(L.Callback):
 
 
 def _servers_here(config: TrainConfig) -> list[EngineConfig]:
-    """What is configured of the servers that are started on this machine, the policy's and those beside it."""
-    beside = [model.engine for model in config.auxiliary_models.values() if model.url is None]
+    """The configuration of the servers that are started on this machine, for the policy and for auxiliary models."""
+    servers = [model.engine for model in config.auxiliary_models.values() if model.url is None]
     can = capabilities_of(config.engine.name)
-    return [config.engine, *beside] if can.is_vllm and can.overlaps_training and not config.engine.urls else beside
+    return [config.engine, *servers] if can.is_vllm and can.overlaps_training and not config.engine.urls else servers
 
 
 # -- dtypes: what `auto` stands for, settled once at a run's start and recorded with its configuration ----------------

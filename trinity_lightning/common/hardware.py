@@ -22,7 +22,7 @@ from trinity_lightning.config.training import WeightDtype
 GIB = 1 << 30
 
 # The container that a process runs in, by control groups version 2 and version 1: limit, use, and what `memory.stat`
-# beside them calls the files in that use that were read before: they are given back when memory is needed.
+# next to them calls the files in that use that were read before: they are given back when memory is needed.
 _CONTAINER = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (

@@ -120,7 +120,7 @@ class InferenceModel(Protocol):
 
 @runtime_checkable
 class HeldModel(InferenceModel, Protocol):
-    """An `InferenceModel` as the run sees it that holds it: an engine of the policy, or a model beside it.
+    """An `InferenceModel` as the run sees it that holds it: an engine of the policy, or an auxiliary model.
 
     Attributes:
         capabilities: what it can do.

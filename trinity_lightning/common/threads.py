@@ -1,4 +1,4 @@
-"""Blocking code beside an event loop."""
+"""Blocking code next to an event loop."""
 
 import asyncio
 import concurrent.futures

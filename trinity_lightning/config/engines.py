@@ -35,7 +35,7 @@ class Capabilities:
             sent, and there are no older ones.
         picklable: whether a copy of it works in another process (explorer.runner=ray).
         sync_methods: how weights reach it, by the names of synchronizer.method.
-        keys: what it reads of `engine` besides name and max_model_len.
+        keys: what it reads of `engine`, apart from name and max_model_len.
         is_vllm: whether it is vLLM, started with the arguments that EngineConfig describes.
     """
 
@@ -47,7 +47,7 @@ class Capabilities:
     is_vllm: bool = False
 
 
-# Of the engines that come along, known before anything heavy is imported; their classes have theirs from here.
+# Of the built-in engines, known before anything heavy is imported; their classes take theirs from here.
 CAPABILITIES = {
     "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs",)),
     "vllm": Capabilities(keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "args"), is_vllm=True),

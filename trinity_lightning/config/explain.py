@@ -171,7 +171,7 @@ def _not_there(key: str, parent: Any) -> str:
     if key in RENAMED or nearest(name, siblings):
         return unknown_key(key, siblings)
     if name == "args":
-        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME beside {key}."
+        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME as well as {key}."
     if "args" in siblings:
         return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
     if OmegaConf.get_type(parent) is dict:

@@ -192,7 +192,7 @@ def _folder_of(key: str) -> Path:
 def _cached(key: str, build: Callable[[Path], None]) -> Path:
     """The cached folder of `key`, made by `build(folder)` if there is none.
 
-    It is built beside its place and renamed into it, so that a folder seen there is always complete; of two processes
+    It is built next to its place and then renamed, so that a folder seen there is always complete; of two processes
     that build at once, the second keeps the first one's.
     """
     target = _folder_of(key)

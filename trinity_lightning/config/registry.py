@@ -186,7 +186,7 @@ def _own_names(module: ModuleType) -> list[str]:
 
 
 class Registry(Generic[T]):
-    """The classes or functions of one kind by name: those of `PARTS`, and what is registered besides.
+    """The classes or functions of one kind by name: those of `PARTS`, and what is registered by a decorator.
 
     Args:
         kind: a kind of `PARTS`, or another in words, for messages.

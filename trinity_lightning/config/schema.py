@@ -564,12 +564,12 @@ def typed_config(config: DictConfig) -> TrainConfig:
 
 
 def config_dir(name: str) -> Path:
-    """The folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
+    """The folder `conf` or `recipes`: inside the package in a wheel, next to it in a checkout."""
     for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
         if (parent / name).is_dir():
             return parent / name
     raise FileNotFoundError(
-        f"the folder '{name}' is neither inside {PACKAGE_DIR} nor beside it: reinstall the package."
+        f"the folder '{name}' is neither inside {PACKAGE_DIR} nor next to it: reinstall the package."
     )
 
 

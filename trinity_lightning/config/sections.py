@@ -24,7 +24,7 @@ RENAMED = {
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """A message for a key that is not there: what it is called now, or the nearest of those beside it."""
+    """A message for a key that is not there: what it is called now, or the nearest of its siblings."""
     if key in RENAMED:
         return f"unknown key '{key}'. It is {RENAMED[key]} now."
     prefix, dot, name = key.rpartition(".")

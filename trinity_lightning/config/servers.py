@@ -47,7 +47,7 @@ def require_ray() -> None:
 
 @dataclass
 class AuxiliaryConfig(Section):
-    """A model beside the policy, for workflows and operators that ask one: a judge, a teacher.
+    """Another model than the policy, for workflows and operators that ask one: a judge, a teacher.
 
     Attributes:
         model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name

@@ -58,7 +58,7 @@ def find_metric(name: str) -> Metric | None:
 
 
 def headline_metrics(names: Sequence[str]) -> list[str]:
-    """Names without the statistics of an evaluation's other metrics: those of the reward have a pass@k beside them."""
+    """Names without the statistics of an evaluation's other metrics: those of the reward have a pass@k too."""
     rewards = {name.rpartition("/")[0] for name in names if "/pass@" in name}
     return [name for name in names if "@" not in name or name.rpartition("/")[0] in rewards]
 

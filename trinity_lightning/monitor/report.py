@@ -316,7 +316,7 @@ def time_section(run: RunRecord) -> str:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-# What the browser is asked to forbid, besides.
+# What the browser is asked to forbid.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 

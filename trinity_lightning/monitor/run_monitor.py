@@ -214,7 +214,7 @@ def _number(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-# -- what W&B is given besides metrics --------------------------------------------------------------------------------
+# -- what W&B is given, apart from metrics ----------------------------------------------------------------------------
 
 
 def define_metrics(run: wandb.Run) -> None:
