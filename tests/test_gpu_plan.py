@@ -30,9 +30,9 @@ def config(**engine: Any) -> TrainConfig:
 
 
 def test_a_plan_is_asked_for_what_is_configured() -> None:
-    assert training_of(config()) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
-    assert training_of(replace(config(), algorithm=AlgorithmConfig())).tokens is None
-    assert training_of(replace(config(), trainer={"precision": "bf16-mixed"})).width == 4
+    assert training_of(config(), 1) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
+    assert training_of(replace(config(), algorithm=AlgorithmConfig()), 1).tokens is None
+    assert training_of(replace(config(), trainer={"precision": "bf16-mixed"}), 1).width == 4
     assert rollouts_of(config()) == Rollouts(4, 512, 512)
     given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
     assert rollouts_of(given) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
@@ -47,6 +47,7 @@ def test_without_a_gpu_there_is_no_plan() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of 24 GiB, of which 20 are free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
 
 
@@ -55,7 +56,7 @@ def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
     run = replace(config(), model=ModelConfig("smollm2", WeightDtype.bf16), algorithm=AlgorithmConfig())
     planned, found = with_memory_plan(run)
     assert found is not None
-    assert found == plan(SMOLLM2, training_of(run), rollouts_of(run), 20 * GIB, 10**15)
+    assert found == plan(SMOLLM2, training_of(run, 1), rollouts_of(run), 20 * GIB, 10**15)
     assert planned == replace(run, engine=planned_engine(run.engine, found, 24 * GIB))
 
 
@@ -169,7 +170,8 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 def test_engines_elsewhere_decode_a_step_at_once_and_the_trainer_is_planned_alone(engine: dict[str, Any]) -> None:
     run = config(**engine)
     planned, found = with_memory_plan(run)
-    assert found == plan(SMOLLM2, training_of(run), None, 20 * GIB, 10**15)
+    assert found == plan(SMOLLM2, training_of(run, 1), None, 20 * GIB, 10**15)
+    assert found is not None
     assert (found.kv_cache, found.engine, found.micro_batch_tokens) == (0, 0, 2048)
     assert planned == config(**engine, max_num_seqs=512)
 

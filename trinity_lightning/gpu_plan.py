@@ -1,8 +1,10 @@
 """Who gets how much of a GPU that trainer and vLLM share: a run's configuration, with the memory plan filled in."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -26,7 +28,8 @@ from trinity_lightning.config.engines import (
 )
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import MIXED, WeightDtype
+from trinity_lightning.config.servers import gpus_that_train
+from trinity_lightning.config.training import MIXED, WeightDtype, trains_shards, trains_together
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
@@ -37,10 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Memory of a GPU and of its host, in bytes: what is free of the GPU once a process computes on it, all of it, and
-    what is free on the host."""
+class Gpus:
+    """The GPUs of a machine, all alike; sizes in bytes.
 
+    Attributes:
+        count: how many there are.
+        free: of one of them, once a process computes on it.
+        total: of one of them, all of it.
+        host: free memory of the machine itself.
+    """
+
+    count: int
     free: int
     total: int
     host: int
@@ -67,29 +77,29 @@ def with_memory_plan(
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     auto = config.algorithm.max_tokens_per_micro_batch == AUTO
     tokens = resumed_budget(checkpoint) if checkpoint is not None and auto else None
-    memory = Memory(free, total, free_memory())
+    gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
     kept = replace(config, engine=_as_recorded(config.engine, record))
     try:
-        return planned(kept, memory, tokens)
+        return planned(kept, gpus, tokens)
     except ConfigError as error:
         if kept == config:
             raise
         logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
-        return planned(config, memory, tokens)
+        return planned(config, gpus, tokens)
 
 
-def planned(config: TrainConfig, memory: Memory, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
+def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
     """The same on the first GPU of any machine; no plan for engine=transformers, whose cache is not known.
 
     Args:
         config: of a run with rollouts whose dtypes are settled.
-        memory: of that GPU and of its host.
+        gpus: of that machine.
         tokens: of a micro-batch under `auto`; None: as many as are useful and fit.
 
     Raises:
         ConfigError: what shares the GPU does not fit on it together; servers use it and others too.
     """
-    config, beside = _with_auxiliary_shares(config, memory.total)
+    config, beside = _with_auxiliary_shares(config, gpus.total)
     can = capabilities_of(config.engine.name)
     if not can.is_vllm:
         return config, None
@@ -97,13 +107,13 @@ def planned(config: TrainConfig, memory: Memory, tokens: int | None = None) -> t
     engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
     config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
-    training = training_of(config)
+    training = training_of(config, gpus.count)
     training = replace(training, tokens=training.tokens or tokens)
     if engine.urls or (can.overlaps_training and not _on_the_trainers_gpu("engine", engine)):
-        return config, plan(shape, training, None, memory.free - beside, memory.host)
+        return config, plan(shape, training, None, gpus.free - beside, gpus.host)
     rollouts = replace(rollouts_of(config), beside=beside)
-    found = plan(shape, training, rollouts, memory.free, memory.host)
-    return replace(config, engine=planned_engine(engine, found, memory.total)), found
+    found = plan(shape, training, rollouts, gpus.free, gpus.host)
+    return replace(config, engine=planned_engine(engine, found, gpus.total)), found
 
 
 def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
@@ -153,17 +163,24 @@ def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
     return TRAINER_GPU in gpus
 
 
-def training_of(config: TrainConfig) -> Training:
-    """What the plan has to know of training; under mixed precision weights are float32."""
-    mixed = (config.trainer or {}).get("precision") in MIXED
+def training_of(config: TrainConfig, gpus: int) -> Training:
+    """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
+    settings = config.trainer or {}
     return Training(
-        width=4 if config.model.dtype is WeightDtype.fp32 or mixed else 2,
+        width=4 if config.model.dtype is WeightDtype.fp32 or settings.get("precision") in MIXED else 2,
         longest_row=config.engine.max_model_len,
         tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
         reference=Objective(config.algorithm).needs_reference,
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
+        shards=trainers_of(settings, gpus) if trains_shards(settings) else 1,
     )
+
+
+def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
+    """How many devices train together, on machines of so many GPUs; CPUs, one a process, count as such."""
+    here = gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
+    return here * int(settings.get("num_nodes", 1))
 
 
 def rollouts_of(config: TrainConfig) -> Rollouts:

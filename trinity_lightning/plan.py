@@ -5,7 +5,6 @@ Memory of each device by part, tokens and seconds of a step, from the configurat
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import hydra
@@ -40,23 +39,58 @@ def plan(config: DictConfig) -> "RunPlan":
 
 def as_text(found: "RunPlan") -> str:
     """The plan as a person reads it."""
-    device = found.hardware
-    lines = [found.model, f"planned for {sum(each.devices for each in found.shares)} x {device.name}", ""]
+    devices = sum(each.devices for each in found.shares)
     phases = [
-        (f"{each.name}, {phase}", parts, each.memory)
+        (f"{each.name}, {phase}", parts)
         for each in found.shares
         for phase, parts in (("training", each.memory.training), ("generating", each.memory.generating))
-        if parts
     ]
-    names = list(dict.fromkeys(name for _, parts, _ in phases for name in parts))
-    rows = [[name, *(_gib(parts.get(name, 0)) for _, parts, _ in phases)] for name in names]
-    rows.append(["all", *(_gib(sum(parts.values())) for _, parts, _ in phases)])
-    rows.append(["of", *(_gib(memory.device) for _, _, memory in phases)])
-    lines += [*table(["memory of a device, GiB", *(name for name, _, _ in phases)], rows), ""]
-    lines += [*table(["tokens of a step", ""], [[k, f"{v:,}"] for k, v in found.tokens.items()]), ""]
-    lines += [*table(["seconds of a step", ""], [[k, f"{v:.3g}"] for k, v in found.seconds.items()]), ""]
-    lines += ["assumed:", *(f"  {said} ({key})" for key, said in found.assumed.items())]
-    return "\n".join(lines)
+    names = dict.fromkeys(name for _, parts in phases for name in parts)
+    rows = [[name, *(_gib(parts.get(name, 0)) for _, parts in phases)] for name in names]
+    rows.append(["all of it", *(_gib(sum(parts.values())) for _, parts in phases)])
+    return "\n".join(
+        [
+            found.model,
+            f"on {devices} x {found.hardware.name}",
+            "",
+            *table(["GiB of a device", *(name for name, _ in phases)], rows),
+            "",
+            *(f"{each.name}: {each.memory.rows()[0][1]}" for each in found.shares),
+            "",
+            *table(["tokens of a step", ""], [[name, f"{tokens:,}"] for name, tokens in found.tokens.items()]),
+            "",
+            *table(["seconds of a step", ""], [[name, f"{each:.3g}"] for name, each in found.seconds.items()]),
+            "",
+            "if",
+            *(f"  {said} ({key})" for key, said in found.assumed.items()),
+        ]
+    )
+
+
+def as_json(found: "RunPlan") -> str:
+    """The plan as one line, sizes in bytes."""
+    memory = [
+        {
+            "name": each.name,
+            "devices": each.devices,
+            "free": each.memory.device,
+            "left": each.memory.left,
+            "training": each.memory.training,
+            "generating": each.memory.generating,
+        }
+        for each in found.shares
+    ]
+    return json.dumps(
+        {
+            "model": found.model,
+            "parameters": found.parameters,
+            "device": found.hardware.name,
+            "memory": memory,
+            "tokens": found.tokens,
+            "seconds": found.seconds,
+            "assumed": found.assumed,
+        }
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -79,9 +113,9 @@ def _gib(size: int) -> str:
 def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
-        as_json = config.plan.json
+        wants_json = config.plan.json
         found = plan(config)
-    print(json.dumps(asdict(found)) if as_json else as_text(found))
+    print(as_json(found) if wants_json else as_text(found))
 
 
 def register() -> None:

@@ -1,7 +1,6 @@
 """What a run needs, from its configuration and its model's config: memory by device and part, seconds of a step."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,26 +19,27 @@ from trinity_lightning.common.memory_plan import (
     plan,
 )
 from trinity_lightning.common.model_memory import ModelShape
-from trinity_lightning.config.engines import capabilities_of, check_one_device
+from trinity_lightning.config.engines import TRAINER_GPU, capabilities_of, check_one_device
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.servers import gpus_of_a_server
-from trinity_lightning.config.training import Layout, WeightDtype, compute_dtype, trains_replicas
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server, gpus_that_train
+from trinity_lightning.config.training import Layout, WeightDtype, compute_dtype, trains_together
+from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import CPU_CACHE_GB, CPU_REQUESTS
-from trinity_lightning.gpu_plan import Memory, planned, rollouts_of, training_of
+from trinity_lightning.gpu_plan import Gpus, planned, rollouts_of, trainers_of, training_of
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
-from trinity_lightning.trainer.layout import WORTH_SHARING, tokens_that_fit
+from trinity_lightning.trainer.layout import GPU_TOKENS, WORTH_SHARING, tokens_that_fit
 from trinity_lightning.trainer.objective import Objective
 
 FORWARD = 1 / 3  # of the operations of a forward and backward pass
 # 10^9 bytes a second that weights are sent with: within a process on a CPU (benchmarks/weight_sync.py); on a GPU and
 # between GPUs, and as a folder, from what others report.
 CPU_GB, GPU_GB, FOLDER_GB = 2.0, 10.0, 1.0
+ENOUGH_HOST = 1 << 50  # bytes of a host that nothing is known of
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Hardware:
     Attributes:
         name: as people call it.
         on_cpu: whether it is this machine's CPU.
-        memory: of one device and of its host; of a CPU that of the machine.
+        machine: as many of them as a machine has, and their memory; of a CPU one that has all of the machine's.
         flops: operations a second of its best matrix product; None: not known for the dtype that is computed in.
         bandwidth: bytes a second of its memory.
     """
 
     name: str
     on_cpu: bool
-    memory: Memory
+    machine: Gpus
     flops: float | None
     bandwidth: float
 
@@ -109,9 +109,12 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
         config.model.dtype = WeightDtype.bf16
     settle_dtypes(config, None)
     run = replace(typed_config(config), trainer=trainer)
-    hardware = _hardware(asked, gpu, compute_dtype(run.model.dtype, trainer.get("precision")))
-    model = _model(run.model.name)
-    shape, size, devices = ModelShape.of(model), ModelSize.of(model), trainer_devices(trainer, hardware)
+    hardware, model = _hardware(asked, gpu, run), _model(run.model.name)
+    shape, size = ModelShape.of(model), ModelSize.of(model)
+    devices = trainers_of(trainer, hardware.machine.count)
+    if run.engine.gpus and not hardware.on_cpu:
+        training = gpus_that_train(trainer, hardware.machine.count)
+        check_gpus_apart("engine", run.engine.gpus, training, training + len(run.engine.gpus))
     step, gpus = step_of(run, asked), _gpus_of_a_server(run, shape)
     run, shares = (_on_a_cpu if hardware.on_cpu else _on_gpus)(run, shape, hardware, devices, gpus)
     work, rollouts = training_work(run, step), replace(rollouts_of(run), gpus=max(gpus, 1))
@@ -135,7 +138,9 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
             "of a response": step.response,
             "generated": step.rows * step.response,
             "computed by training": work.tokens,
-            "of a micro-batch": shares[0].memory.micro_batch_tokens,
+            "of a micro-batch": min(
+                each.memory.micro_batch_tokens for each in shares if each.memory.micro_batch_tokens
+            ),
         },
         seconds=seconds,
         assumed=_assumed(run, asked, hardware),
@@ -171,23 +176,27 @@ def gpu_of(asked: PlanConfig, accelerator: str) -> tuple[str, Gpu] | None:
     return name, gpu
 
 
-def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, dtype: WeightDtype) -> Hardware:
-    given = None if asked.tflops is None else asked.tflops * 1e12
-    asked_free = None if asked.memory_gb is None else int(asked.memory_gb * GIB)
+def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
+    """What is asked for, and of what is not asked what the table says or this machine has."""
+    settings = run.trainer or {}
+    dtype = compute_dtype(run.model.dtype, settings.get("precision"))
+    flops = None if asked.tflops is None else asked.tflops * 1e12
+    given = None if asked.memory_gb is None else int(asked.memory_gb * GIB)
+    host = None if asked.host_gb is None else int(asked.host_gb * GIB)
     if gpu is None:
-        free = asked_free or free_memory()
-        flops = given or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
-        return Hardware("this machine's CPU", True, Memory(free, free, free), flops, _copied_a_second())
+        free = given or free_memory()
+        flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
+        return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, _copied_a_second())
     name, known = gpu
+    flops = flops or (known.flops if dtype is WeightDtype.bf16 else None)
     if asked.device is None:
-        free, total = torch.cuda.mem_get_info()
-        host = free_memory()
+        count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()
     else:
-        total = int(known.gib * GIB)
-        free, host = total - (CUDA_CONTEXT - WORKSPACES), 1 << 60
-    host = host if asked.host_gb is None else int(asked.host_gb * GIB)
-    flops = given or (known.flops if dtype is WeightDtype.bf16 else None)
-    return Hardware(name, False, Memory(asked_free or free, asked_free or total, host), flops, known.bandwidth)
+        if trains_together(settings) and str(settings.get("devices", AUTO)) in (AUTO, "-1"):
+            raise ConfigError(f"trainer.devices is {AUTO}, and {name} is planned for: give a number.")
+        count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
+        free = total - (CUDA_CONTEXT - WORKSPACES)
+    return Hardware(name, False, Gpus(count, given or free, given or total, host), flops, known.bandwidth)
 
 
 def _copied_a_second() -> float:
@@ -198,22 +207,6 @@ def _copied_a_second() -> float:
     for _ in range(4):
         target.copy_(source)
     return 8 * source.nbytes / (time.perf_counter() - start)
-
-
-def trainer_devices(settings: Mapping[str, Any], hardware: Hardware) -> int:
-    """How many devices train, on all machines together.
-
-    Raises:
-        ConfigError: as many as there are (`auto`), on a machine that this one is not.
-    """
-    if not trains_replicas(settings):
-        return 1
-    devices, nodes = settings.get("devices", "auto"), int(settings.get("num_nodes", 1))
-    if str(devices) in ("auto", "-1"):
-        if not hardware.on_cpu and hardware.name in GPUS:
-            raise ConfigError(f"trainer.devices is {devices}, and {hardware.name} is planned for: give a number.")
-        return nodes * (1 if hardware.on_cpu else torch.cuda.device_count())
-    return nodes * (len(devices) if not isinstance(devices, int | str) else int(devices))
 
 
 def _gpus_of_a_server(run: TrainConfig, shape: ModelShape) -> int:
@@ -234,7 +227,7 @@ def _gpus_of_a_server(run: TrainConfig, shape: ModelShape) -> int:
             f"engine.gpus gives a server {each} GPUs, and the {shape.heads} heads of {run.model.name} cannot be split "
             f"over {split}: give a number that divides them, or more servers (engine.servers)."
         )
-    return each if gpus and 0 not in gpus else 0
+    return each if gpus and TRAINER_GPU not in gpus else 0
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -243,45 +236,47 @@ def _gpus_of_a_server(run: TrainConfig, shape: ModelShape) -> int:
 def _on_gpus(
     run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, gpus: int
 ) -> tuple[TrainConfig, list[Share]]:
-    memory, training = hardware.memory, training_of(run)
-    run, shared = planned(run, memory)
-    first = shared or plan(shape, training, None, memory.free, memory.host)
-    shares = [Share("trainer" if devices == 1 else "rank 0", 1, first)]
-    if devices > 1:
-        training = replace(training, tokens=first.micro_batch_tokens)
-        others = plan(shape, training, None, memory.free, memory.host)
-        shares.append(Share(f"ranks 1 to {devices - 1}", devices - 1, others))
+    machine, training = hardware.machine, training_of(run, hardware.machine.count)
+    run, found = planned(run, machine)
+    first = found or plan(shape, training, None, machine.free, machine.host)
+    # What ranks agree on: the others have no plan of their own.
+    auto = run.algorithm.max_tokens_per_micro_batch == AUTO
+    training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS) if auto else training.tokens)
+    others = (plan(shape, training, None, machine.free, machine.host) for _ in range(1, min(devices, 2)))
+    shares = _ranks(devices, first, *others)
     if gpus:
+        engine = engine_alone(shape, replace(rollouts_of(run), gpus=gpus), machine.total)
         servers = run.engine.servers
-        found = engine_alone(shape, replace(rollouts_of(run), gpus=gpus), memory.total)
-        shares.append(Share(f"{servers} servers x {gpus} GPUs", servers * gpus, found))
+        shares.append(Share(f"{_counted(servers, 'server')}, {_counted(gpus, 'GPU')} each", servers * gpus, engine))
     return run, shares
 
 
 def _on_a_cpu(
-    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, gpus: int
+    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, _: int
 ) -> tuple[TrainConfig, list[Share]]:
-    """Processes that share this machine's memory: the last ones' is planned first, and rank 0 has the rest."""
-    free = hardware.memory.free
-    training = replace(training_of(run), on_cpu=True)
+    """Processes that share this machine's memory: what the others take is planned first, and rank 0 has the rest."""
+    free, training = hardware.machine.free, replace(training_of(run, 1), on_cpu=True)
     if training.tokens is None:
         training = replace(training, tokens=tokens_that_fit(shape, training.width, free // devices))
+    engine = run.engine
     rollouts: Rollouts | None = None
-    if capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
-        engine = replace(
-            run.engine,
-            kv_cache_gb=run.engine.kv_cache_gb or CPU_CACHE_GB,
-            max_num_seqs=run.engine.max_num_seqs or CPU_REQUESTS,
-        )
-        run = replace(run, engine=engine)
+    if capabilities_of(engine.name).is_vllm and not engine.urls:
+        cache, at_once = engine.kv_cache_gb or CPU_CACHE_GB, engine.max_num_seqs or CPU_REQUESTS
+        run = replace(run, engine=replace(engine, kv_cache_gb=cache, max_num_seqs=at_once))
         rollouts = rollouts_of(run)
-    shares = []
-    if devices > 1:
-        alone = plan(shape, training, None, free // devices, 0)
-        shares.append(Share(f"ranks 1 to {devices - 1}", devices - 1, alone))
-        free -= (devices - 1) * (alone.device - alone.left)
-    first = plan(shape, training, rollouts, free, 0)
-    return run, [Share("trainer" if devices == 1 else "rank 0", 1, first), *shares]
+    others = [plan(shape, training, None, free // devices, 0) for _ in range(1, min(devices, 2))]
+    free -= sum((devices - 1) * (each.device - each.left) for each in others)
+    return run, _ranks(devices, plan(shape, training, rollouts, free, 0), *others)
+
+
+def _ranks(devices: int, first: MemoryPlan, *others: MemoryPlan) -> list[Share]:
+    """Rank 0, and the others, which are alike."""
+    names = ("trainer",) if devices == 1 else ("rank 0", "rank 1" if devices == 2 else f"ranks 1 to {devices - 1}")
+    return [Share(*each) for each in zip(names, (1, devices - 1), (first, *others), strict=False)]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
 
 
 # -- tokens and seconds ------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
     states = weight_states(QWEN_1_5B, Training(2, 1))
     assert sum(states.values()) == 18 * QWEN_1_5B.parameters
     split = weight_states(QWEN_1_5B, Training(2, 1, shards=4, reference=True))
-    gathered = split.pop(GATHERED)  # float32 weights take the masters' place: 4 + 8 + 4, and 2 of the reference
-    assert sum(split.values()) == 18 * QWEN_1_5B.parameters // 4
+    gathered = split.pop(GATHERED)  # float32 weights take the masters' place: 4 + 8 and 2 of the reference, in shards
+    assert sum(split.values()) == (14 // 2 * QWEN_1_5B.parameters) // 2 + 4 * QWEN_1_5B.parameters
     assert 2 * QWEN_1_5B.outside < gathered < QWEN_1_5B.parameters
     assert MASTERS not in weight_states(QWEN_1_5B, Training(4, 1))
 

@@ -8,8 +8,8 @@ gradients and activations while it trains; vLLM keeps weights and a key-value ca
 2. vLLM sleeps while the trainer trains: its weights move to the host, its cache is given up;
 3. and while vLLM generates, masters and moments are on the host too.
 
-On a CPU there is one way: vLLM's weights stay, its cache is given back while the trainer trains. A trainer that has its
-device to itself is planned too.
+On a CPU there is one way: vLLM's weights stay, and its cache is given back while the trainer trains. A trainer that has
+its device to itself is planned too.
 
 Pure functions of numbers: bytes unless a name says otherwise.
 """
@@ -33,6 +33,7 @@ CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes 
 WORKSPACES = CUDA_CONTEXT // 2  # of these, what a process still takes whose context is there: the trainer's
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
+FIRST_SHARDS = 8  # devices that a trainer of one device is advised to have
 SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 
 # Of a process on a CPU, measured (benchmarks/memory.py): libraries, vLLM's own, and what is computed with.
@@ -42,7 +43,7 @@ POLICY, MASTERS, MOMENTS, GRADIENTS = "policy", "masters", "Adam's moments", "gr
 REFERENCE, GATHERED = "reference", "gathered layers"
 ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights", "key-value cache"
 GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
-RESERVE = "libraries, workspaces and fragments"
+CONTEXTS, RESERVE = "servers' contexts", "libraries, workspaces and fragments"
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,9 @@ def _listed(parts: Mapping[str, int]) -> str:
 def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """Bytes that a device of the trainer keeps for each of its states; gradients are float32, whatever the weights are.
 
-    Weights of 2 bytes have float32 masters in the optimizer. Split over devices, the float32 weights are the policy
-    itself: each device gathers the layer that it computes with and the next one, in `width` bytes, and what is in no
-    layer.
+    Weights of 2 bytes have float32 masters in the optimizer. In shards (trainer/fsdp.py) the float32 weights are the
+    policy itself: each device gathers the layer that it computes with and the next one, in `width` bytes, and what is
+    in no layer. Gradients are whole until the last micro-batch splits their sum.
     """
     each, width = -(-shape.parameters // training.shards), training.width
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
@@ -156,7 +157,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
         POLICY: (FLOAT if split else width) * each,
         MASTERS: FLOAT * each if width < FLOAT and not split else 0,
         MOMENTS: 2 * FLOAT * each,
-        GRADIENTS: FLOAT * each,
+        GRADIENTS: FLOAT * shape.parameters,
         REFERENCE: width * each if training.reference else 0,
         GATHERED: width * (shape.outside + 2 * layer) + (width + FLOAT) * layer if split else 0,
     }
@@ -247,10 +248,13 @@ def _way(
     working = {WORKING: engines * _working(shape, rollouts)}
     rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
     if rollouts.servers:  # they compute while the trainer does
-        trains, rest = {**trains, **working}, {**rest, "servers' contexts": engines * CUDA_CONTEXT}
+        trains, rest = (
+            {**trains, **working},
+            {**rest, CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)},
+        )
     training_phase = {**trains, **({} if sleep else weights), **rest}
     generating = {**kept, **weights, **working, **rest}
-    cache_stays = not sleep and not training.on_cpu
+    cache_stays = not sleep and (not training.on_cpu or rollouts.servers > 0)
     fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
     cache = _room(shape, rollouts, (device - fullest) // engines)
     return MemoryPlan(
@@ -333,7 +337,7 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
     if cache < one or found.left < 0:
         listed = _listed({**parts, CACHE: max(cache, one)})
         raise ConfigError(
-            f"an engine on {rollouts.gpus} GPUs of {gib(device)} has no room for a request of engine.max_model_len="
+            f"an engine on {rollouts.gpus} x {gib(device)} has no room for a request of engine.max_model_len="
             f"{rollouts.context}, which needs {gib(one)} of cache. On each {listed}. Give it more GPUs (engine.gpus), "
             "over which the model is split, or a shorter context."
         )
@@ -354,6 +358,14 @@ def _needed(shape: ModelShape, rollouts: Rollouts | None, way: MemoryPlan) -> in
     return max(sum(parts.values()) for parts in _phases(shape, rollouts, way).values())
 
 
+def _more_shards(
+    training: Training, rollouts: Rollouts | None, tokens: int
+) -> tuple[str, Training, Rollouts | None, int]:
+    shards = 2 * training.shards if training.shards > 1 else FIRST_SHARDS
+    said = f"trainer=fsdp2 with trainer.devices={shards} (of all machines together) takes {{}} less"
+    return said, replace(training, shards=shards), rollouts, tokens
+
+
 def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan) -> Iterator[str]:
     """What to change, and how many bytes fewer are needed then in the fuller phase."""
     tokens = way.micro_batch_tokens
@@ -361,6 +373,7 @@ def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way
         ("model.gradient_checkpointing=true takes {} less", replace(training, checkpointing=True), rollouts, tokens),
         ("without a reference (algorithm.kl.coef=0) {} less", replace(training, reference=False), rollouts, tokens),
         ("model.dtype=bf16 takes {} less", replace(training, width=2), rollouts, tokens),
+        _more_shards(training, rollouts, tokens),
     ]
     if training.tokens:
         fewer = "algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens take up to {} less"

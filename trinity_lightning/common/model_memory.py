@@ -99,7 +99,7 @@ class Training:
         reference: whether a frozen copy of the policy is kept.
         checkpointing: whether activations are computed again in the backward pass.
         eager: whether attention keeps its weights, which takes the square of the length.
-        shards: devices that weights, moments and reference are split over.
+        shards: devices that weights, moments and reference are split over (trainer=fsdp2).
         on_cpu: whether it computes on a CPU.
     """
 

@@ -119,7 +119,7 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
     engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
     for key, engine in {"engine": run.engine, **engines}.items():
         if engine.gpus:
-            _check_gpus_apart(key, engine.gpus, _gpus_that_train(trainer))
+            check_gpus_apart(key, engine.gpus, gpus_that_train(trainer, gpu_count()), gpu_count())
     if run.synchronizer.method == "nccl":
         _check_nccl(run.engine, trainer.get("accelerator", AUTO))
 
@@ -166,27 +166,26 @@ def gpus_of_a_server(key: str, engine: EngineConfig, servers: int) -> int:
     return len(gpus) // servers
 
 
-def _check_gpus_apart(key: str, gpus: Sequence[int], training: int) -> None:
-    """Refuse GPUs that train; the first one alone is shared by the plan that rank 0 makes."""
+def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -> None:
+    """Refuse GPUs that train, of so many; the first one alone is shared by the plan that rank 0 makes."""
     if any(TRAINER_GPU < gpu < training for gpu in gpus):
-        left = max((there := gpu_count()) - len(gpus), 1)
+        left = max(there - len(gpus), 1)
         raise ConfigError(
             f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs: give the "
             f"servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}."
         )
 
 
-def _gpus_that_train(trainer: Mapping[str, Any]) -> int:
-    """How many GPUs of this machine train: its first ones."""
+def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
+    """How many GPUs of each machine train, by the arguments of Lightning's Trainer: its first ones of so many."""
     devices = str(trainer.get("devices", 1))
     if trainer.get("accelerator") == "cpu":
         return 0
     if devices in (AUTO, "-1"):
-        return gpu_count()
+        return there
     if not devices.isdigit():
         raise ConfigError(
-            f"trainer.devices is {devices}, beside GPUs of servers: give how many train, or auto; CUDA_VISIBLE_DEVICES "
-            "chooses which they are."
+            f"trainer.devices is {devices}: give how many train, or auto; CUDA_VISIBLE_DEVICES chooses which they are."
         )
     return int(devices)
 
