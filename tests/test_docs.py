@@ -5,13 +5,18 @@ import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf, open_dict
 from support.compose import composed
 from support.runs import ROOT
 
-from trinity_lightning.config.checks import validate
+from trinity_lightning.config.checks import check_anywhere, validate
+from trinity_lightning.config.planning import PlanConfig
+from trinity_lightning.plan import register
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
-COMMAND = re.compile(r"^(?: {4}|#   )(python -m trinity_lightning\.(?:train|evaluate) (?:.*\\\n)*.*)", re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?: {4}|#   )(python -m trinity_lightning\.(?:train|evaluate|plan) (?:.*\\\n)*.*)", re.MULTILINE
+)
 COMMANDS = sorted(
     {
         command.replace("\\\n", " ").partition("  #")[0].strip()
@@ -73,4 +78,11 @@ def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest
     if "--multirun" in words:
         words = [word.partition(",")[0] for word in words]
     overrides = [word for word in words if not word.startswith("--") and word != "job"]
+    if program.endswith(".plan"):
+        register()
+        config = composed(*overrides, name="plan")
+        with open_dict(config):
+            assert isinstance(OmegaConf.to_object(config.pop("plan")), PlanConfig)
+        check_anywhere(config)
+        return
     validate(composed(*overrides, name=program.rpartition(".")[2]))

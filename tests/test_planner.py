@@ -1,12 +1,15 @@
 """Plans of runs: against what was measured here, for models that are known on paper, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.compose import composed
+from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import (
@@ -212,3 +215,25 @@ def test_json_is_one_line_that_adds_up() -> None:
     [memory] = read["memory"]
     assert memory["free"] - memory["left"] == max(sum(memory[phase].values()) for phase in ("training", "generating"))
     assert read["seconds"] == found.seconds
+
+
+def test_the_page_shows_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (ROOT / "docs" / "scaling.md").read_text().partition("## Planning a run")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    python -m trinity_lightning\.plan ((?:.*\\\n)*.*)", section, re.MULTILINE)
+    outputs = re.findall(r"```text\n(.*?)\n```", section, re.DOTALL)
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "FOLDER" / "config.json").write_text(json.dumps(QWEN_7B))
+    monkeypatch.chdir(tmp_path)
+    for command, output in zip(commands, outputs, strict=True):
+        _, *overrides = command.replace("\\\n", " ").split()
+        assert as_text(planned(*overrides)) == output
+
+
+def test_the_command_prints_a_plan_and_leaves_no_folder(run_train: RunTrain, tmp_path: Path) -> None:
+    command = partial(run_train, tmp_path, "+recipe=grpo", program="trinity_lightning.plan")
+    done = command("plan.device=L4", "plan.json=true")
+    assert (done.returncode, json.loads(done.stdout)["device"]) == (0, "L4")
+    refused = command("plan.device=L5")
+    assert refused.returncode == 2
+    assert refused.stdout.startswith("trinity-lightning: unknown plan.device 'L5'. Did you mean 'L4'?")
+    assert list(tmp_path.iterdir()) == []

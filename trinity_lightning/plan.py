@@ -4,7 +4,7 @@ Memory of each device by part, tokens and seconds of a step, from the configurat
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import hydra
@@ -40,11 +40,13 @@ def plan(config: DictConfig) -> "RunPlan":
 def as_text(found: "RunPlan") -> str:
     """The plan as a person reads it."""
     devices = sum(each.devices for each in found.shares)
-    phases = [
-        (f"{each.name}, {phase}", parts)
-        for each in found.shares
-        for phase, parts in (("training", each.memory.training), ("generating", each.memory.generating))
-    ]
+    phases: list[tuple[str, Mapping[str, int]]] = []
+    for each in found.shares:
+        if each.memory.shared:
+            phases.append((f"{each.name}, training", each.memory.training))
+            phases.append((f"{each.name}, generating", each.memory.generating))
+        else:  # the trainer alone while it trains, and vLLM alone all the time
+            phases.append((each.name, each.memory.training))
     names = dict.fromkeys(name for _, parts in phases for name in parts)
     rows = [[name, *(_gib(parts.get(name, 0)) for _, parts in phases)] for name in names]
     rows.append(["all of it", *(_gib(sum(parts.values())) for _, parts in phases)])
@@ -95,14 +97,12 @@ def as_json(found: "RunPlan") -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of columns as wide as their longest entry; all but the first to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (header, *rows)
-    ]
+    first, *others = [len(max(column, key=len)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for name, *cells in (header, *rows):
+        right = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
+        lines.append("  ".join([name.ljust(first), *right]).rstrip())
+    return lines
 
 
 def _gib(size: int) -> str:

@@ -123,13 +123,23 @@ class MemoryPlan:
         """Bytes that nobody takes in the fuller phase; below 0 if the plan does not fit."""
         return self.device - max(sum(self.training.values()), sum(self.generating.values()))
 
+    @property
+    def shared(self) -> bool:
+        """Whether trainer and vLLM are both on it."""
+        return POLICY in self.training and self.engine > 0
+
+    @property
+    def way(self) -> str:
+        """How the device is shared, in words."""
+        if not self.shared:
+            return "the trainer alone" if POLICY in self.training else "vLLM alone"
+        ways = {(False, False): "side by side", (True, False): "vLLM sleeps while the trainer trains"}
+        return ways.get((self.sleep, self.offload), "vLLM sleeps, and masters and moments move to the host in turns")
+
     def rows(self) -> list[tuple[str, str]]:
         """The plan for the table that a run begins with."""
-        ways = {(False, False): "side by side", (True, False): "vLLM sleeps while the trainer trains"}
-        way = ways.get((self.sleep, self.offload), "vLLM sleeps, and masters and moments move to the host in turns")
-        way = way if self.engine else "the trainer's alone"
         return [
-            ("device memory", f"{gib(self.device)} free: {way}, leaves {gib(self.left)}"),
+            ("device memory", f"{gib(self.device)} free: {self.way}, leaves {gib(self.left)}"),
             ("while training", _listed(self.training)),
             ("while generating", _listed(self.generating)),
         ]
@@ -238,7 +248,7 @@ def _way(
 ) -> MemoryPlan:
     """What is on the device in each phase. In one process trainer and vLLM compute in turns, with the same memory."""
     states, rest = weight_states(shape, training), _others(training, rollouts, device)
-    away = {GRADIENTS, *((MASTERS, MOMENTS) if offload else ())}
+    away = {GRADIENTS, GATHERED, *((MASTERS, MOMENTS) if offload else ())}
     kept = {name: size for name, size in states.items() if name not in away}
     trains = {**states, ACTIVATIONS: activations(shape, training, tokens)}
     if rollouts is None:
