@@ -81,7 +81,7 @@ def planned(*overrides: str) -> RunPlan:
 
 def test_the_default_recipe_takes_what_was_measured_here() -> None:
     """docs/performance.md: benchmarks/memory.py's parts while it trains, and the peak of a whole run, in GB."""
-    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87")
+    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87", "plan.bandwidth_gb=29")
     parts = found.shares[0].memory.training
     measured = {POLICY: 0.27, MASTERS: 0.54, MOMENTS: 1.08, GRADIENTS: 0.54, ACTIVATIONS: 0.45, RESERVE: 0.5 + 0.3}
     assert {name: parts[name] / 1e9 for name in measured} == pytest.approx(measured, rel=0.15)
@@ -91,8 +91,9 @@ def test_the_default_recipe_takes_what_was_measured_here() -> None:
 
 def test_the_seconds_of_a_step_are_of_the_size_that_was_measured_here() -> None:
     """A step of the default recipe with its prompts of 45 and responses of about 20 tokens: 2.7 + 3.9 + 0.14 s."""
+    speed = ("plan.tflops=0.87", "plan.bandwidth_gb=29")
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
-    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87", *lengths)
+    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", *speed, *lengths)
     assert found.tokens["computed by training"] == 8 * (45 + 8 * 20)
     assert found.seconds["training"] == pytest.approx(3.9, rel=0.3)
     assert found.seconds["rollout"] == pytest.approx(2.7, rel=0.5)
@@ -169,7 +170,7 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
         assert word in text
     assert "trainer: 78.6 GiB free: side by side, leaves " in text
     assert "every prompt has 45 tokens (plan.prompt_tokens)" in text
-    assert "training reaches 0.35 of that (plan.training_share)" in text
+    assert "training reaches 0.35 of the speed of products (plan.training_share)" in text
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,10 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
             "the 9 heads of smollm2 cannot be split over 4",
         ),
         (("plan.device=H200", "+engine.args.tensor_parallel_size=2"), "choose engine=vllm_server"),
-        (("plan.memory_gb=2", "trainer=cpu"), r"does not fit into the 2\.0 GiB.*a device of \d\.\d GiB has room"),
+        (
+            ("plan.memory_gb=2", "plan.tflops=0.87", "plan.bandwidth_gb=29", "trainer=cpu"),
+            r"does not fit into the 2\.0 GiB.*a device of \d\.\d GiB has room",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_sentence(overrides: tuple[str, ...], message: str) -> None:

@@ -181,12 +181,13 @@ def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, run: TrainConfig) 
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
     flops = None if asked.tflops is None else asked.tflops * 1e12
+    bandwidth = None if asked.bandwidth_gb is None else asked.bandwidth_gb * 1e9
     given = None if asked.memory_gb is None else int(asked.memory_gb * GIB)
     host = None if asked.host_gb is None else int(asked.host_gb * GIB)
     if gpu is None:
         free = given or free_memory()
         flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
-        return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, _copied_a_second())
+        return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
     flops = flops or (known.flops if dtype is WeightDtype.bf16 else None)
     if asked.device is None:
@@ -196,7 +197,7 @@ def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, run: TrainConfig) 
             raise ConfigError(f"trainer.devices is {AUTO}, and {name} is planned for: give a number.")
         count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
         free = total - (CUDA_CONTEXT - WORKSPACES)
-    return Hardware(name, False, Gpus(count, given or free, given or total, host), flops, known.bandwidth)
+    return Hardware(name, False, Gpus(count, given or free, given or total, host), flops, bandwidth or known.bandwidth)
 
 
 def _copied_a_second() -> float:
@@ -384,8 +385,8 @@ def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[st
         return lengths | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
     return lengths | {
         "plan.tflops": f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s",
-        "plan.training_share": f"training reaches {asked.training_share:g} of that",
-        "plan.rollout_share": f"rollouts reach {asked.rollout_share:g} of that, or of memory's "
-        f"{hardware.bandwidth / 1e9:.4g} GB/s, whichever takes longer",
+        "plan.bandwidth_gb": f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s",
+        "plan.training_share": f"training reaches {asked.training_share:g} of the speed of products",
+        "plan.rollout_share": f"rollouts reach {asked.rollout_share:g} of either speed, whichever takes longer",
         "plan.sync_gb": f"weights are sent with {_sync_gb(run, asked, hardware):g} GB/s",
     }

@@ -17,7 +17,8 @@ class PlanConfig(Section, key="plan"):
         host_gb: GiB of the host's memory that may be used; null: of this machine what is free, of another one enough.
         tflops: 10^12 operations a second of a device's best matrix product; null: of a GPU by its data sheet, of this
             machine's CPU measured.
-        training_share: of that speed, what training is assumed to reach (`perf/mfu`).
+        bandwidth_gb: 10^9 bytes a second that a device's memory is read with; null: likewise.
+        training_share: of the speed of products, what training is assumed to reach (`perf/mfu`).
         rollout_share: of the speed of products and of memory, whichever takes longer, what the engine is assumed to
             reach while it generates.
         sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within a CPU's process, 10
@@ -34,6 +35,7 @@ class PlanConfig(Section, key="plan"):
     memory_gb: float | None = None
     host_gb: float | None = None
     tflops: float | None = None
+    bandwidth_gb: float | None = None
     training_share: float = 0.35
     rollout_share: float = 0.25
     sync_gb: float | None = None
@@ -42,7 +44,7 @@ class PlanConfig(Section, key="plan"):
     json: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("memory_gb", "host_gb", "tflops", "sync_gb"):
+        for name in ("memory_gb", "host_gb", "tflops", "bandwidth_gb", "sync_gb"):
             number(f"plan.{name}", getattr(self, name), above=0, optional=True)
         for name in ("training_share", "rollout_share"):
             number(f"plan.{name}", getattr(self, name), above=0, most=1)
