@@ -58,9 +58,8 @@ class Segments:
 # products backward, in float32, under a mask that is made once a micro-batch. Tokens stay where they are, without
 # padding. The query heads that share a key head are further rows of one product, so that no key is repeated.
 
-# Queries of a tile. Short segments share one while that computes at most so many more scores, which take as long as a
-# further tile. Forward and backward of a layer of SmolLM2, 415 tokens of short rows on one core: 5.7, 5.0, 5.9 ms with
-# 0, 1,000, 2,500, and 6.2 if their length alone counts; with 96 queries, as much.
+# Queries of a tile. Short segments share one while that computes at most so many more scores. Forward and backward of a
+# layer of SmolLM2 on one core, 415 tokens of short rows: 5.7, 5.0, 5.9 ms with 0, 1,000, 2,500, and 6.2 without limit.
 TILE_TOKENS, FREE_SCORES = 64, 1024
 # The softmax of a tile is kept for the backward pass if it has at most so many keys, and else computed again: of long
 # rows it would take more memory than all else that a layer keeps.
@@ -87,8 +86,7 @@ class _Tile:
 
     def of_keys(self, states: Tensor) -> Tensor:
         """Of all keys or values [key heads, T, D], those of this tile [key heads, keys, D]."""
-        parts = [states[:, tokens] for tokens in self.keys]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return torch.cat([states[:, tokens] for tokens in self.keys], 1)
 
     def add_of_keys(self, total: Tensor, gradients: Tensor) -> None:
         """Add gradients of this tile's keys or values to those of all."""
@@ -101,23 +99,6 @@ class _Tile:
         scores = torch.bmm(queries, keys.mT)
         scores.unflatten(1, (len(self.mask), -1)).add_(self.mask)
         return scores.softmax(-1)
-
-
-def _tiles(segments: Segments) -> list[_Tile]:
-    """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one."""
-    segment, prefix = segments.of_tokens()
-    tokens = torch.arange(len(segment))
-    tiles = []
-    for own, prefixes in _neighbours(segments):
-        length = own.stop - own.start
-        pieces = -(-length // TILE_TOKENS)
-        for start, end in pairwise(own.start + length * piece // pieces for piece in range(pieces + 1)):
-            keys = [slice(own.start, end)] if prefixes.stop == 0 else [prefixes, slice(own.start, end)]
-            query, key = tokens[start:end, None], torch.cat([tokens[part] for part in keys])
-            visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
-            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
-            tiles.append(_Tile(slice(start, end), keys, mask))
-    return tiles
 
 
 def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
@@ -158,8 +139,19 @@ class CpuSharedPrefix:
 
     @classmethod
     def of(cls, segments: Segments) -> "CpuSharedPrefix":
-        """The tiles of these segments."""
-        return cls(_tiles(segments))
+        """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one."""
+        segment, prefix = segments.of_tokens()
+        tiles = []
+        for own, prefixes in _neighbours(segments):
+            length = own.stop - own.start
+            pieces = -(-length // TILE_TOKENS)
+            for start, end in pairwise(own.start + length * piece // pieces for piece in range(pieces + 1)):
+                keys = [part for part in (prefixes, slice(own.start, end)) if part.stop]
+                query, key = torch.arange(start, end)[:, None], torch.cat([torch.arange(k.start, k.stop) for k in keys])
+                visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
+                mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
+                tiles.append(_Tile(slice(start, end), keys, mask))
+        return cls(tiles)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
