@@ -48,9 +48,8 @@ class Segments:
     def of_tokens(self) -> tuple[Tensor, Tensor]:
         """Of each token, its segment and the prefix that it sees (-1: none), int64 [T]."""
         lengths = torch.tensor([end - start for start, end in pairwise(self.starts())])
-        return torch.arange(len(lengths)).repeat_interleave(lengths), torch.tensor(self.seen()).repeat_interleave(
-            lengths
-        )
+        segment, prefix = torch.arange(len(lengths)), torch.tensor(self.seen())
+        return segment.repeat_interleave(lengths), prefix.repeat_interleave(lengths)
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
