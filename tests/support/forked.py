@@ -1,13 +1,15 @@
 """Processes forked off the warm one, see `support/warm.py`: asked for, watched, and in the place of vLLM's servers."""
 
 import json
+import math
 import os
 import select
 import signal
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -47,21 +49,24 @@ class Forked:
         os.close(reading)
         self.pid = int(self._link.recv(64))
         self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended; subprocess.TimeoutExpired if it has not by then."""
-        if self.returncode is None:
-            if not select.select([self._link], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            self.returncode = int(self._link.recv(64))
-            self._link.close()
-        return self.returncode
+        self._one_reads = threading.Lock()
 
     def poll(self) -> int | None:
         """Its exit code, or None while it is at work."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
+        with self._one_reads:
+            if self.returncode is None and select.select([self._link], [], [], 0)[0]:
+                self.returncode = int(self._link.recv(64))
+                self._link.close()
+            return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Its exit code, once it has ended; subprocess.TimeoutExpired if it has not by then."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
 
     def send_signal(self, number: int) -> None:
         """Send it a signal unless it has ended."""
