@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+from lightning.pytorch.strategies.launchers import subprocess_script
+
 from trinity_lightning.explorer.models import server
 
 
@@ -77,6 +79,17 @@ class Forked:
         """End it, if it has not ended."""
         self.send_signal(signal.SIGKILL)
         self.wait()
+
+
+def fork_ranks(address: str) -> None:
+    """From now on, ranks that Lightning starts beside this process are forked off the warm one that listens there."""
+
+    def popen(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Forked:
+        _, _, *arguments = command  # python -m
+        with os.fdopen(1, closefd=False) as output:
+            return Forked(address, arguments, Path(cwd or Path.cwd()), env, output)
+
+    subprocess_script.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment]
 
 
 def fork_servers(address: str, patch: Callable[[Any, str, Any], None] = setattr) -> None:

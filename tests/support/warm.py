@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from support.forked import fork_servers
+from support.forked import fork_ranks, fork_servers
 
 OF_THE_PACKAGE = ("build", "explorer.models.vllm_engine", "explorer.models.transformers_engine", "monitor.csv_logger")
 OF_VLLM = (
@@ -100,6 +100,7 @@ def become_a_command(address: str) -> None:
     for module in filter(None, [sys.modules.get("wandb.sdk.data_types._private")]):
         Path(module.MEDIA_TMP.name).mkdir(exist_ok=True)  # made at its import, and deleted at the end of any run
     fork_servers(address)
+    fork_ranks(address)
 
 
 def become_a_server() -> None:
