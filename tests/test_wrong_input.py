@@ -223,6 +223,15 @@ REFUSED = {
         ["+recipe=grpo", "+trainer.strategy=deepspeed"],
         ["trainer.strategy is deepspeed", "trainer=ddp"],
     ),
+    "mixed precision of shards": (
+        ["+recipe=grpo", "trainer=fsdp2", "+trainer.precision=bf16-mixed"],
+        ["trainer.precision is bf16-mixed", "model.dtype=bf16"],
+    ),
+    "compiled shards": (["+recipe=grpo", "trainer=fsdp2", "model.compile=true"], ["model.compile=true", "trainer=ddp"]),
+    "an engine that shares shards": (
+        ["+recipe=grpo", "trainer=fsdp2", "engine=transformers"],
+        ["engine=transformers generates with the training model", "vllm_server"],
+    ),
     "a strategy over trainer=ddp": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy=fsdp"],
         ["trainer.strategy is fsdp", "trainer=ddp"],

@@ -94,6 +94,11 @@ def whole(model: Any, tensor: Any) -> torch.Tensor:
     return model.shards.gathered(tensor) if hasattr(tensor, "to_local") else tensor.detach().clone()
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """What of it lies in this process."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class Gradients(L.Callback):
     """Keeps the gradient that each optimizer step used."""
 
@@ -107,6 +112,14 @@ class Gradients(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module: Any, outputs: Any, batch, batch_idx):
         self.losses.append(outputs["loss"].item() if outputs else None)
+
+
+class Weights(L.Callback):
+    """Keeps the weights after the first optimizer step."""
+
+    def on_train_batch_end(self, trainer, pl_module: Any, outputs: Any, batch, batch_idx):
+        if trainer.global_step == 1:
+            self.after_first = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
 
 
 def make_policy(optimizer=None, dtype="fp32", model=None, **algorithm):

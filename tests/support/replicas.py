@@ -1,27 +1,35 @@
 """Fits that one process and several have to do alike; `python -m support.replicas FILE` is one of the several."""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from safetensors.torch import load_file
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from support.policy import Gradients, Prepare, batch_of, fit, groups, make_experiences, make_policy, whole
+from support.policy import Gradients, Prepare, batch_of, fit, groups, local, make_experiences, make_policy, whole
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.training import KLConfig, OptimizerConfig
 from trinity_lightning.errors import TrinityError
+from trinity_lightning.explorer.interruption import StopCheckpoint
+from trinity_lightning.sync.proof import perturbed
+from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
 
 RANKS = 2
+DTYPES = ("fp32", "bf16")
 STRATEGIES = {"ddp": ReplicaStrategy, "fsdp2": ShardStrategy}
 
 
@@ -53,6 +61,7 @@ def trained(items: list[list[Experience]], prepare: bool = False, **settings: An
             "losses": seen.losses,
             "gradients": seen.steps,
             "metrics": metrics.items,
+            "held": sum(local(each).numel() for each in model.parameters()),
             "weights": {name: whole(model, value) for name, value in model.state_dict(keep_vars=True).items()},
         }
 
@@ -118,30 +127,103 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "sft": trained(ragged(), policy_loss="sft"),
     "experts": trained(with_experts(), policy_loss={"name": "mix", "args": {"mu": 0.25}}),
     "a bad step": trained(broken()),
+    "recomputed activations": trained(ragged(), model={"gradient_checkpointing": True}),
     "bfloat16": trained(ragged(), dtype="bf16"),
 }
 
 
+PLACES = ("between items", "within one")
+
+
 class Fails(L.Callback):
-    """Fails on one rank when an item begins."""
+    """Fails on one rank when the second item begins, or in its first forward pass."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, place: str) -> None:
         self.rank = rank
+        self.place = place
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == 1:
-            raise TrinityError(f"broken on purpose on {self.rank}")
+            pl_module._logprobs = self._fail
+            if self.place == "between items":
+                self._fail()
+
+    def _fail(self, *arguments: Any) -> Any:
+        raise TrinityError(f"broken on purpose on {self.rank}")
 
 
-def failed(rank: int, **trainer: Any) -> dict[str, Any]:
-    """What this process raises if that rank fails."""
+def failed(folder: Path, rank: int, place: str, **trainer: Any) -> dict[str, Any]:
+    """What this process raises if that rank fails; rank 0 saves."""
+    saves = [] if os.environ["RANK"] != "0" else [StopCheckpoint(folder)]
     try:
-        fit(make_policy(), [batch_of(each) for each in ragged()], Fails(rank), **trainer)
+        fit(make_policy(), [batch_of(each) for each in ragged()], Fails(rank, place), *saves, **trainer)
     except TrinityError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
+
+
+# -- what rank 0 asks for alone ----------------------------------------------------------------------------------------
+
+
+class Asks(L.Callback):
+    """Does on rank 0 what the explorer's callback does with the policy: others wait."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            model = pl_module.policy
+            with perturbed(model) as perturb:
+                perturb(0.1)
+                self.found["logprobs"] = pl_module.sequence_logprobs(range(4, 20))
+                self.found["perturbed"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
+            self.found["sent"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
+            self.found["shapes"] = weight_stream(model).shapes
+            with tempfile.TemporaryDirectory() as folder:
+                pl_module.save_pretrained(folder)
+                self.found["saved"] = load_file(Path(folder) / "model.safetensors")
+                self.found["config"] = json.loads((Path(folder) / "config.json").read_text())
+        trainer.strategy.barrier()
+
+
+def asked(dtype: str, **trainer: Any) -> dict[str, Any]:
+    """What rank 0 is answered."""
+    asks = Asks()
+    fit(make_policy(dtype=dtype), [batch_of(make_experiences())], asks, **trainer)
+    return asks.found
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+WAYS = ("one", *STRATEGIES)  # to train
+
+
+def settings(way: str) -> dict[str, Any]:
+    """The Trainer's."""
+    return {} if way == "one" else {"devices": RANKS, "strategy": STRATEGIES[way](timeout=60)}
+
+
+def write(file: Path, way: str, dtype: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
+    """Train so many epochs of the same items, those of a checkpoint included, and write another checkpoint."""
+    batches = [batch_of(each) for each in ragged()]
+    policy = make_policy(optimizer=SMOOTH, dtype=dtype)
+    fit(policy, batches, ckpt_path=before, max_epochs=epochs, **settings(way)).save_checkpoint(file)
+
+
+def write_first(folder: Path, way: str) -> None:
+    """What a way to train writes by itself."""
+    for dtype in DTYPES:
+        write(folder / f"{way}-{dtype}.ckpt", way, dtype)
+
+
+def write_again(folder: Path, way: str) -> None:
+    """What it writes when it has read what each way has written, and when it has gone on from there."""
+    for before in WAYS:
+        for dtype in DTYPES:
+            write(folder / f"{before}-{dtype}-{way}.ckpt", way, dtype, before=folder / f"{before}-{dtype}.ckpt")
+        write(folder / f"{before}-later-{way}.ckpt", way, before=folder / f"{before}-fp32.ckpt", epochs=2)
 
 
 def start(folder: Path) -> list[dict[str, dict[str, dict[str, Any]]]]:
@@ -166,12 +248,17 @@ def start(folder: Path) -> list[dict[str, dict[str, dict[str, Any]]]]:
 
 
 def _main(file: str) -> None:
-    cases = CASES | {f"rank {rank} fails": partial(failed, rank) for rank in range(RANKS)}
+    folder, found = Path(file).parent, {}
+    cases = CASES | {f"asked {dtype}": partial(asked, dtype) for dtype in DTYPES}
     cases |= {"noise": noise, "noise again": noise}
-    found = {
-        kind: {name: case(devices=RANKS, strategy=strategy(timeout=60)) for name, case in cases.items()}
-        for kind, strategy in STRATEGIES.items()
-    }
+    for way in STRATEGIES:
+        found[way] = {name: case(**settings(way)) for name, case in cases.items()}
+        for rank, place in product(range(RANKS), PLACES):
+            error = failed(folder / f"{way}-{rank}-{place}", rank, place, **settings(way))
+            found[way][f"rank {rank} fails {place}"] = error
+    for work in (write_first, write_again):
+        for way in STRATEGIES:
+            work(folder, way)
     torch.save(found, file)
 
 

@@ -7,12 +7,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.policy import assert_same_gradients
-from support.replicas import CASES, RANKS, STRATEGIES, start
+from support.policy import Weights, assert_same_gradients, batch_of, fit, make_policy
+from support.replicas import (
+    CASES,
+    DTYPES,
+    PLACES,
+    RANKS,
+    STRATEGIES,
+    WAYS,
+    asked,
+    ragged,
+    start,
+    write,
+    write_again,
+    write_first,
+)
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import ddp
@@ -35,8 +49,24 @@ def alone() -> Alone:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return start(tmp_path_factory.mktemp("replicas"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes write."""
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    """What two processes find; a checkpoint of one process is there for them to read."""
+    write_first(folder, "one")
+    return start(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(found: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
+    """Checkpoints by name, those that one process writes when it has read those of two among them."""
+    write_again(folder, "one")
+    write(folder / "later.ckpt", "one", epochs=2)
+    return lambda name: torch.load(folder / f"{name}.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -80,11 +110,56 @@ def test_dropout_draws_something_else_on_each_rank_and_the_same_again(found: Fou
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_rank_0_asks_for_alone_is_that_of_one_process(found: Found, dtype: str, kind: str) -> None:
+    one, together = asked(dtype), found[0][kind][f"asked {dtype}"]
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "fp32" else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(together.pop("perturbed"), one.pop("perturbed"), **tolerance)
+    torch.testing.assert_close(together.pop("logprobs"), one.pop("logprobs"), **tolerance)
+    torch.testing.assert_close(together, one, rtol=0, atol=0)
+
+
+def test_each_of_two_processes_holds_half(found: Found) -> None:
+    halves = [each["fsdp2"]["padded"]["held"] for each in found]
+    assert sum(halves) == found[0]["ddp"]["padded"]["held"]
+    assert max(halves) < 0.51 * sum(halves)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_that_fails_ends_all_with_its_message(found: Found, rank: int, kind: str) -> None:
+def test_a_rank_that_fails_ends_all_with_its_message_and_a_checkpoint(
+    found: Found, folder: Path, rank: int, kind: str, place: str
+) -> None:
     for each in range(RANKS):
         error = "TrinityError" if each == rank else f"RankError: rank {rank}: TrinityError"
-        assert found[each][kind][f"rank {rank} fails"]["error"] == f"{error}: broken on purpose on {rank}"
+        assert found[each][kind][f"rank {rank} fails {place}"]["error"] == f"{error}: broken on purpose on {rank}"
+    saved = torch.load(folder / f"{kind}-{rank}-{place}" / "interrupted.ckpt", weights_only=True)
+    seen = Weights()
+    fit(make_policy(), [batch_of(each) for each in ragged()], seen)
+    torch.testing.assert_close(saved["state_dict"], seen.after_first, rtol=1e-5, atol=1e-5)
+    assert saved["global_step"] == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_a_checkpoint_is_the_same_however_it_was_trained_and_read(
+    checkpoints: Callable[[str], dict[str, Any]], before: str, way: str, dtype: str
+) -> None:
+    written, again = checkpoints(f"{before}-{dtype}"), checkpoints(f"{before}-{dtype}-{way}")
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(again[part], written[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_any_way_of_training_goes_on_from_any(
+    checkpoints: Callable[[str], dict[str, Any]], before: str, way: str
+) -> None:
+    expected, found = checkpoints("later"), checkpoints(f"{before}-later-{way}")
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-5, atol=1e-5)
+    assert found["global_step"] == expected["global_step"]
 
 
 SLURM = {

@@ -36,7 +36,7 @@ from trinity_lightning.config.schema import (
     typed_config,
 )
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
-from trinity_lightning.config.training import Layout, check_trainer_settings
+from trinity_lightning.config.training import Layout, check_trainer_settings, trains_shards
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -246,7 +246,7 @@ def _check_trainer(config: DictConfig) -> None:
             raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
     if (epochs := trainer.get("max_epochs")) != config.steps:
         raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
-    check_trainer_settings(trainer)
+    check_trainer_settings(trainer, config.model.compile)
 
 
 def _check_accelerator(trainer: Mapping[str, Any]) -> None:
@@ -292,6 +292,11 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
             why = "does not read it"
         raise ConfigError(
             f"engine.{given[0]} is of {owner}, and {label} {why}: choose another engine, or leave the key out."
+        )
+    if can.shares_weights and trains_shards(run.trainer or {}):
+        raise ConfigError(
+            f"{label} generates with the training model itself, which trainer=fsdp2 holds in shards: choose "
+            "engine=vllm or vllm_server, or trainer=ddp."
         )
     run.explorer.check_engine(label, can)
     run.explorer.check_runners(label, can)

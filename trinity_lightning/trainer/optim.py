@@ -189,7 +189,8 @@ def _kept(optimizer: Optimizer) -> list[Tensor]:
     """Tensors as large as a parameter; counts of steps stay where they are."""
     if isinstance(optimizer, MasterWeights):
         return [*optimizer.masters, *optimizer.moments]
-    return [value for state in optimizer.state.values() for value in state.values() if is_moment(value)]
+    kept = [value for state in optimizer.state.values() for value in state.values() if is_moment(value)]
+    return [getattr(value, "_local_tensor", value) for value in kept]  # of a policy in shards, this rank's
 
 
 def _counts(optimizer: Optimizer) -> list[Tensor]:
