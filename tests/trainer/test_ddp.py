@@ -113,9 +113,9 @@ def test_dropout_draws_something_else_on_each_rank_and_the_same_again(found: Fou
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_rank_0_asks_for_alone_is_that_of_one_process(found: Found, dtype: str, kind: str) -> None:
     one, together = asked(dtype), found[0][kind][f"asked {dtype}"]
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "fp32" else {"rtol": 0.02, "atol": 0.02}
-    torch.testing.assert_close(together.pop("perturbed"), one.pop("perturbed"), **tolerance)
-    torch.testing.assert_close(together.pop("logprobs"), one.pop("logprobs"), **tolerance)
+    rounding = 1e-5 if dtype == "fp32" else 0.02
+    for each in ("perturbed", "logprobs"):
+        torch.testing.assert_close(together.pop(each), one.pop(each), rtol=rounding, atol=rounding)
     torch.testing.assert_close(together, one, rtol=0, atol=0)
 
 

@@ -36,7 +36,7 @@ from trinity_lightning.config.schema import (
     typed_config,
 )
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
-from trinity_lightning.config.training import Layout, check_trainer_settings, trains_shards
+from trinity_lightning.config.training import SHARDS, Layout, check_trainer_settings, strategy_of
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -73,7 +73,7 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
     _check_training(run)
     _check_expert(run)
     _check_sampling(run)
-    _check_trainer(config)
+    _check_trainer(config, run)
     return run
 
 
@@ -239,14 +239,18 @@ def _check_sampling(run: TrainConfig) -> None:
         )
 
 
-def _check_trainer(config: DictConfig) -> None:
+def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
     trainer: Any = config.trainer or {}
     for key in ("callbacks", "logger", "plugins"):
         if trainer.get(key) is not None:
             raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
     if (epochs := trainer.get("max_epochs")) != config.steps:
         raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
-    check_trainer_settings(trainer, config.model.compile)
+    check_trainer_settings(trainer)
+    if strategy_of(trainer) == SHARDS:
+        from trinity_lightning.config.shards import check_shards
+
+        check_shards(run, trainer.get("precision"))
 
 
 def _check_accelerator(trainer: Mapping[str, Any]) -> None:
@@ -292,11 +296,6 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
             why = "does not read it"
         raise ConfigError(
             f"engine.{given[0]} is of {owner}, and {label} {why}: choose another engine, or leave the key out."
-        )
-    if can.shares_weights and trains_shards(run.trainer or {}):
-        raise ConfigError(
-            f"{label} generates with the training model itself, which trainer=fsdp2 holds in shards: choose "
-            "engine=vllm or vllm_server, or trainer=ddp."
         )
     run.explorer.check_engine(label, can)
     run.explorer.check_runners(label, can)

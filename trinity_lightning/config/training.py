@@ -262,25 +262,20 @@ SHARDS = "trinity_lightning.trainer.fsdp.ShardStrategy"
 
 def trains_together(settings: Mapping[str, Any]) -> bool:
     """Whether these settings of `lightning.Trainer` are for processes that train one policy together."""
-    return _target(settings) in (REPLICAS, SHARDS)
+    return strategy_of(settings) in (REPLICAS, SHARDS)
 
 
-def trains_shards(settings: Mapping[str, Any]) -> bool:
-    """Whether they are for processes that each hold a share of the policy."""
-    return _target(settings) == SHARDS
-
-
-def _target(settings: Mapping[str, Any]) -> str | None:
+def strategy_of(settings: Mapping[str, Any]) -> str | None:
+    """Dotted path of these settings' strategy, if they give one so."""
     strategy = settings.get("strategy")
     return strategy.get("_target_") if isinstance(strategy, Mapping) else None
 
 
-def check_trainer_settings(settings: Mapping[str, Any], compile_layers: bool = False) -> None:
+def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings of `lightning.Trainer` under which a policy would not train, or not as they say.
 
     Args:
         settings: the Trainer's arguments by name; what is left out has Lightning's default.
-        compile_layers: whether the policy's layers are to be compiled.
 
     Raises:
         ConfigError: names the setting and the knob to use.
@@ -301,13 +296,6 @@ def check_trainer_settings(settings: Mapping[str, Any], compile_layers: bool = F
             f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true (16-bit float would "
             "need a gradient scaler)."
         )
-    if trains_shards(settings) and precision in MIXED:
-        raise ConfigError(
-            f"trainer.precision is {precision}: trainer=fsdp2 computes in bfloat16 over float32 shards by "
-            "model.dtype=bf16, set that."
-        )
-    if trains_shards(settings) and compile_layers:
-        raise ConfigError("model.compile=true is not for layers in shards: leave it out, or choose trainer=ddp.")
 
 
 def _check_alone(settings: Mapping[str, Any]) -> None:

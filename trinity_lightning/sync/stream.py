@@ -179,12 +179,10 @@ def _conversions(model: Any) -> list[Any]:
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
     """Names and shapes of what is streamed, in its order."""
-    empty = ({name: _empty(tensors[name]) for name in names} for names in groups)
+    empty = (
+        {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
+    )
     return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.config.shards import check_shards_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
@@ -39,7 +40,8 @@ class ShardStrategy(ReplicaStrategy):
         """Begin with the weights of rank 0, and keep this rank's share of them.
 
         Raises:
-            ConfigError: the module is no PolicyModule, or has been trained in shards by another Trainer.
+            ConfigError: the module is no PolicyModule, has been trained in shards by another Trainer, or has a setting
+                that is not for shards.
         """
         super().configure_ddp()
         module: Any = self.lightning_module
@@ -47,6 +49,7 @@ class ShardStrategy(ReplicaStrategy):
             return
         if not hasattr(module, "check_trainable") or hasattr(module.policy, "shards"):
             raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
+        check_shards_of(module.trainer.precision, module.hparams["compile_layers"])
         module.check_trainable(self.root_device)  # tried while it is whole
         self.placement = self.shards = Shards(module, self.ranks, self.root_device)
         self.ranks.serve = self.shards.serve

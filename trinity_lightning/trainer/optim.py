@@ -189,8 +189,8 @@ def _kept(optimizer: Optimizer) -> list[Tensor]:
     """Tensors as large as a parameter; counts of steps stay where they are."""
     if isinstance(optimizer, MasterWeights):
         return [*optimizer.masters, *optimizer.moments]
-    kept = [value for state in optimizer.state.values() for value in state.values() if is_moment(value)]
-    return [getattr(value, "_local_tensor", value) for value in kept]  # of a policy in shards, this rank's
+    # Of a policy in shards, what this process has.
+    return [getattr(v, "_local_tensor", v) for each in optimizer.state.values() for v in each.values() if is_moment(v)]
 
 
 def _counts(optimizer: Optimizer) -> list[Tensor]:

@@ -174,7 +174,7 @@ class PolicyModule(L.LightningModule):
         settings = {name: getattr(self.trainer, name) for name in names}
         kind, alone = type(self.trainer.strategy), isinstance(self.trainer.strategy, SingleDeviceStrategy)
         settings["strategy"] = AUTO if alone else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
-        check_trainer_settings(settings | {"devices": self.trainer.num_devices}, self.hparams["compile_layers"])
+        check_trainer_settings(settings | {"devices": self.trainer.num_devices})
         return []
 
     def setup(self, stage: str) -> None:
