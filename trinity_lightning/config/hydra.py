@@ -185,8 +185,8 @@ def check_processes(config: DictConfig) -> None:
         return
     if hydra.mode == RunMode.MULTIRUN:
         raise ConfigError(
-            "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the sweep "
-            "again: start its jobs one by one, without --multirun."
+            "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
+            "sweep again: start its jobs one by one, without --multirun."
         )
     named = any(each.startswith("hydra.run.dir=") for each in hydra.overrides.hydra)
     if "RANK" in os.environ and not named and config.ckpt_path != "last":
