@@ -6,7 +6,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -59,7 +58,13 @@ class ShardStrategy(ReplicaStrategy):
         """Of the shards."""
         super().setup_optimizers(trainer)
         if self.shards is not None:
-            (self.shards.optimizer,) = self.optimizers
+            self.shards.hold(*self.optimizers)
+
+    def teardown(self) -> None:
+        """The policy moves to the host."""
+        super().teardown()
+        if self.shards is not None:
+            self.shards.refresh()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights as one device has them, on rank 0; nothing on the others, which are asked for their shares."""
@@ -71,8 +76,7 @@ class ShardStrategy(ReplicaStrategy):
         """Likewise."""
         if self.shards is None:
             return super().optimizer_state(optimizer)
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.shards.optimizer_state(plain) if self.is_global_zero else {}
+        return self.shards.optimizer_state() if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This rank's share of what one device's optimizer had."""
@@ -80,7 +84,7 @@ class ShardStrategy(ReplicaStrategy):
             super().load_optimizer_state_dict(checkpoint)
         else:
             (state,) = checkpoint["optimizer_states"]
-            self.shards.load_optimizer_state(self.optimizers[0], state)
+            self.shards.load_optimizer_state(state)
 
 
 class _Mesh(DeviceMesh):
@@ -133,12 +137,14 @@ class Shards(Replicas):
         super().__init__(ranks)
         self.module = module
         self.dtype: torch.dtype = module.policy.dtype
-        self.optimizer: Any = None
+        self._optimizer: Any = None
+        self._order: list[str] = []  # names of the optimizer's parameters
         self._mesh = _Mesh(ranks, device)
         self._saved: list[Tensor] = []  # of the drill
         references = [] if module.reference is None else [module.reference]
         for model in (module.policy, *references):
             self._shard(model, trained=model is module.policy)
+        self.refresh()
 
     def _shard(self, model: Any, trained: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -159,12 +165,26 @@ class Shards(Replicas):
         model.token_logprobs = MethodType(_token_logprobs, model)
         register_fsdp_forward_method(model, "token_logprobs")
 
-    def parameters(self) -> dict[str, DTensor]:
-        """The policy's by their names, a tied one by each of its own."""
+    def refresh(self) -> None:
+        """Find the shards: those of a policy that has been moved may be other objects."""
+        self._reshard()
+        self._parameters: dict[str, Any] = dict(self.module.policy.named_parameters(remove_duplicate=False))
+
+    def hold(self, optimizer: Optimizer) -> None:
+        """Save and load this optimizer, over the shards."""
+        names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
+        self._optimizer = optimizer
+        self._order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+    def parameters(self) -> dict[str, Any]:
+        """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
+        return self._parameters
+
+    def _reshard(self) -> None:
+        """Let the next pass gather what has changed: one without gradients leaves some of it whole."""
         for part in self.module.policy.modules():
             if isinstance(part, FSDPModule):
-                part.reshard()  # a pass without gradients leaves some of them whole
-        return dict(self.module.policy.named_parameters(remove_duplicate=False))
+                part.reshard()
 
     # -- passes and gradients -----------------------------------------------------------------------------------------
 
@@ -215,8 +235,10 @@ class Shards(Replicas):
         It is the optimizer's `moment` of it that is meant, if one is given.
         """
         self.on_all_ranks("gather", name, moment, dtype)
-        tensor: Any = self.parameters()[name]
-        return self.gathered(tensor if moment is None else self.optimizer.state[tensor][moment], dtype)
+        if moment is None:
+            return self.gathered(self._parameters[name], dtype)
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return self.gathered(self._optimizer.state[held[self._order.index(name)]][moment], dtype)
 
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None) -> Tensor:
         """The whole of it, rounded to a dtype first; all ranks ask."""
@@ -254,7 +276,8 @@ class Shards(Replicas):
     def perturb(self, scale: float) -> None:
         """Give every parameter its own value plus noise, on all ranks."""
         self.on_all_ranks("perturb", scale)
-        parameters = list(dict.fromkeys(self.parameters().values()))
+        self._reshard()
+        parameters = list(dict.fromkeys(self._parameters.values()))
         local = [each.to_local() for each in parameters]
         if not self._saved:
             self._saved = [each.to("cpu", copy=True) for each in local]
@@ -269,7 +292,8 @@ class Shards(Replicas):
     def restore(self) -> None:
         """End the drill, on all ranks."""
         self.on_all_ranks("restore")
-        for parameter, original in zip(dict.fromkeys(self.parameters().values()), self._saved, strict=False):
+        self._reshard()
+        for parameter, original in zip(dict.fromkeys(self._parameters.values()), self._saved, strict=False):
             parameter.to_local().copy_(original)
         self._saved = []
 
@@ -277,62 +301,55 @@ class Shards(Replicas):
 
     def state_dict(self, model: Any) -> dict[str, Tensor]:
         """The policy's weights on the host."""
-        names: dict[int, str] = {}
-        for name, parameter in self.parameters().items():
-            names.setdefault(id(parameter), name)
-        whole = {name: self.whole(name).cpu() for name in names.values()}
-        state = model.state_dict(keep_vars=True)
-        return {name: whole[names[id(each)]] if id(each) in names else each.detach() for name, each in state.items()}
+        first: dict[int, str] = {}  # names of parameters that are tied
+        for name, parameter in self._parameters.items():
+            first.setdefault(id(parameter), name)
+        whole = {name: self.whole(name).cpu() for name in first.values()}
+        own = {name: whole[first[id(parameter)]] for name, parameter in self._parameters.items()}
+        return {name: own.get(name, each) for name, each in model.state_dict().items()}
 
     def module_state(self) -> dict[str, Any]:
         """The same by the names of the PolicyModule."""
         return {f"model.{name}": each for name, each in self.state_dict(self.module.policy).items()}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """What one device's optimizer would have, which is over masters if the policy computes in bfloat16."""
-        names = self._names(optimizer)
-        plain = optimizer.state_dict()
+        plain = self._optimizer.state_dict()
         for position, values in plain["state"].items():
             for moment, value in values.items():
                 if isinstance(value, DTensor):
-                    values[moment] = self.gather(names[position], moment).cpu()
+                    values[moment] = self.gather(self._order[position], moment).cpu()
         if self.dtype == torch.float32:
             return plain
         return {
-            "state": {"inner": plain, "masters": [self.gather(name).cpu() for name in names]},
+            "state": {"inner": plain, "masters": [self.gather(name).cpu() for name in self._order]},
             "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in plain["param_groups"]],
         }
 
     @torch.no_grad()
-    def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's share of what one device's optimizer had, and the masters for weights."""
-        parameters = self.parameters()
-        names, plain = self._names(optimizer), state
+        plain = state
         if self.dtype != torch.float32:
             plain = state["state"]["inner"]
-            for name, master in zip(names, state["state"]["masters"], strict=True):
-                parameters[name].to_local().copy_(self._own(master))
+            for name, master in zip(self._order, state["state"]["masters"], strict=True):
+                self._parameters[name].to_local().copy_(self._own(master))
         groups = [
             {**inner, **{k: v for k, v in outer.items() if k != "params"}}
             for inner, outer in zip(plain["param_groups"], state["param_groups"], strict=True)
         ]
         moments = {
             position: {
-                name: self._sharded(value, parameters[names[position]]) if value.ndim else value
+                name: self._sharded(value, self._parameters[self._order[position]]) if value.ndim else value
                 for name, value in values.items()
             }
             for position, values in plain["state"].items()
         }
-        optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
     def _sharded(self, whole: Tensor, like: DTensor) -> DTensor:
         own = self._own(whole).to(like.to_local().device, copy=True)
         return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
-
-    def _names(self, optimizer: Any) -> list[str]:
-        """Names of the optimizer's parameters, in its order."""
-        names = {id(parameter): name for name, parameter in reversed(self.parameters().items())}
-        return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
