@@ -156,7 +156,8 @@ def failed(folder: Path, rank: int, place: str, **trainer: Any) -> dict[str, Any
     """What this process raises if that rank fails; rank 0 saves."""
     saves = [] if os.environ["RANK"] != "0" else [StopCheckpoint(folder)]
     try:
-        fit(make_policy(), [batch_of(each) for each in ragged()], Fails(rank, place), *saves, **trainer)
+        batches = [batch_of(each) for each in ragged()]
+        fit(make_policy(optimizer=SMOOTH), batches, Fails(rank, place), *saves, **trainer)
     except TrinityError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
