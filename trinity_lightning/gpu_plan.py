@@ -29,7 +29,7 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import gpus_that_train
-from trinity_lightning.config.training import MIXED, WeightDtype, trains_shards, trains_together
+from trinity_lightning.config.training import MIXED, SHARDS, WeightDtype, strategy_of, trains_together
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
@@ -173,7 +173,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         reference=Objective(config.algorithm).needs_reference,
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
-        shards=trainers_of(settings, gpus) if trains_shards(settings) else 1,
+        shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
     )
 
 
