@@ -103,6 +103,9 @@ def test_a_resumed_run_keeps_the_plan_that_was_recorded_if_it_fits(
     assert resumed("{kv_cache_gb: 1.25, sleep: always}").kv_cache_gb == 1.25
     assert resumed("{kv_cache_gb: 1.25, sleep: always}").sleep is EngineSleep.always
     assert resumed("{kv_cache_gb: 1.25, sleep: never}", kv_cache_gb=2.0).kv_cache_gb == 2.0
+    for elsewhere in ({"gpus": [1]}, {"urls": ["http://node7:8000"]}):
+        server = resumed("{kv_cache_gb: 1.25, sleep: always}", name="vllm_server", **elsewhere)
+        assert (server.kv_cache_gb, server.sleep) == (None, EngineSleep.auto)
     assert not caplog.records
     assert resumed("{kv_cache_gb: 100, sleep: never}") == with_memory_plan(run)[0].engine
     assert "does not fit any more, and is planned again" in caplog.text

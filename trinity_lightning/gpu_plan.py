@@ -66,7 +66,8 @@ def with_memory_plan(
     Args:
         config: of a run whose dtypes are settled.
         checkpoint: what the run resumes from, which says how many tokens its micro-batches have under `auto`.
-        record: the configuration that the run to resume wrote: what was planned then is kept if it fits.
+        record: the configuration that the run to resume wrote: what was planned then for an engine on the trainer's
+            GPU is kept if it fits.
 
     Raises:
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
@@ -78,7 +79,7 @@ def with_memory_plan(
     auto = config.algorithm.max_tokens_per_micro_batch == AUTO
     tokens = resumed_budget(checkpoint) if checkpoint is not None and auto else None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
-    kept = replace(config, engine=_as_recorded(config.engine, record))
+    kept = replace(config, engine=_as_recorded(config.engine, record)) if _shares_the_gpu(config.engine) else config
     try:
         return planned(kept, gpus, tokens)
     except ConfigError as error:
@@ -100,8 +101,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
         ConfigError: what shares the GPU does not fit on it together; servers use it and others too.
     """
     config, beside = _with_auxiliary_shares(config, gpus.total)
-    can = capabilities_of(config.engine.name)
-    if not can.is_vllm:
+    if not capabilities_of(config.engine.name).is_vllm:
         return config, None
     requests = config.explorer.batch_size * config.explorer.repeat_times
     engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
@@ -109,7 +109,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config, gpus.count)
     training = replace(training, tokens=training.tokens or tokens)
-    if engine.urls or (can.overlaps_training and not _on_the_trainers_gpu("engine", engine)):
+    if not _shares_the_gpu(engine):
         return config, plan(shape, training, None, gpus.free - beside, gpus.host)
     rollouts = replace(rollouts_of(config), beside=beside)
     found = plan(shape, training, rollouts, gpus.free, gpus.host)
@@ -150,6 +150,14 @@ def _with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig
         engine = replace(engine, kv_cache_gb=cache / GIB, max_num_seqs=rollouts.at_once, args=args | engine.args)
         planned[name] = replace(model, engine=engine)
     return replace(config, auxiliary_models=planned), taken
+
+
+def _shares_the_gpu(engine: EngineConfig) -> bool:
+    """Whether the trainer's GPU is also that of a vLLM which the run starts."""
+    can = capabilities_of(engine.name)
+    if not can.is_vllm or engine.urls:
+        return False
+    return not can.overlaps_training or _on_the_trainers_gpu("engine", engine)
 
 
 def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
