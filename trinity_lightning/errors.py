@@ -47,6 +47,10 @@ class RankError(TrinityError):
     """Another process of a run on several devices failed or ended; the message says which, and why."""
 
 
+class RankTerminatedError(RankError):
+    """Another process of a run on several devices was sent SIGTERM, which ends all of them."""
+
+
 class PromptTooLongError(TrinityError, ValueError):
     """The prompt leaves no room for a response in the engine's context."""
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from trinity_lightning.common import ranks as ranks_module
 from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.errors import RankError
+from trinity_lightning.errors import RankError, RankTerminatedError
 from trinity_lightning.trainer.ddp import join
 
 SIZE = 3
@@ -30,12 +31,6 @@ MEETINGS = itertools.count()
 def store() -> Any:
     """Where all ranks of these tests meet: one that ends keeps the interpreter for a while."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-
-
-@pytest.fixture(autouse=True)
-def nearby(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo looks up no name of this machine, which can take seconds."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 def together(work: Callable[[Ranks], Any], timeout: float = 20.0, size: int = SIZE) -> list[Any]:
@@ -69,6 +64,26 @@ def test_everyone_has_what_each_hands_in() -> None:
         return ranks.exchange("x" * 1000 * ranks.rank), ranks.broadcast(bytes(10**6) if ranks.rank == 1 else None, 1)
 
     assert together(work) == [(["", "x" * 1000, "x" * 2000], bytes(10**6))] * SIZE
+
+
+def test_on_one_machine_nothing_can_be_reached_from_outside() -> None:
+    def listening() -> set[Any]:
+        return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+
+    store()
+    before, meeting = listening(), next(MEETINGS)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = ("a name that nobody looks up", free.getsockname()[1])
+
+    def work(rank: int) -> Any:
+        ranks = join(address, Ranks(rank, 2), CPU, timedelta(minutes=1), meeting)
+        return ranks.exchange(listening())
+
+    with ThreadPoolExecutor(2) as pool:
+        opened = set().union(*next(pool.map(work, range(2)))) - before
+    assert address[1] in {port for _, port in opened}
+    assert {host for host, _ in opened} == {"127.0.0.1"}
 
 
 def test_ranks_in_different_rounds_are_refused() -> None:
@@ -138,7 +153,7 @@ def rolling_out(ranks: Ranks, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if (failure := ranks.failure()) is not None:
-            raise RankError(failure)
+            raise failure
         time.sleep(0.02)
 
 
@@ -156,7 +171,7 @@ def test_nobody_waits_for_long_and_all_learn_the_reason(fault: str) -> None:
         stopped = threading.Event()
 
         def work(ranks: Ranks) -> None:
-            ranks.asked = lambda: "SIGTERM" if ranks.rank == rank and stopped.is_set() else None
+            ranks.terminated = lambda: ranks.rank == rank and stopped.is_set()
             for at, kind in enumerate(rounds):
                 if at == number:
                     strike(ranks)
@@ -189,6 +204,7 @@ def test_nobody_waits_for_long_and_all_learn_the_reason(fault: str) -> None:
                 assert f"rank {rank}: ValueError: broken" in reasons[0]
             elif fault == "SIGTERM":
                 assert all("rank 1: SIGTERM" in each for each in reasons)
+                assert isinstance(found[0], RankTerminatedError)
             else:
                 assert "did not answer in time" in reasons[1 - rank]
 

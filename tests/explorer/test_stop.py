@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from support.runs import rows, same_metrics
+from support.runs import only, rows, same_metrics
 from support.trainer import quiet_trainer
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -134,11 +134,11 @@ class Run:
         self.checkpoint = folder / "checkpoints" / "interrupted.ckpt"
         self.logger = MetricsCSVLogger(folder)
 
-    def fit(self, resumed: bool = False, *callbacks: lightning.Callback) -> "Run":
+    def fit(self, resumed: bool | Path = False, *callbacks: lightning.Callback) -> "Run":
         callbacks = (self.monitor, self.callback, *callbacks, ModelCheckpoint(self.folder / "checkpoints"))
         settings = {"logger": self.logger, "log_every_n_steps": 1, "enable_checkpointing": True}
         trainer = quiet_trainer(self.folder, *callbacks, max_epochs=self.steps, **settings)
-        checkpoint = self.checkpoint if resumed else None
+        checkpoint = resumed if isinstance(resumed, Path) else self.checkpoint if resumed else None
         trainer.fit(self.policy, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
         return self
 
@@ -231,13 +231,32 @@ def test_an_error_beside_an_item_neither_skips_it_nor_trains_it_twice(
     equal(whole, Run(tmp_path).fit(resumed=True), metrics=hook == "on_train_batch_start")
 
 
-def test_it_goes_on_where_it_ended_twice(whole: Run, tmp_path: Path) -> None:
-    for way in ("last item of a step", "evaluation"):
+AGAIN: dict[str, Callable[[Run], None]] = {
+    "rollouts at once": lambda run: breaks(run.explorer, "_run", 1),
+    "second item": lambda run: breaks(run.policy, "_accumulate", 2),
+}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [("last item of a step", "evaluation"), ("rollouts", "rollouts at once", "second item")],
+)
+def test_it_goes_on_where_it_ended_several_times(ways: tuple[str, ...], whole: Run, tmp_path: Path) -> None:
+    for way in ways:
         run = Run(tmp_path)
-        WAYS[way](run)
+        (WAYS | AGAIN)[way](run)
         with pytest.raises(TornError):
             run.fit(resumed=run.checkpoint.exists())
     equal(whole, Run(tmp_path).fit(resumed=True))
+
+
+def test_a_resumed_run_that_is_killed_goes_on_from_the_last_step_that_it_saved(whole: Run, tmp_path: Path) -> None:
+    for resumed, number in ((False, 2), (True, 3)):  # in the rollouts of the second step; evaluated, and of the third
+        run = Run(tmp_path)
+        breaks(run.explorer, "_run", number)
+        with pytest.raises(TornError):
+            run.fit(resumed)
+    equal(whole, Run(tmp_path).fit(resumed=only(tmp_path, "checkpoints/epoch=1-*.ckpt")))
 
 
 def test_rollouts_begun_ahead_that_failed_are_done_again_with_the_weights_that_they_had(tmp_path: Path) -> None:

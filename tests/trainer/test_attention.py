@@ -128,6 +128,15 @@ def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_values_may_be_narrower_than_keys():
+    layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
+    query, key, value = states(layout.starts()[-1], torch.float64)
+    inputs = [query, key, value[..., :3].detach().requires_grad_()]
+    mine = with_gradients(attend(layout, inputs), inputs)
+    for found, expected in zip(mine, with_gradients(dense(layout, inputs), inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("length", [20, SHORT_TOKENS + 40])
 def test_bfloat16_is_as_exact_as_its_rounding(length):
     layout = Segments([length, 9], [3, 2], [5, length, 3, 8, 11, 2])

@@ -2,16 +2,19 @@
 
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.policy import Items, batch_of, make_experiences, make_policy
 from support.trainer import quiet_trainer
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
+from trinity_lightning.errors import RankError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")
@@ -88,6 +91,12 @@ def test_a_wait_for_data_ends_at_once_and_the_run_goes_on_from_there(number, tmp
     assert time.monotonic() - begun < 60
     resumed, whole = trained(16, tmp_path / "interrupted.ckpt"), trained(16)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_sigterm_is_the_reason_also_once_the_other_ranks_know_of_it():
+    ranks = SimpleNamespace(failure=lambda: RankError("rank 0: SIGTERM"))
+    trainer: Any = SimpleNamespace(received_sigterm=True, strategy=SimpleNamespace(ranks=ranks))
+    assert isinstance(StopCheckpoint().reason(trainer), SIGTERMException)
 
 
 def test_nothing_is_saved_of_what_fails_after_training(tmp_path):

@@ -14,8 +14,8 @@ class Alone:
     rank = 0
     size = 1
 
-    def failure(self) -> str | None:
-        """Why the run has to end, as far as that is known of other processes."""
+    def failure(self) -> BaseException | None:
+        """What the run has to end with, as far as that is known of other processes."""
 
     def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
         """What every rank hands in, by rank."""

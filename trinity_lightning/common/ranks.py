@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity_lightning.common.alone import Alone, T
-from trinity_lightning.errors import RankError
+from trinity_lightning.errors import RankError, RankTerminatedError
 
 Answer = tuple[Any, str | None, str]  # what a rank hands in to a round: a value, its error, and which round it is at
 
@@ -22,6 +22,7 @@ LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits
 CAUSE_SECONDS = 1.0
 BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
 FAILED = "failed"  # the reason of the rank that failed first, in the store
+SIGTERM = "SIGTERM"  # the reason of a rank that was sent it
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Ranks(Alone):
     Attributes:
         group, store: what connects the ranks.
         lost: says which processes of this machine have died, if any have.
-        asked: says what asks this process to end, SIGTERM for example, if anything does.
+        terminated: says whether this process was sent SIGTERM.
     """
 
     rank: int
@@ -47,20 +48,19 @@ class Ranks(Alone):
     store: Any = None
     timeout: timedelta = PATIENCE
     lost: Callable[[], str | None] = lambda: None
-    asked: Callable[[], str | None] = lambda: None
+    terminated: Callable[[], bool] = lambda: False
     serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
 
-    def failure(self) -> str | None:
+    def failure(self) -> RankError | None:
         """Why the run has to end, if another rank has said so, or a process of this machine has died."""
-        if self.store is None:
-            return self.lost()
         try:
-            said = self.store.check([FAILED]) and self.store.get(FAILED).decode()
+            said = self.store is not None and self.store.check([FAILED]) and self.store.get(FAILED).decode()
         except RuntimeError as error:
             said = f"rank 0 has ended, or what started it ({error})"
-        return said or self.lost()
+        reason = said or self.lost()
+        return None if reason is None else _error(reason)
 
     def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
         """What every rank hands in, by rank; tensors are of the CPU.
@@ -72,7 +72,7 @@ class Ranks(Alone):
             called = self._served(answers)
             if failed := _failed(answers):
                 self._known = True
-                raise RankError(failed)
+                raise _error(failed)
             if not called:
                 break
         if len({place for *_, place in answers}) > 1:
@@ -91,7 +91,7 @@ class Ranks(Alone):
         failed = _failed(self._round(((name, arguments, saving), None, CALL), self.timeout))
         self._known = self._known or bool(failed)
         if failed and not saving:
-            raise RankError(failed)
+            raise _error(failed)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """What rank `source` hands in, however large and however late."""
@@ -131,7 +131,8 @@ class Ranks(Alone):
         self._ended = True
         try:
             if not self._known:
-                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                by_signal = isinstance(error, SystemExit) and self.terminated()
+                reason = SIGTERM if by_signal else f"{type(error).__name__}: {error}".removesuffix(": ")
                 self._report(reason)
                 self._served(self._round((None, reason, ""), PATIENCE if self.rank else self.timeout))
             while self._served(self._round((None, None, ""), self.timeout)):
@@ -174,8 +175,8 @@ class Ranks(Alone):
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # of LOOK: what became of the work says its own wait
                 work.wait(LOOK)
-            if not work.is_completed() and (asked := self.asked()) is not None:
-                self._report(asked)
+            if not work.is_completed() and self.terminated():
+                self._report(SIGTERM)
         return work
 
     def wait(self, begin: Callable[[], Any]) -> None:
@@ -184,15 +185,21 @@ class Ranks(Alone):
             begin().wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
-            reason = self._cause() or f"another process of the run ended, or did not answer in time ({error})"
-            raise RankError(reason) from error
+            unknown = f"another process of the run ended, or did not answer in time ({error})"
+            raise self._cause() or RankError(unknown) from error
 
-    def _cause(self) -> str | None:
+    def _cause(self) -> RankError | None:
         """What `failure` says: a connection ends a moment before the process that it led to."""
         end = time.monotonic() + CAUSE_SECONDS
         while (cause := self.failure()) is None and time.monotonic() < end:
             time.sleep(CAUSE_SECONDS / 20)
         return cause
+
+
+def _error(reason: str) -> RankError:
+    """What ends this rank, for reasons of others."""
+    terminated = all(each.endswith(f": {SIGTERM}") for each in reason.split("; "))
+    return (RankTerminatedError if terminated else RankError)(reason)
 
 
 def _failed(answers: Iterable[Answer]) -> str:

@@ -23,7 +23,7 @@ from yaml import YAMLError
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig, trains_together
-from trinity_lightning.errors import ConfigError, TrinityError
+from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
 logger = logging.getLogger(__name__)
 
@@ -245,9 +245,9 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
             raise
         print("trinity-lightning: give a group the name of a choice: GROUP=NAME, such as engine=vllm.", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("trinity-lightning: interrupted.", file=sys.stderr)
-        sys.exit(130)
+    except (KeyboardInterrupt, RankTerminatedError) as stop:
+        print(f"trinity-lightning: {str(stop) or 'interrupted.'}", file=sys.stderr)
+        sys.exit(130 if isinstance(stop, KeyboardInterrupt) else 143)
     except SystemExit as stop:
         # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
         sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.errors import RankError
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +72,9 @@ class StopCheckpoint(L.Callback):
         """What the run is to end with, if it was asked to end, or if another of its processes has failed or died."""
         if self.ctrl_c.count:
             return KeyboardInterrupt()
-        if (failure := ranks_of(trainer).failure()) is not None:
-            return RankError(failure)
-        return SIGTERMException() if trainer.received_sigterm else None
+        if trainer.received_sigterm:  # first: this rank has told the others
+            return SIGTERMException()
+        return ranks_of(trainer).failure()
 
     def _pause(self, trainer: L.Trainer, seconds: float) -> None:
         """Sleep while a loader waits for data: no item is under way, and the run may end."""
@@ -152,11 +151,9 @@ class StopCheckpoint(L.Callback):
 
     def _earlier(self, path: Path | None) -> str:
         """What to go on with if nothing was saved now; nothing if there is none."""
-        checkpoints = [] if path is None else list(path.parent.glob("*.ckpt"))
-        if not checkpoints:
-            return ""
-        latest = max(checkpoints, key=lambda each: each.stat().st_mtime)
-        return f"The last checkpoint before it stands. {self._resume(latest)}"
+        checkpoints = [] if path is None else path.parent.glob("*.ckpt")
+        latest = max(checkpoints, key=lambda each: each.stat().st_mtime, default=None)
+        return "" if latest is None else f"The last checkpoint before it stands. {self._resume(latest)}"
 
     def _cut_short(self, trainer: L.Trainer) -> bool:
         """Whether the item under way has begun to change the weights, and did not come to its end."""
@@ -184,6 +181,10 @@ class StopCheckpoint(L.Callback):
                 epoch.increment_processed()
         if epoch.current.started == epoch.current.processed:
             items.reset_on_run()
+            # An epoch that was about to start is saved as not begun. Lightning would go on with it by leaving
+            # `current.ready` one behind, and would then take checkpoints of later epochs' ends for unfinished epochs.
+            for each in (epoch.total, epoch.current):
+                each.ready = each.started
         loop._batches_that_stepped = items.total.completed
 
 

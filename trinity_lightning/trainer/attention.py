@@ -163,7 +163,7 @@ class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[_Tile], scale: float) -> Tensor:
         queries, keys, values = _of_kernel(query, key, value, scale)
-        out = torch.empty_like(queries)
+        out = queries.new_empty(*queries.shape[:-1], values.shape[-1])  # values may be narrower
         kept: list[Tensor | None] = []
         for tile in tiles:
             weights = tile.weights(tile.of_queries(queries), tile.of_keys(keys))

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
 POLL_SECONDS = 0.1
+LOOPBACK = "127.0.0.1"
 _MEETINGS = itertools.count()  # of the Trainers of this process, the same on all ranks
 
 
@@ -59,13 +61,14 @@ class ReplicaStrategy(DDPStrategy):
             return
         if self.global_rank > 0 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        apart = Ranks(self.global_rank, self.world_size, lost=launcher.lost, asked=self._asked)
-        self.ranks = join((where.main_address, where.main_port), apart, self.root_device, timeout, next(_MEETINGS))
+        apart = Ranks(self.global_rank, self.world_size, lost=launcher.lost, terminated=self._terminated)
+        address, near = (where.main_address, where.main_port), self.num_nodes == 1
+        self.ranks = join(address, apart, self.root_device, timeout, next(_MEETINGS), near)
         self.placement = Replicas(self.ranks)
 
-    def _asked(self) -> str | None:
+    def _terminated(self) -> bool:
         module = self.lightning_module
-        return "SIGTERM" if module is not None and module.trainer.received_sigterm else None
+        return module is not None and module.trainer.received_sigterm
 
     def configure_ddp(self) -> None:
         """Begin with the weights of rank 0, tied ones once: a folder may hold others on another machine."""
@@ -171,18 +174,32 @@ def follows() -> bool:
         ) from error
 
 
-def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: timedelta, meeting: int = 0) -> Ranks:
+def join(
+    address: tuple[str, int],
+    ranks: Ranks,
+    device: torch.device,
+    timeout: timedelta,
+    meeting: int = 0,
+    near: bool = True,
+) -> Ranks:
     """These ranks, connected by the CPU and by the device that trains; they meet where rank 0 or torchrun lets them.
 
     torch's default process group is left alone: an engine within rank 0 makes that one its own, as a world of one.
-    `meeting` is a number that these processes have not met by before at this address.
+    `meeting` is a number that these processes have not met by before at this address. `near`: all are on one machine,
+    and other machines cannot reach what the ranks open.
 
     Raises:
         RankError: another process has ended before it came, or has not come in time.
     """
     rank, size = ranks.rank, ranks.size
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store: Any = TCPStore(*address, size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = rank == 0 and not of_torchrun
+    if near and not of_torchrun:
+        address = (LOOPBACK, address[1])
+    listening = _listening(address) if near and hosts else None
+    store: Any = TCPStore(
+        *address, size, hosts, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening
+    )
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
     store = PrefixStore(f"trinity_lightning/{start}/{meeting}", store)
     store.set(f"here/{rank}", b"")
@@ -192,7 +209,7 @@ def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: 
             raise RankError(reason or f"not all of {size} processes have come within {timeout}.")
         time.sleep(POLL_SECONDS)
     group = ProcessGroup(store, rank, size)
-    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
+    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, _near(timeout) if near else timeout)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
     if device.type == "cuda":
@@ -204,3 +221,18 @@ def join(address: tuple[str, int], ranks: Ranks, device: torch.device, timeout: 
         nccl.eager_connect_single_device(device)
         group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
     return replace(ranks, group=group, store=store, timeout=timeout)
+
+
+def _listening(address: tuple[str, int]) -> int | None:
+    """A socket for the store, as torch's own listens on all interfaces; None: an earlier store still has this port."""
+    try:
+        return socket.create_server(address).detach()
+    except OSError:
+        return None
+
+
+def _near(timeout: timedelta) -> Any:
+    """Gloo's options for ranks that are all on one machine."""
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout, options._devices = timeout, [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    return options
