@@ -435,6 +435,24 @@ def test_wait_all_goes_on_as_long_as_anything_finishes() -> None:
     running(body, runner_per_model=1, max_repeat_times_per_runner=1)
 
 
+def test_wait_all_does_not_count_what_is_dropped() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        async def drop_others() -> None:
+            for batch_id in range(2, 10):
+                scheduler.schedule([scripted(hang)], batch_id)
+                await asyncio.sleep(0.1)
+                await scheduler.drop(batch_id)
+
+        scheduler.schedule([scripted(hang)], 1)
+        began, dropping = now(), asyncio.create_task(drop_others())
+        with pytest.raises(TimeoutError, match=r"nothing finished within 0.25 s: 0 pending, 2 running"):
+            await scheduler.wait_all(timeout=0.25)
+        assert now() - began == pytest.approx(0.25)
+        await dropping
+
+    running(body, max_timeout=100.0)
+
+
 def test_wait_all_tells_what_is_pending_and_running_and_drops_only_what_is_unfinished() -> None:
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule([scripted(succeed), *[scripted(hang)] * 5], 1)

@@ -301,6 +301,7 @@ class Scheduler:
         self._times = TaskTimes(config)
         self._reward_workers = _reward_workers(config)
         self._started = False
+        self._finished_at = 0.0  # when a chunk last finished that was still wanted
         self._succeeded = False  # whether any task has given an experience
         self._changed = asyncio.Event()
 
@@ -429,20 +430,18 @@ class Scheduler:
             TimeoutError: nothing finished for that long; the message counts what is pending and running.
             RuntimeError: there is something to wait for, and the scheduler is not started.
         """
-        limit = self._limit(timeout)
+        limit, begun = self._limit(timeout), asyncio.get_running_loop().time()
         while any(batch.unfinished for batch in self._batches.values()):
             self._check_started()
             try:
-                async with asyncio.timeout(limit):
+                async with asyncio.timeout_at(max(begun, self._finished_at) + limit):
                     await self._changed.wait()
             except TimeoutError:
                 pending = sum(scheduled.is_unfinished for *_, scheduled in self._queue)
-                running = len(self._running)
+                why = f"nothing finished within {limit:g} s: {pending} pending, {len(self._running)} running"
                 if clear_timeout_tasks:
                     await self._drop(list(self._batches.values()))
-                raise TimeoutError(
-                    f"nothing finished within {limit:g} s: {pending} pending, {running} running"
-                ) from None
+                raise TimeoutError(why) from None
 
     def _split(self, task: Task) -> list[Chunk]:
         runs = task.repeat_times
@@ -479,6 +478,7 @@ class Scheduler:
             self._times.add(scheduled, status)
             scheduled.finish(chunk, status, experiences)
             self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
+            self._finished_at = asyncio.get_running_loop().time()
         self._notify()
         self._dispatch()
         if wanted and not scheduled.is_unfinished and scheduled.on_done is not None:
@@ -539,8 +539,7 @@ def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
     """What the runner returned; if it raised, a failure of all the chunk's runs."""
     error = asyncio.CancelledError("cancelled from outside the scheduler") if work.cancelled() else work.exception()
     if error is None:
-        status, experiences, _ = work.result()
-        return status, experiences
+        return work.result()[:2]
     errors = describe({chunk.run_id_base + i: error for i in range(chunk.repeat_times)})
     return summarize(chunk.task, [], errors, chunk.repeat_times, dict.fromkeys(_TIMES, 0.0))
 
