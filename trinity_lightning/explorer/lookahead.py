@@ -51,7 +51,8 @@ class RolloutsAhead(TrainingRollouts):
         return metrics
 
     def _begin(self, target: int) -> None:
-        self._begun, self._begun_at = self._driver.start(self._timed(target)), time.perf_counter()
+        self._begun_at = time.perf_counter()  # first: the rollouts begin within the call
+        self._begun = self._driver.start(self._timed(target))
 
     async def _timed(self, target: int) -> Interval:
         start = time.perf_counter()
