@@ -51,6 +51,12 @@ def test_links_lead_somewhere() -> None:
     assert [link for page, link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def test_files_that_contributing_names_are_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"(?:tests|docs|scripts|trinity_lightning)/[\w/.]*\w", page)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_tree_in_the_readme_is_the_tree() -> None:
     [tree] = re.findall(r"^    conf/ .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     folders, named = [ROOT], set[Path]()
