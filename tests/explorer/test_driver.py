@@ -639,3 +639,25 @@ def test_a_call_that_comes_while_others_are_made_is_made_after_them(driver: Driv
 
     driver.run(post())
     assert called == [0, 1, 2, 3]
+
+
+def broken_call() -> None:
+    raise OSError("no space left")
+
+
+def test_a_call_that_fails_does_not_replace_the_error_that_ended_the_wait(driver: Driver) -> None:
+    async def post_and_fail() -> None:
+        driver.call_later(broken_call)
+        raise ValueError("what ended it")
+
+    with pytest.raises(ValueError, match="what ended it"):
+        driver.run(post_and_fail())
+    with pytest.raises(OSError, match="no space left"):
+        driver.run(asyncio.sleep(0))
+
+
+def test_calls_that_are_left_are_made_at_the_end(driver: Driver) -> None:
+    driver.call_later(broken_call)
+    with pytest.raises(OSError, match="no space left"):
+        driver.close()
+    driver.close()

@@ -81,7 +81,10 @@ class Driver:
             self.limit_blocking(BLOCKED_SECONDS)
 
     def call_later(self, function: Callable[[], None]) -> None:
-        """From any thread: have the main thread call this once its wait, the present or the next one, is over."""
+        """From any thread: have the main thread call this once its wait, the present or the next one, has a result.
+
+        What is left then is called by `close`. So an error of such a call takes the place of no other.
+        """
         self._later.append(function)
 
     def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
@@ -120,10 +123,11 @@ class Driver:
             raise
         finally:
             self._run_commands()
-            self._make_calls()
         if reason is not None and not task.succeeded:
             raise reason
-        return task.result()
+        result = task.result()
+        self._make_calls()
+        return result
 
     def cancel(self, task: "LoopTask[T]") -> None:
         """Cancel what `start` began, and wait for the end of its clean-up; its error, if any, is logged."""
@@ -162,6 +166,7 @@ class Driver:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(patience)
         sys.setswitchinterval(self._switch_interval)
+        self._make_calls()
 
     def _serve(self) -> None:
         """Run the loop until `close`; closed by its own thread, which a workflow may hold for longer than that."""
