@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 from support.fake_model import FakeModel
+from support.rollouts import training_rollouts
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer.explorer import Explorer, TaskSource, ignore
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.lookahead import Interval, RolloutsAhead
-from trinity_lightning.explorer.rollouts import PendingSteps, WeightVersions
+from trinity_lightning.explorer.rollouts import PendingSteps
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 
@@ -40,17 +40,8 @@ class Ahead:
         source = TaskSource(Taskset([{"prompt": str(i)} for i in range(4)]), "simple", reward or (lambda *_: 1.0))
         self.explorer = Explorer(ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0), [model], source)
         self.pending = PendingSteps()
-        policy: Any = None  # nothing is synced
-        self.rollouts = RolloutsAhead(
-            self.explorer,
-            self.pending,
-            SynchronizerConfig(),
-            policy,
-            WeightVersions(),
-            None,
-            interrupted=lambda: self.reasons[0] if self.reasons else None,
-            observer=ignore,
-            progress=ignore,
+        self.rollouts = training_rollouts(
+            RolloutsAhead, self.explorer, self.pending, lambda: self.reasons[0] if self.reasons else None
         )
         self.rollouts.prepare(self.sink)
 

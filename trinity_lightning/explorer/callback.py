@@ -23,7 +23,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, ignore
-from trinity_lightning.explorer.interruption import StopCheckpoint, keep_sigterm
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.rollouts import PendingSteps, SyncedPolicy, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
@@ -154,7 +154,6 @@ class ExplorerCallback(L.Callback):
         )
         rollouts.run(data.prepare())
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
-        keep_sigterm()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop the runners, free the engines, give Ctrl-C back."""

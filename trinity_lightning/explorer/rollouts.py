@@ -13,6 +13,7 @@ from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
+from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
@@ -78,10 +79,9 @@ class WeightVersions:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; a ConfigError if an earlier version did."""
-        check_version(state, ("counted", "counted_at", "synced_for"), "weight syncs")
-        self.counted, self.counted_at, self.synced_for = (
-            state[name] for name in ("counted", "counted_at", "synced_for")
-        )
+        names = ("counted", "counted_at", "synced_for")
+        check_version(state, names, "weight syncs")
+        self.counted, self.counted_at, self.synced_for = (state[name] for name in names)
 
 
 class SyncPolicy:
@@ -250,6 +250,7 @@ class TrainingRollouts:
         """Load the engines, start the runners, and connect engines and trainer."""
         self._engines_turn()
         self.run(self._explorer.prepare(sink, self._sync.weights, self._observe, self._show_progress))
+        keep_sigterm()  # at once: engines may take a while to connect
         self._driver.limit_blocking(self._explorer.config.max_timeout)
         self._sync.join()
 
