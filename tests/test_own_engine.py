@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support.compose import composed
+from support.own_engine import PlainEngine
 from support.runs import ROOT, SMALL, RunTrain
 
 from trinity_lightning.config.checks import validate
-from trinity_lightning.config.engines import capabilities_of
+from trinity_lightning.config.engines import Capabilities, capabilities_of
 from trinity_lightning.errors import ConfigError
 
 PLAIN = "support.own_engine.PlainEngine"
@@ -50,6 +52,16 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
 def test_what_an_engine_says_that_it_cannot_do_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(composed("+recipe=grpo", "model=tiny", *arguments))
+
+
+def test_an_engine_that_takes_weights_by_nccl_wants_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainEngine, "capabilities", Capabilities(sync_methods=("nccl",)))
+    config = composed("+recipe=grpo", "model=tiny", OWN, "synchronizer=nccl")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"synchronizer=nccl .*this process sees none"):
+        validate(config)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    validate(config)
 
 
 def test_an_engine_says_what_it_can_do() -> None:

@@ -264,12 +264,12 @@ def _check_accelerator(trainer: Mapping[str, Any]) -> None:
 
 def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse engines, runners and models that are not there, or do not go together."""
-    engine, can = run.engine, capabilities_of(run.engine.name)
-    if can.is_vllm and not engine.urls:
+    can, nccl = capabilities_of(run.engine.name), run.synchronizer.method == "nccl"
+    if can.is_vllm and not run.engine.urls:
         require_vllm()
     _check_engine(run, can)
     _check_synchronizer(run, can)
-    if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray":
+    if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or nccl:
         from trinity_lightning.config.servers import check_servers
 
         check_servers(run, can, trainer)

@@ -99,7 +99,7 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
 
 
 def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any]) -> None:
-    """Refuse servers, auxiliary models and workers of Ray that are not there, or ask for more than there is.
+    """Refuse servers, auxiliary models, Ray's workers and GPUs that are not there, or ask for more than there is.
 
     Args:
         run: the configuration.
@@ -121,7 +121,7 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
         if engine.gpus:
             check_gpus_apart(key, engine.gpus, gpus_that_train(trainer, gpu_count()), gpu_count())
     if run.synchronizer.method == "nccl":
-        _check_nccl(run.engine, trainer.get("accelerator", AUTO))
+        _check_nccl(run.engine, can, trainer.get("accelerator", AUTO))
 
 
 def _check_policy_servers(run: TrainConfig) -> None:
@@ -207,13 +207,13 @@ def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int)
         )
 
 
-def _check_nccl(engine: EngineConfig, accelerator: str) -> None:
+def _check_nccl(engine: EngineConfig, can: Capabilities, accelerator: str) -> None:
     require_vllm()  # its sending end
     there = gpu_count()
     if there == 0 or accelerator == "cpu":
         why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
         raise ConfigError(f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=checkpoint.")
-    if engine.urls:
+    if engine.urls or "gpus" not in can.keys:  # its GPUs are not this run's to give
         return
     if there == 1:
         raise ConfigError(
