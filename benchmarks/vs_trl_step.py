@@ -89,8 +89,7 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
     overrides = ["+recipe=grpo", f"output_dir={folder}", f"model={spec['model']}", "steps=1000000", "ckpt_path=null"]
     overrides += [f"model.dtype={spec['dtype']}"]
     overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv"]
-    # Without its own callback for checkpoints Lightning would write one at every step, unless it is asked not to.
-    overrides += ["~callbacks.checkpoint", "+trainer.enable_checkpointing=false"]
+    overrides += ["~callbacks.checkpoint"]
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
         run = build(hydra_compose("train", overrides))
     callbacks: list[L.Callback] = run.trainer.callbacks  # type: ignore[attr-defined]

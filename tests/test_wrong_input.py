@@ -122,6 +122,10 @@ REFUSED = {
     ),
     "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
+    "checkpoints beside callbacks": (
+        ["+recipe=grpo", "+trainer.enable_checkpointing=false"],
+        ["trainer.enable_checkpointing is set by the run itself", "`callbacks`"],
+    ),
     "epochs beside steps": (["+recipe=grpo", "trainer.max_epochs=4"], ["trainer.max_epochs is 4", "(24)", "set steps"]),
     "wrong type": (
         ["+recipe=grpo", "explorer.batch_size=many"],

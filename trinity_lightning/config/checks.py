@@ -241,7 +241,7 @@ def _check_sampling(run: TrainConfig) -> None:
 
 def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
     trainer: Any = config.trainer or {}
-    for key in ("callbacks", "logger", "plugins"):
+    for key in ("callbacks", "logger", "plugins", "enable_checkpointing"):
         if trainer.get(key) is not None:
             raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
     if (epochs := trainer.get("max_epochs")) != config.steps:
