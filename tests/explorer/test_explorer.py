@@ -406,6 +406,11 @@ def test_a_usual_temperature_is_accepted() -> None:
     assert accepted.next_tasks(1, 1)[0].rollout_args["temperature"] == 0.7
 
 
+def test_a_source_gives_tasks_with_its_own_number_of_rollouts_or_another() -> None:
+    given = source(repeat_times=3)
+    assert [task.repeat_times for task in (*given.next_tasks(2), *given.next_tasks(1, 5))] == [3, 3, 5]
+
+
 def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
     with pytest.raises(ConfigError, match="cannot generate while the trainer trains"):
         Explorer(ExplorerConfig(sync_offset=1), [TransformersEngine("tiny")], source())

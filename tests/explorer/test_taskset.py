@@ -380,6 +380,8 @@ def test_every_source_from_a_configuration(tmp_path):
     (tmp_path / "maths.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     sums = Taskset.from_config(TasksetConfig(name="sums", split="heldout", args={"high": 3, "heldout": 4}, seed=5))
     assert (sums.name, len(sums), sums.seed) == ("sums", 4, 5)
+    once = Taskset.from_config(TasksetConfig(name="sums", split="heldout", args={"high": 3, "heldout": 4}), epochs=1)
+    assert len(once.next_batch(9)) == 4
     gym = TasksetConfig(name="gym", source="reasoning_gym", path="chain_sum", size=3, system_prompt="be brief")
     assert Taskset.from_config(gym)[0]["messages"][0] == SYSTEM
     file = TasksetConfig(name="m", source="dataset", path=str(tmp_path / "maths.jsonl"), prompt_field="question")

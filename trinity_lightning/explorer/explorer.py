@@ -53,7 +53,7 @@ class TaskSource:
         reward_fn: as `Task.reward_fn`.
         sampling: how its rollouts are drawn.
         workflow_args: the workflow's settings.
-        repeat_times: rollouts a task in an evaluation; in training, `explorer.repeat_times` says it.
+        repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
 
     Raises:
         ConfigError: an unknown workflow or reward, an argument that the workflow refuses, or entries without the answer
@@ -90,9 +90,9 @@ class TaskSource:
         """The taskset's name."""
         return self.taskset.name
 
-    def next_tasks(self, n: int, repeat_times: int) -> list[Task]:
-        """The next n tasks to train on; fewer when the taskset is exhausted."""
-        return [self._task(raw, repeat_times, is_eval=False) for raw in self.taskset.next_batch(n)]
+    def next_tasks(self, n: int, repeat_times: int | None = None) -> list[Task]:
+        """The next n tasks to train on, fewer when the taskset is exhausted; None: with the source's repeat_times."""
+        return [self._task(raw, repeat_times or self.repeat_times, is_eval=False) for raw in self.taskset.next_batch(n)]
 
     def all_tasks(self) -> list[Task]:
         """Every task once, to evaluate on."""

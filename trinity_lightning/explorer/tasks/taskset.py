@@ -249,7 +249,7 @@ class Taskset(TaskSelection):
         return cls(entries, name=name, seed=seed, **options)
 
     @classmethod
-    def from_config(cls, config: TasksetConfig) -> Taskset:
+    def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
         """The taskset that a configuration describes.
 
         Raises:
@@ -261,7 +261,7 @@ class Taskset(TaskSelection):
                     unknown_name(f"argument of source '{config.source}'", key, SOURCE_ARGS[config.source])
                 )
         formatter = Formatter(config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
-        common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed}
+        common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed, "epochs": epochs}
         if config.source == "addition":
             return cls.addition(config.split, name=config.name, **common, **config.args)
         if config.path is None:
