@@ -59,8 +59,24 @@ LLAMA_70B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-# Qwen2.5-7B and Llama 3.1 70B, by their model cards and papers.
-PUBLISHED = [(QWEN_7B, 7.62e9, 6.53e9), (LLAMA_70B, 70.6e9, 68.5e9)]
+QWEN_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+# Qwen2.5-7B, Llama 3.1 70B and Qwen3-30B-A3B, by their model cards and papers.
+PUBLISHED = [(QWEN_7B, 7.62e9, 6.53e9), (LLAMA_70B, 70.6e9, 68.5e9), (QWEN_30B_A3B, 30.5e9, 29.9e9)]
+
+
+CPU = ("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87", "plan.bandwidth_gb=29")
 
 
 @pytest.fixture
@@ -74,14 +90,14 @@ def folder(tmp_path: Path) -> Any:
     return written
 
 
-def planned(*overrides: str) -> RunPlan:
+def planned(*overrides: str, recipe: str = "grpo") -> RunPlan:
     register()
-    return plan_of(composed("+recipe=grpo", *overrides, name="plan"))
+    return plan_of(composed(f"+recipe={recipe}", *overrides, name="plan"))
 
 
 def test_the_default_recipe_takes_what_was_measured_here() -> None:
     """docs/performance.md: benchmarks/memory.py's parts while it trains, and the peak of a whole run, in GB."""
-    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87", "plan.bandwidth_gb=29")
+    found = planned(*CPU)
     parts = found.shares[0].memory.training
     measured = {POLICY: 0.27, MASTERS: 0.54, MOMENTS: 1.08, GRADIENTS: 0.54, ACTIVATIONS: 0.45, RESERVE: 0.5 + 0.3}
     assert {name: parts[name] / 1e9 for name in measured} == pytest.approx(measured, rel=0.15)
@@ -91,9 +107,8 @@ def test_the_default_recipe_takes_what_was_measured_here() -> None:
 
 def test_the_seconds_of_a_step_are_of_the_size_that_was_measured_here() -> None:
     """A step of the default recipe with its prompts of 45 and responses of about 20 tokens: 2.7 + 3.9 + 0.14 s."""
-    speed = ("plan.tflops=0.87", "plan.bandwidth_gb=29")
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
-    found = planned("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", *speed, *lengths)
+    found = planned(*CPU, *lengths)
     assert found.tokens["computed by training"] == 8 * (45 + 8 * 20)
     assert found.seconds["training"] == pytest.approx(3.9, rel=0.3)
     assert found.seconds["rollout"] == pytest.approx(2.7, rel=0.5)
@@ -164,6 +179,85 @@ def test_servers_on_gpus_of_their_own_and_ranks_are_listed_apart(folder: Any) ->
     assert server.training[ENGINE_WEIGHTS] == 2 * found.parameters // 2
 
 
+@pytest.mark.parametrize("device", [CPU, ("plan.device=L4",)])
+def test_a_run_on_stored_experiences_has_its_trainer_alone(device: tuple[str, ...], tmp_path: Path) -> None:
+    lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
+    given = (f"buffer.path={tmp_path}", "buffer.batch_size=24", *device, *lengths)
+    found = planned(*given, recipe="offline")
+    [share] = found.shares
+    assert not {ENGINE_WEIGHTS, CACHE} & {*share.memory.training, *share.memory.generating}
+    assert (found.tokens["computed by training"], "generated" in found.tokens) == (24 * 65, False)
+    assert list(found.seconds) == ["training"]
+    assert not {"plan.rollout_share", "plan.bandwidth_gb", "plan.sync_gb"} & found.assumed.keys()
+
+
+def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
+    one = planned(*CPU)
+    two = planned(
+        *(each.replace("trainer=cpu", "trainer=ddp") for each in CPU), *("trainer.accelerator=cpu", "trainer.devices=2")
+    )
+    assert two.seconds["training"] == one.seconds["training"]
+    assert len(two.shares) == 2
+
+
+def test_servers_on_one_device_share_its_speed() -> None:
+    given = ("plan.device=H100-80GB", "engine=vllm_server")
+    one, two, apart = (
+        planned(*given, *servers).seconds["rollout"]
+        for servers in ([], ["engine.servers=2"], ["engine.servers=2", "engine.gpus=[1,2]"])
+    )
+    assert apart < one <= two
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split"),
+    [
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 2),
+        ({"data_parallel_size": 4}, 1),
+        ({"pipeline_parallel_size": 4}, 4),  # which splits no heads: 9 of them are no obstacle
+    ],
+)
+def test_a_server_spreads_its_model_as_vllm_is_asked_to(sizes: dict[str, int], split: int, folder: Any) -> None:
+    heads = {"num_attention_heads": 8 if split == 2 else 9, "num_key_value_heads": 1, "hidden_size": 576}
+    small = QWEN_7B | {"num_hidden_layers": 4, "intermediate_size": 1536, **heads}
+    args = [f"+engine.args.{name}={size}" for name, size in sizes.items()]
+    given = (f"model.name={folder(small)}", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2,3,4,5]")
+    found = planned(*given, *args)
+    assert found.shares[-1].name == "1 server, 4 GPUs each"
+    assert found.shares[-1].memory.training[ENGINE_WEIGHTS] == 2 * found.parameters // split
+
+
+def test_an_engine_with_the_trainers_weights_is_sent_none() -> None:
+    found = planned("plan.device=L4", "engine=transformers")
+    assert list(found.seconds) == ["rollout", "training"]
+    assert "plan.sync_gb" not in found.assumed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "counted"),
+    [
+        (("plan.device=H100-80GB",), True),
+        (("plan.device=H100-80GB", "engine=transformers"), False),
+        (("plan.device=H100-80GB", "+auxiliary_models.judge.engine.gpus=[1]"), False),
+        (CPU, False),
+    ],
+)
+def test_servers_of_auxiliary_models_are_counted_or_named(overrides: tuple[str, ...], counted: bool) -> None:
+    found = planned(*overrides, "+auxiliary_models.judge.model=smollm2")
+    assert ("auxiliary models" in found.shares[0].memory.training) is counted
+    assert ("auxiliary_models.judge" in found.assumed) is not counted
+
+
+def test_all_ranks_are_planned_with_the_tokens_that_they_agree_on(folder: Any) -> None:
+    small = QWEN_7B | {"num_hidden_layers": 4}
+    given = ("trainer=ddp", "trainer.devices=2", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2]")
+    tokens = "algorithm.max_tokens_per_micro_batch=auto"
+    found = planned(f"model.name={folder(small)}", *given, tokens)
+    first, other, _ = (each.memory for each in found.shares)
+    assert first.training[ACTIVATIONS] == other.training[ACTIVATIONS]
+    assert found.tokens["of a micro-batch"] == other.micro_batch_tokens
+
+
 def test_the_table_shows_every_part_and_what_is_assumed() -> None:
     text = as_text(planned("plan.device=H100-80GB", "plan.prompt_tokens=45"))
     for word in (POLICY, MASTERS, MOMENTS, GRADIENTS, ACTIVATIONS, ENGINE_WEIGHTS, CACHE, "1 x H100-80GB"):
@@ -177,6 +271,7 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
     ("overrides", "message"),
     [
         (("plan.device=H100",), "unknown plan.device 'H100'.*Known: A10, "),
+        (("plan.device=L4", "trainer=cpu"), "plan.device is L4, and trainer.accelerator is cpu: leave one of them out"),
         (("plan.training_share=2",), "plan.training_share is 2"),
         (("plan.device=H200", "trainer=ddp", "trainer.devices=two"), "trainer.devices is two: give how many train"),
         (

@@ -115,7 +115,7 @@ def build(config: DictConfig) -> Run:
         check_resumed_dtype(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
     online, follower = typed.buffer.storage == "memory", trains_together(config.trainer) and _follows()
-    if torch.cuda.is_available() and not follower:  # whose engines those of rank 0 are
+    if torch.cuda.is_available() and not follower:  # rank 0 alone starts engines, and plans for them
         from trinity_lightning.gpu_plan import with_memory_plan
 
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")

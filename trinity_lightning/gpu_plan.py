@@ -90,7 +90,9 @@ def with_memory_plan(
 
 
 def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
-    """The same on the first GPU of any machine; no plan for engine=transformers, whose cache is not known.
+    """The configuration and the plan of a run whose trainer has the first of these GPUs.
+
+    There is no plan for engine=transformers, whose cache is not known.
 
     Args:
         config: of a run with rollouts whose dtypes are settled.
@@ -186,7 +188,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
 
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
-    """How many devices train together, on machines of so many GPUs; CPUs, one a process, count as such."""
+    """How many devices train together, on machines of so many GPUs; on a CPU each process counts as a device."""
     here = gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
     return here * int(settings.get("num_nodes", 1))
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning.common.gpus import GPUS, Gpu, known_gpu
-from trinity_lightning.common.hardware import GIB, TORCH_DTYPES, free_memory, product_flops
+from trinity_lightning.common.gpus import GPUS, Gpu, best_flops, known_gpu
+from trinity_lightning.common.hardware import GIB, TORCH_DTYPES, free_memory
 from trinity_lightning.common.memory_plan import (
     CUDA_CONTEXT,
     WORKSPACES,
@@ -18,8 +18,8 @@ from trinity_lightning.common.memory_plan import (
     engine_alone,
     plan,
 )
-from trinity_lightning.common.model_memory import ModelShape
-from trinity_lightning.config.engines import TRAINER_GPU, capabilities_of, check_one_device
+from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.config.engines import PARALLEL, TRAINER_GPU, capabilities_of, check_one_device
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -28,11 +28,11 @@ from trinity_lightning.config.training import Layout, WeightDtype, compute_dtype
 from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.vllm_engine import CPU_CACHE_GB, CPU_REQUESTS
+from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.gpu_plan import Gpus, planned, rollouts_of, trainers_of, training_of
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
-from trinity_lightning.trainer.layout import GPU_TOKENS, WORTH_SHARING, tokens_that_fit
+from trinity_lightning.trainer.layout import GPU_TOKENS, tokens_that_fit, worth_sharing
 from trinity_lightning.trainer.objective import Objective
 
 FORWARD = 1 / 3  # of the operations of a forward and backward pass
@@ -49,7 +49,8 @@ class Hardware:
     Attributes:
         name: as people call it.
         on_cpu: whether it is this machine's CPU.
-        machine: as many of them as a machine has, and their memory; of a CPU one that has all of the machine's.
+        machine: how many of these devices a machine has, and their memory; a CPU is one device with all of the
+            machine's memory.
         flops: operations a second of its best matrix product; None: not known for the dtype that is computed in.
         bandwidth: bytes a second of its memory.
     """
@@ -59,6 +60,23 @@ class Hardware:
     machine: Gpus
     flops: float | None
     bandwidth: float
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How a run's engines are spread over devices.
+
+    Attributes:
+        count: how many share the rollouts; each copy of the model in a server (data_parallel_size) is one.
+        gpus: GPUs that each of them splits the model over.
+        on_one: how many of them compute on the same device.
+        server_gpus: GPUs of each server that are not the trainer's; 0: there are none.
+    """
+
+    count: int = 1
+    gpus: int = 1
+    on_one: int = 1
+    server_gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,22 +130,14 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
     hardware, model = _hardware(asked, gpu, run), _model(run.model.name)
     shape, size = ModelShape.of(model), ModelSize.of(model)
     devices = trainers_of(trainer, hardware.machine.count)
-    if run.engine.gpus and not hardware.on_cpu:
-        training = gpus_that_train(trainer, hardware.machine.count)
-        check_gpus_apart("engine", run.engine.gpus, training, training + len(run.engine.gpus))
-    step, gpus = step_of(run, asked), _gpus_of_a_server(run, shape)
-    run, shares = (_on_a_cpu if hardware.on_cpu else _on_gpus)(run, shape, hardware, devices, gpus)
-    work, rollouts = training_work(run, step), replace(rollouts_of(run), gpus=max(gpus, 1))
-    seconds: dict[str, float] = {}
+    step, engines = step_of(run, asked), _engines(run, shape, hardware) if run.buffer.has_rollouts else None
+    run, shares = (_on_a_cpu if hardware.on_cpu else _on_gpus)(run, shape, hardware, devices, engines)
+    work, seconds = training_work(run, step), {}
     if hardware.flops is not None:
-        cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
-        engines = len(run.engine.urls) or run.engine.servers
-        generating = rollout_seconds(step, rollouts, engines, cache, shape, size, hardware.flops, hardware.bandwidth)
-        seconds = {
-            "rollout": generating / asked.rollout_share,
-            "training": training_flops(run, size, work) / (hardware.flops * devices) / asked.training_share,
-            "weight sync": rollouts.width * shape.parameters / (_sync_gb(run, asked, hardware) * 1e9),
-        }
+        # All processes of a machine compute with one CPU.
+        computing = int(trainer.get("num_nodes", 1)) if hardware.on_cpu else devices
+        training = training_flops(run, size, work) / (hardware.flops * computing) / asked.training_share
+        seconds = {**_rollout_parts(run, asked, step, hardware, engines, shares, shape, size), "training": training}
     return RunPlan(
         model=f"{run.model.name}: {shape.parameters / 1e9:.3g} billion parameters, {run.model.dtype.value}",
         parameters=shape.parameters,
@@ -136,11 +146,9 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
         tokens={
             "of a prompt": step.prompt,
             "of a response": step.response,
-            "generated": step.rows * step.response,
+            **({"generated": step.rows * step.response} if engines else {}),
             "computed by training": work.tokens,
-            "of a micro-batch": min(
-                each.memory.micro_batch_tokens for each in shares if each.memory.micro_batch_tokens
-            ),
+            "of a micro-batch": shares[0].memory.micro_batch_tokens,
         },
         seconds=seconds,
         assumed=_assumed(run, asked, hardware),
@@ -162,9 +170,11 @@ def gpu_of(asked: PlanConfig, accelerator: str) -> tuple[str, Gpu] | None:
     """The GPU to plan for and its name; None: this machine's CPU.
 
     Raises:
-        ConfigError: it is not in the table.
+        ConfigError: it is not in the table, or the trainer is to be on the CPU.
     """
     if asked.device is not None:
+        if accelerator == "cpu":
+            raise ConfigError(f"plan.device is {asked.device}, and trainer.accelerator is cpu: leave one of them out.")
         if asked.device not in GPUS:
             raise ConfigError(unknown_name("plan.device", asked.device, GPUS))
         return asked.device, GPUS[asked.device]
@@ -180,16 +190,14 @@ def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, run: TrainConfig) 
     """What is asked for, and of what is not asked what the table says or this machine has."""
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
-    flops = None if asked.tflops is None else asked.tflops * 1e12
+    flops = best_flops(gpu and gpu[1], TORCH_DTYPES[dtype]) if asked.tflops is None else asked.tflops * 1e12
     bandwidth = None if asked.bandwidth_gb is None else asked.bandwidth_gb * 1e9
     given = None if asked.memory_gb is None else int(asked.memory_gb * GIB)
     host = None if asked.host_gb is None else int(asked.host_gb * GIB)
     if gpu is None:
         free = given or free_memory()
-        flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
         return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
-    flops = flops or (known.flops if dtype is WeightDtype.bf16 else None)
     if asked.device is None:
         count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()
     else:
@@ -210,60 +218,73 @@ def _copied_a_second() -> float:
     return 8 * source.nbytes / (time.perf_counter() - start)
 
 
-def _gpus_of_a_server(run: TrainConfig, shape: ModelShape) -> int:
-    """GPUs of each server of an engine that has GPUs to itself; 0: it has not.
+def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines:
+    """How the engines of a run with rollouts are spread.
 
     Raises:
-        ConfigError: they are not shared out evenly, are the trainer's, or the heads are not.
+        ConfigError: their GPUs are not shared out evenly, or are the trainer's, or the heads cannot be split.
     """
-    engine = run.engine
-    can = capabilities_of(engine.name)
-    if not can.overlaps_training:
+    engine, gpus = run.engine, list(run.engine.gpus or ())
+    if not capabilities_of(engine.name).overlaps_training:
         check_one_device(engine.args)
-        return 0
-    each, gpus = gpus_of_a_server("engine", engine, engine.servers), list(engine.gpus or ())
-    split = engine.args.get("tensor_parallel_size", each)
+        return Engines()
+    if engine.urls:
+        return Engines(len(engine.urls))
+    if gpus and not hardware.on_cpu:
+        training = gpus_that_train(run.trainer or {}, hardware.machine.count)
+        check_gpus_apart("engine", gpus, training, training + len(gpus))
+    each = gpus_of_a_server("engine", engine, engine.servers)
+    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args} or {"tensor_parallel_size": each}
+    split, copies = sizes.get("tensor_parallel_size", 1), sizes.get("data_parallel_size", 1)
     if shape.heads % split:
         raise ConfigError(
             f"engine.gpus gives a server {each} GPUs, and the {shape.heads} heads of {run.model.name} cannot be split "
             f"over {split}: give a number that divides them, or more servers (engine.servers)."
         )
-    return each if gpus and TRAINER_GPU not in gpus else 0
+    if not gpus or TRAINER_GPU in gpus:
+        return Engines(engine.servers, on_one=engine.servers)
+    return Engines(engine.servers * copies, gpus=each // copies, server_gpus=each)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def _on_gpus(
-    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, gpus: int
+    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
     machine, training = hardware.machine, training_of(run, hardware.machine.count)
-    run, found = planned(run, machine)
-    first = found or plan(shape, training, None, machine.free, machine.host)
-    # What ranks agree on: the others have no plan of their own.
-    auto = run.algorithm.max_tokens_per_micro_batch == AUTO
-    training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS) if auto else training.tokens)
-    others = (plan(shape, training, None, machine.free, machine.host) for _ in range(1, min(devices, 2)))
-    shares = _ranks(devices, first, *others)
-    if gpus:
-        engine = engine_alone(shape, replace(rollouts_of(run), gpus=gpus), machine.total)
-        servers = run.engine.servers
-        shares.append(Share(f"{_counted(servers, 'server')}, {_counted(gpus, 'GPU')} each", servers * gpus, engine))
+
+    def rank_0(run: TrainConfig, training: Training) -> tuple[TrainConfig, MemoryPlan]:
+        run, found = planned(run, machine, training.tokens) if engines else (run, None)
+        return run, found or plan(shape, training, None, machine.free, machine.host)
+
+    run, first = rank_0(run, training)
+    if devices == 1:
+        shares = _ranks(1, first)
+    else:
+        if training.tokens is None:  # ranks agree on the fewest, once rank 0 has planned its engine
+            training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS))
+            run, first = rank_0(run, training)
+        shares = _ranks(devices, first, plan(shape, training, None, machine.free, machine.host))
+    if engines and engines.server_gpus:
+        memory = engine_alone(shape, replace(rollouts_of(run), gpus=engines.gpus), machine.total)
+        servers, gpus = run.engine.servers, engines.server_gpus
+        shares.append(Share(f"{_counted(servers, 'server')}, {_counted(gpus, 'GPU')} each", servers * gpus, memory))
     return run, shares
 
 
 def _on_a_cpu(
-    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, _: int
+    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
     """Processes that share this machine's memory: what the others take is planned first, and rank 0 has the rest."""
     free, training = hardware.machine.free, replace(training_of(run, 1), on_cpu=True)
     if training.tokens is None:
         training = replace(training, tokens=tokens_that_fit(shape, training.width, free // devices))
-    engine = run.engine
     rollouts: Rollouts | None = None
-    if capabilities_of(engine.name).is_vllm and not engine.urls:
-        cache, at_once = engine.kv_cache_gb or CPU_CACHE_GB, engine.max_num_seqs or CPU_REQUESTS
-        run = replace(run, engine=replace(engine, kv_cache_gb=cache, max_num_seqs=at_once))
+    if engines and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
+        args = engine_args(run.model.name, run.engine, on_cpu=True)
+        cache, at_once = args["kv_cache_memory_bytes"] / GIB, args["max_num_seqs"]
+        run = replace(run, engine=replace(run.engine, kv_cache_gb=cache, max_num_seqs=at_once))
         rollouts = rollouts_of(run)
     others = [plan(shape, training, None, free // devices, 0) for _ in range(1, min(devices, 2))]
     free -= sum((devices - 1) * (each.device - each.left) for each in others)
@@ -285,7 +306,7 @@ def _counted(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """The rollouts of a step, all as long as they are assumed to be: `size` responses to each of `groups` prompts."""
+    """The rows of a step, all as long as they are assumed to be: `size` responses to each of `groups` prompts."""
 
     groups: int
     size: int
@@ -294,12 +315,12 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rollouts."""
+        """Rollouts, or stored experiences."""
         return self.groups * self.size
 
 
 def step_of(run: TrainConfig, asked: PlanConfig) -> Step:
-    """The rollouts of a step.
+    """The rows of a step; of stored experiences it is not known which share a prompt.
 
     Raises:
         ConfigError: a prompt and a response together are longer than the context.
@@ -311,6 +332,8 @@ def step_of(run: TrainConfig, asked: PlanConfig) -> Step:
             f"prompts of {prompt} tokens (plan.prompt_tokens) and responses of {response} (plan.response_tokens) do "
             f"not fit into engine.max_model_len={context}."
         )
+    if not run.buffer.has_rollouts:
+        return Step(run.buffer.batch_size, 1, prompt, response)
     return Step(run.explorer.batch_size, run.explorer.repeat_times, prompt, response)
 
 
@@ -318,7 +341,7 @@ def training_work(run: TrainConfig, step: Step) -> Work:
     """What a step sends through the model in one pass over its rollouts."""
     padded, shared = step.rows * (step.prompt + step.response), step.groups * (step.prompt + step.size * step.response)
     layout, pairs = run.algorithm.layout, step.rows * attended(step.prompt + step.response)
-    shares = layout is Layout.auto and run.model.attn_implementation == "sdpa" and shared <= WORTH_SHARING * padded
+    shares = layout is Layout.auto and run.model.attn_implementation == "sdpa" and worth_sharing(padded, shared)
     if layout is Layout.shared_prefix or shares:
         pairs = step.groups * (attended(step.prompt) + step.size * attended(step.response, step.prompt))
         return Work(shared, step.rows * step.response, pairs)
@@ -331,6 +354,29 @@ def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
     forwards = objective.needs_reference + objective.needs_old_logprobs
     passes = run.algorithm.inner_epochs * (1 + FORWARD * run.model.gradient_checkpointing) + FORWARD * forwards
     return size.training_flops(work) * passes
+
+
+def _rollout_parts(
+    run: TrainConfig,
+    asked: PlanConfig,
+    step: Step,
+    hardware: Hardware,
+    engines: Engines | None,
+    shares: list[Share],
+    shape: ModelShape,
+    size: ModelSize,
+) -> dict[str, float]:
+    """Seconds of a step's rollouts and of the weight sync, if it has them; engines on one device share its speed."""
+    if engines is None or hardware.flops is None:
+        return {}
+    rollouts = replace(rollouts_of(run), gpus=engines.gpus)
+    cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
+    flops, bandwidth = hardware.flops / engines.on_one, hardware.bandwidth / engines.on_one
+    generating = rollout_seconds(step, rollouts, engines.count, cache, shape, size, flops, bandwidth)
+    seconds = {"rollout": generating / asked.rollout_share}
+    if not capabilities_of(run.engine.name).shares_weights:
+        seconds["weight sync"] = rollouts.width * shape.parameters / (_sync_gb(run, asked, hardware) * 1e9)
+    return seconds
 
 
 def rollout_seconds(
@@ -353,7 +399,8 @@ def rollout_seconds(
         engines: that share the rollouts.
         cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are of use.
         shape, size: of the model.
-        flops, bandwidth: operations and bytes a second of each GPU of an engine.
+        flops, bandwidth: operations and bytes a second of each GPU of an engine, of which it has a share if others
+            compute on it.
     """
     requests = -(-step.rows // engines)
     request = cache_bytes(shape, replace(rollouts, context=step.prompt + step.response), 1)
@@ -380,13 +427,27 @@ def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[st
     lengths = {
         "plan.prompt_tokens": f"every prompt has {step.prompt} tokens",
         "plan.response_tokens": f"every response has {step.response} tokens",
+        **_servers_left_out(run, hardware),
     }
     if hardware.flops is None:
         return lengths | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
-    return lengths | {
+    said = {
         "plan.tflops": f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s",
-        "plan.bandwidth_gb": f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s",
         "plan.training_share": f"training reaches {asked.training_share:g} of the speed of products",
-        "plan.rollout_share": f"rollouts reach {asked.rollout_share:g} of either speed, whichever takes longer",
-        "plan.sync_gb": f"weights are sent with {_sync_gb(run, asked, hardware):g} GB/s",
+    }
+    if run.buffer.has_rollouts:
+        said["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
+        said["plan.rollout_share"] = f"rollouts reach {asked.rollout_share:g} of either speed, whichever takes longer"
+        if not capabilities_of(run.engine.name).shares_weights:
+            said["plan.sync_gb"] = f"weights are sent with {_sync_gb(run, asked, hardware):g} GB/s"
+    return lengths | said
+
+
+def _servers_left_out(run: TrainConfig, hardware: Hardware) -> dict[str, str]:
+    """The auxiliary models whose servers the plan does not count: it knows those beside trainer and vLLM on a GPU."""
+    counts = run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not hardware.on_cpu
+    return {
+        f"auxiliary_models.{name}": "the server of an auxiliary model is not counted"
+        for name, model in run.auxiliary_models.items()
+        if model.url is None and not (counts and TRAINER_GPU in (model.engine.gpus or [TRAINER_GPU]))
     }

@@ -14,7 +14,8 @@ class PlanConfig(Section, key="plan"):
         device: the GPU that the run is to have, such as H100-80GB (an unknown name lists all); null: what this machine
             has, a GPU or its CPU.
         memory_gb: GiB of a device that may be used; null: of a GPU what CUDA reports, of this machine what is free.
-        host_gb: GiB of the host's memory that may be used; null: of this machine what is free, of another one enough.
+        host_gb: GiB of the host's memory that may be used; null: what is free, if the plan is for this machine;
+            another machine is taken to have enough.
         tflops: 10^12 operations a second of a device's best matrix product; null: of a GPU by its data sheet, of this
             machine's CPU measured.
         bandwidth_gb: 10^9 bytes a second that a device's memory is read with; null: likewise.

@@ -216,10 +216,10 @@ class TrainingRollouts:
 
     Args:
         explorer: what rolls out.
-        pending: its steps; they outlive this.
+        pending: its steps; they are kept from one `Trainer.fit` to the next.
         synchronizer: how weights reach the engines and how that is checked.
         policy: what is trained.
-        versions: of its weights; they outlive this.
+        versions: of its weights; they are kept likewise.
         host_memory: masters and moments, which leave the device while engines generate; None: they stay.
         interrupted: asked while rollouts are waited for; an exception that it returns ends them.
         observer: shown the experiences of every step and evaluation, by the main thread.

@@ -109,8 +109,12 @@ def better_layout(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int) -
     """The layout that computes fewer tokens: shared prefixes if they save a fifth. Arguments as of `cut`."""
     padded = cut(batch, rows, max_tokens, Layout.padded)
     shared = cut(batch, rows, max_tokens, Layout.shared_prefix)
-    worth_it = computed_tokens(shared) <= WORTH_SHARING * computed_tokens(padded)
-    return Layout.shared_prefix if worth_it else Layout.padded
+    return Layout.shared_prefix if worth_sharing(computed_tokens(padded), computed_tokens(shared)) else Layout.padded
+
+
+def worth_sharing(padded: int, shared: int) -> bool:
+    """Whether prefixes are shared under `auto`, by the computed tokens of each layout."""
+    return shared <= WORTH_SHARING * padded
 
 
 def computed_tokens(parts: Sequence[Part]) -> int:
