@@ -107,9 +107,8 @@ def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int,
 
 def better_layout(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int) -> Layout:
     """The layout that computes fewer tokens: shared prefixes if they save a fifth. Arguments as of `cut`."""
-    padded = cut(batch, rows, max_tokens, Layout.padded)
-    shared = cut(batch, rows, max_tokens, Layout.shared_prefix)
-    return Layout.shared_prefix if worth_sharing(computed_tokens(padded), computed_tokens(shared)) else Layout.padded
+    padded, shared = (computed_tokens(cut(batch, rows, max_tokens, it)) for it in (Layout.padded, Layout.shared_prefix))
+    return Layout.shared_prefix if worth_sharing(padded, shared) else Layout.padded
 
 
 def worth_sharing(padded: int, shared: int) -> bool:
