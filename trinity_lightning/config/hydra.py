@@ -198,7 +198,7 @@ def check_processes(config: DictConfig) -> None:
 
 @contextmanager
 def errors_as_sentences(folder: str | Path) -> Iterator[None]:
-    """Errors that we raise on purpose are one message and an exit code: 2 for the configuration, 1 for the rest.
+    """One message and an exit code for our own errors: 2 of the configuration, 143 for SIGTERM on any rank, else 1.
 
     The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run.
 
@@ -217,7 +217,7 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         print(f"trinity-lightning: {error}", file=sys.stderr)
         if isinstance(error, ConfigError):
             discard_unused(folder)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(2 if isinstance(error, ConfigError) else 143 if isinstance(error, RankTerminatedError) else 1)
 
 
 def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
@@ -245,9 +245,9 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
             raise
         print("trinity-lightning: give a group the name of a choice: GROUP=NAME, such as engine=vllm.", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, RankTerminatedError) as stop:
-        print(f"trinity-lightning: {str(stop) or 'interrupted.'}", file=sys.stderr)
-        sys.exit(130 if isinstance(stop, KeyboardInterrupt) else 143)
+    except KeyboardInterrupt:
+        print("trinity-lightning: interrupted.", file=sys.stderr)
+        sys.exit(130)
     except SystemExit as stop:
         # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
         sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
