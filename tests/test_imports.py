@@ -73,7 +73,7 @@ DEFAULT_RUN = (
     "common.experience.payload",
 )
 MAX_DEFAULT_RUN = 9_609  # lines of code
-MAX_FILES, MAX_LINES = 155, 29_529  # of the package
+MAX_FILES, MAX_LINES = 155, 29_574  # of the package
 
 
 def room_of(module: str) -> str:

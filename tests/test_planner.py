@@ -138,25 +138,25 @@ def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
     given = (f"model.name={folder(QWEN_7B)}", "trainer.devices=8", "plan.device=H100-80GB", "algorithm.kl.coef=0.01")
     with pytest.raises(ConfigError, match=r"without a reference \(algorithm\.kl\.coef=0\) 14\.2 GiB less"):
         planned(*given, "trainer=ddp")
-    with pytest.raises(ConfigError, match=r"trainer=fsdp2 with trainer\.devices=8 .* takes 96\.9 GiB less"):
+    with pytest.raises(ConfigError, match=r"trainer=fsdp2 with trainer\.devices=8 .* takes 113\.6 GiB less"):
         planned(*given, "trainer=ddp")
     found = planned(*given, "trainer=fsdp2")
     parts, parameters = found.shares[1].memory.training, found.parameters
-    assert parts[POLICY] + parts[MOMENTS] + parts[REFERENCE] == pytest.approx((4 + 8 + 2) * parameters / 8, rel=1e-6)
-    assert parts[GRADIENTS] == 4 * parameters  # whole until the last micro-batch
-    assert 2 * parameters / 28 < parts[GATHERED] < parameters
+    shared = (parts[each] for each in (POLICY, MOMENTS, GRADIENTS, REFERENCE))
+    assert sum(shared) == pytest.approx((4 + 8 + 4 + 2) * parameters / 8, rel=1e-6)
+    assert 2 * parameters / 28 < parts[GATHERED] < 2 * parameters
     assert found.shares[0].memory.training[ENGINE_WEIGHTS] == 2 * parameters
     assert min(each.memory.left for each in found.shares) >= 0
 
 
 def test_a_70b_model_on_paper(folder: Any) -> None:
-    """Its gradients alone, whole on each device, are more than 80 GB; an engine of it is split over 2 GPUs at least."""
+    """64 devices of 80 GB train it, 8 do not; an engine of it is split over 2 GPUs at least."""
     shape = ModelShape.of(skeleton(folder(LLAMA_70B)))
     device, rollouts = 78 * GIB, Rollouts(2, 4096, 512)
-    with pytest.raises(ConfigError, match=r"policy 4\.1, Adam's moments 8\.2, gradients 262\.8, gathered layers"):
-        plan(shape, Training(2, 4096, checkpointing=True, shards=64), None, device, 0)
-    large = plan(shape, Training(2, 4096, checkpointing=True, shards=64), None, 400 * GIB, 0)
-    assert large.left > 0
+    training = Training(2, 4096, checkpointing=True, shards=64)
+    assert plan(shape, training, None, device, 0).left > 0
+    with pytest.raises(ConfigError, match=r"policy 32\.9, Adam's moments 65\.7, gradients 32\.9, gathered layers"):
+        plan(shape, replace(training, shards=8), None, device, 0)
     with pytest.raises(ConfigError, match=r"an engine on 1 x 78\.0 GiB has no room"):
         engine_alone(shape, rollouts, device)
     two, four = (engine_alone(shape, replace(rollouts, gpus=gpus), device) for gpus in (2, 4))

@@ -91,8 +91,9 @@ def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
     assert sum(states.values()) == 18 * QWEN_1_5B.parameters
     split = weight_states(QWEN_1_5B, Training(2, 1, shards=4, reference=True))
     gathered = split.pop(GATHERED)  # float32 weights take the masters' place: 4 + 8 and 2 of the reference, in shards
-    assert sum(split.values()) == (14 // 2 * QWEN_1_5B.parameters) // 2 + 4 * QWEN_1_5B.parameters
-    assert 2 * QWEN_1_5B.outside < gathered < QWEN_1_5B.parameters
+    assert sum(split.values()) == 18 * QWEN_1_5B.parameters // 4
+    layer = (QWEN_1_5B.parameters - QWEN_1_5B.outside) // QWEN_1_5B.layers
+    assert gathered == 2 * (QWEN_1_5B.outside + 2 * layer) + (4 + 4) * QWEN_1_5B.outside + (2 + 4) * layer
     assert MASTERS not in weight_states(QWEN_1_5B, Training(4, 1))
 
 

@@ -227,7 +227,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_time_out() 
             ranks.exchange(None)
 
     first, second, _ = together(work, timeout=0.3)
-    assert "did not answer in time" in str(first)
+    assert "did not answer in time, at an exchange" in str(first)
     assert isinstance(second, RankError)
 
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from support.policy import Gradients, Prepare, batch_of, fit, groups, local, make_experiences, make_policy, whole
@@ -27,6 +28,8 @@ from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
+from trinity_lightning.trainer.model import layers_of
+from trinity_lightning.trainer.policy import PolicyModule
 
 RANKS = 2
 DTYPES = ("fp32", "bf16")
@@ -49,23 +52,47 @@ class Metrics(L.Callback):
         self.items.append({name: float(value) for name, value in trainer.logged_metrics.items()})
 
 
-def trained(items: list[list[Experience]], prepare: bool = False, **settings: Any) -> Callable[..., dict[str, Any]]:
-    """A fit of fresh weights to these items; what came of it."""
+class Saves(L.Callback):
+    """Writes a checkpoint after the first item, of a run that goes on."""
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 1:
+            with tempfile.TemporaryDirectory() as folder:
+                trainer.save_checkpoint(Path(folder) / "first.ckpt")
+
+
+def trained(
+    items: list[list[Experience]],
+    prepare: bool = False,
+    callbacks: Sequence[type[L.Callback]] = (),
+    change: Callable[[PolicyModule], None] = lambda policy: None,
+    **settings: Any,
+) -> Callable[..., dict[str, Any]]:
+    """A fit of fresh weights to these items, of a policy that is changed first; what came of it."""
 
     def case(**trainer: Any) -> dict[str, Any]:
         batches, seen, metrics = [batch_of(each) for each in items], Gradients(), Metrics()
         policy = make_policy(**{"optimizer": SMOOTH, **settings})
-        fit(policy, batches, seen, metrics, *([Prepare(batches)] if prepare else []), **trainer)
+        change(policy)
+        others = [*([Prepare(batches)] if prepare else []), *(each() for each in callbacks)]
+        fit(policy, batches, seen, metrics, *others, **trainer)
         model = policy.policy
         return {
             "losses": seen.losses,
             "gradients": seen.steps,
             "metrics": metrics.items,
-            "held": sum(local(each).numel() for each in model.parameters()),
+            "held": held(policy),
             "weights": {name: whole(model, value) for name, value in model.state_dict(keep_vars=True).items()},
         }
 
     return case
+
+
+def held(policy: PolicyModule) -> int:
+    """How many numbers of the policy this process has."""
+    return sum(local(each).numel() for each in policy.policy.parameters())
 
 
 def ragged() -> list[list[Experience]]:
@@ -85,6 +112,34 @@ def with_experts() -> list[list[Experience]]:
             each.append(marked(row, expert=True))
             each[-1].logprobs = None
     return items
+
+
+RARE = 1  # a token
+
+
+def rarely() -> list[list[Experience]]:
+    """RARE is in one row of each item."""
+    items = ragged()
+    for item in items:
+        item[1].tokens[0] = RARE
+    return items
+
+
+def add_rare_vectors(policy: PolicyModule) -> None:
+    """One in a layer and one in none, which RARE brings in: other micro-batches have no gradient of them."""
+    policy.configure_model()
+    embeddings: Any = policy.policy.get_input_embeddings()
+    layer: Any = layers_of(policy.policy)[0].mlp
+    found: dict[str, Tensor] = {}
+
+    def add(module: Any, arguments: Any, output: Tensor) -> Tensor:
+        if module is embeddings:
+            found["rare"] = arguments[0] == RARE
+        return output + found["rare"][..., None] * module.rare if found["rare"].any() else output
+
+    for module in (embeddings, layer):
+        module.rare = nn.Parameter(torch.zeros(embeddings.embedding_dim, dtype=policy.policy.dtype))
+        module.register_forward_hook(add)
 
 
 def broken() -> list[list[Experience]]:
@@ -128,7 +183,8 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "experts": trained(with_experts(), policy_loss={"name": "mix", "args": {"mu": 0.25}}),
     "a bad step": trained(broken()),
     "recomputed activations": trained(ragged(), model={"gradient_checkpointing": True}),
-    "bfloat16": trained(ragged(), dtype="bf16"),
+    "a checkpoint on the way": trained(ragged(), callbacks=[Saves]),
+    "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16"),
 }
 
 
@@ -136,7 +192,7 @@ PLACES = ("between items", "within one")
 
 
 class Fails(L.Callback):
-    """Fails on one rank when the second item begins, or in its first forward pass."""
+    """Fails on one rank when the second item begins, or in the last layer of its first forward pass."""
 
     def __init__(self, rank: int, place: str) -> None:
         self.rank = rank
@@ -144,22 +200,22 @@ class Fails(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == 1:
-            pl_module._logprobs = self._fail
             if self.place == "between items":
                 self._fail()
+            layers_of(pl_module.policy)[-1].register_forward_pre_hook(self._fail)
 
     def _fail(self, *arguments: Any) -> Any:
         raise TrinityError(f"broken on purpose on {self.rank}")
 
 
 def failed(folder: Path, rank: int, place: str, **trainer: Any) -> dict[str, Any]:
-    """What this process raises if that rank fails; rank 0 saves."""
+    """What this process raises if that rank fails, and what it has of the policy then; rank 0 saves."""
     saves = [] if os.environ["RANK"] != "0" else [StopCheckpoint(folder)]
+    policy = make_policy(optimizer=SMOOTH)
     try:
-        batches = [batch_of(each) for each in ragged()]
-        fit(make_policy(optimizer=SMOOTH), batches, Fails(rank, place), *saves, **trainer)
+        fit(policy, [batch_of(each) for each in ragged()], Fails(rank, place), *saves, **trainer)
     except TrinityError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}", "held": held(policy)}
     return {"error": None}
 
 
@@ -173,6 +229,7 @@ class Asks(L.Callback):
         self.found: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.found |= faulty(pl_module)
         if trainer.is_global_zero:
             model = pl_module.policy
             with perturbed(model) as perturb:
@@ -188,6 +245,21 @@ class Asks(L.Callback):
         trainer.strategy.barrier()
 
 
+def faulty(module: Any) -> dict[str, Any]:
+    """What is found of a gradient whose last row, which the last rank holds, is infinite; and what clipping leaves."""
+    placement, named = module._placement, dict(module.policy.named_parameters())
+    names = list(named)
+    for name, parameter in named.items():
+        gradient = torch.ones(parameter.shape)
+        gradient[-1] = torch.inf if name == names[1] else 1
+        parameter.grad = gradient if local(parameter) is parameter else placement._sharded(gradient, parameter)
+    norm = placement.clip(named.values(), 1.0)
+    found = {"norm": norm, "faulty": placement.faulty_gradients(module.policy)}
+    found["clipped"] = not bool((local(named[names[0]].grad) == 1).all())
+    module.policy.zero_grad()
+    return found
+
+
 def asked(dtype: str, **trainer: Any) -> dict[str, Any]:
     """What rank 0 is answered."""
     asks = Asks()
@@ -199,6 +271,9 @@ def asked(dtype: str, **trainer: Any) -> dict[str, Any]:
 
 
 WAYS = ("one", *STRATEGIES)  # to train
+# Which way writes a checkpoint, and which reads it: what one process writes of it again has the same bits, so that the
+# other pairs would show nothing more.
+PAIRS = [("one", way) for way in STRATEGIES] + [(way, "one") for way in STRATEGIES]
 
 
 def settings(way: str) -> dict[str, Any]:
@@ -220,8 +295,8 @@ def write_first(folder: Path, way: str) -> None:
 
 
 def write_again(folder: Path, way: str) -> None:
-    """What it writes when it has read what each way has written, and when it has gone on from there."""
-    for before in WAYS:
+    """What it writes when it has read what another way has written, and when it has gone on from there."""
+    for before in (each for each, reader in PAIRS if reader == way):
         for dtype in DTYPES:
             write(folder / f"{before}-{dtype}-{way}.ckpt", way, dtype, before=folder / f"{before}-{dtype}.ckpt")
         write(folder / f"{before}-later-{way}.ckpt", way, before=folder / f"{before}-fp32.ckpt", epochs=2)

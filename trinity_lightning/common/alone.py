@@ -35,6 +35,6 @@ class Alone:
 ALONE = Alone()
 
 
-def ranks_of(trainer: Any) -> Any:
+def ranks_of(trainer: Any) -> Alone:
     """The processes that a Lightning Trainer trains with; one of another strategy than ReplicaStrategy is alone."""
     return getattr(trainer.strategy, "ranks", ALONE)

@@ -159,7 +159,8 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
 
     Weights of 2 bytes have float32 masters in the optimizer. In shards (trainer/fsdp.py) the float32 weights are the
     policy itself: each device gathers the layer that it computes with and the next one, in `width` bytes, and what is
-    in no layer. Gradients are whole until the last micro-batch splits their sum.
+    in no layer. Gradients of a micro-batch are whole until they are added up, a layer's in `width` bytes, those of what
+    is in no layer in float32, and are copied to float32 to be sent.
     """
     each, width = -(-shape.parameters // training.shards), training.width
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
@@ -167,9 +168,9 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
         POLICY: (FLOAT if split else width) * each,
         MASTERS: FLOAT * each if width < FLOAT and not split else 0,
         MOMENTS: 2 * FLOAT * each,
-        GRADIENTS: FLOAT * shape.parameters,
+        GRADIENTS: FLOAT * each,
         REFERENCE: width * each if training.reference else 0,
-        GATHERED: width * (shape.outside + 2 * layer) + (width + FLOAT) * layer if split else 0,
+        GATHERED: (width + 2 * FLOAT) * shape.outside + (3 * width + FLOAT) * layer if split else 0,
     }
     return {name: size for name, size in states.items() if size}
 

@@ -1,4 +1,4 @@
-"""The processes that train one policy together, and how they agree: in rounds, and an error of one is everyone's."""
+"""The processes that train one policy together: they exchange values in rounds, and an error of one ends all."""
 
 import contextlib
 import pickle
@@ -97,7 +97,7 @@ class Ranks(Alone):
         """What rank `source` hands in, however large and however late."""
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
-        self.wait(lambda: self._finished(self.group.broadcast(buffer, source, self.timeout)))
+        self.wait(lambda: self._finished(self.group.broadcast(buffer, source, self.timeout)), "a broadcast")
         return value if self.rank == source else _unpickled(buffer)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -109,14 +109,14 @@ class Ranks(Alone):
             return
         buckets = [(bucket, _in_place(bucket)) for bucket in _buckets(tensors)]
         needed = max((_bytes(bucket) for bucket, whole in buckets if whole is None), default=0)
-        # Before the round: to be out of memory is then this rank's error, which the others are told.
+        # Before the round: if this rank is out of memory, the others get that error in the round.
         space = torch.empty(needed, dtype=torch.uint8, device=tensors[0].device)
         self.exchange(None, at="a sum")
         for bucket, whole in buckets:
             total = space[: _bytes(bucket)].view(bucket[0].dtype) if whole is None else whole
             if whole is None:
                 torch.cat([each.flatten() for each in bucket], out=total)
-            self.wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout))
+            self.wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout), "a sum")
             if whole is None:
                 for tensor, part in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
@@ -158,13 +158,14 @@ class Ranks(Alone):
 
     def _round(self, answer: Answer, timeout: timedelta) -> list[Answer]:
         data = pickle.dumps(answer)
-        lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout)]
-        answers = self._gathered(_padded(data, max(lengths)), self.timeout)
+        place = answer[2] or "its end"
+        lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout, place)]
+        answers = self._gathered(_padded(data, max(lengths)), self.timeout, place)
         return [_unpickled(each[:length]) for each, length in zip(answers, lengths, strict=True)]
 
-    def _gathered(self, tensor: Tensor, timeout: timedelta) -> list[Tensor]:
+    def _gathered(self, tensor: Tensor, timeout: timedelta, place: str) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.wait(lambda: self._finished(self.group.allgather(gathered, tensor, timeout)))
+        self.wait(lambda: self._finished(self.group.allgather(gathered, tensor, timeout)), place)
         return gathered
 
     def _finished(self, work: Any) -> Any:
@@ -179,13 +180,13 @@ class Ranks(Alone):
                 self._report(SIGTERM)
         return work
 
-    def wait(self, begin: Callable[[], Any]) -> None:
-        """Begin something on `group`, and wait for its end."""
+    def wait(self, begin: Callable[[], Any], at: str) -> None:
+        """Begin something on `group`, and wait for its end; `at`: what an error calls it."""
         try:
             begin().wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
-            unknown = f"another process of the run ended, or did not answer in time ({error})"
+            unknown = f"another process of the run ended, or did not answer in time, at {at} ({error})"
             raise self._cause() or RankError(unknown) from error
 
     def _cause(self) -> RankError | None:

@@ -45,7 +45,7 @@ class ReplicaStrategy(DDPStrategy):
 
     def __init__(self, timeout: float = 1800.0, **settings: Any) -> None:
         super().__init__(timeout=timedelta(seconds=timeout), **settings)
-        self.ranks: Any = ALONE
+        self.ranks: Alone = ALONE
         self.placement = WHOLE
 
     def _configure_launcher(self) -> None:
@@ -123,11 +123,11 @@ class Replicas(Whole):
         torch.manual_seed(drawn + self.ranks.rank)
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        """Those of its share."""
+        """The micro-batches of this rank."""
         return list(shares[self.ranks.rank])
 
     def add_up(self, model: Any, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """By rank."""
+        """Gradients summed over all ranks, and the losses and metrics of all of them, in the order of ranks."""
         self._add_up_gradients(model)
         own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
         found = self.ranks.exchange(own)

@@ -1,5 +1,7 @@
 """Several devices, each with a share of the policy: `trainer=fsdp2`, by torch's `fully_shard`, a layer at a time."""
 
+import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -8,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.shards import check_shards_of
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
 from trinity_lightning.trainer.layout import Part
+from trinity_lightning.trainer.logprobs import gradient_of
 from trinity_lightning.trainer.model import layers_of
 
 
@@ -31,7 +34,7 @@ class ShardStrategy(ReplicaStrategy):
     shards: "Shards | None" = None
 
     def model_to_device(self) -> None:
-        """Not before it is in shards: the whole may not fit."""
+        """Move the policy to the device once it is in shards: as a whole it may not fit."""
         if self.shards is not None or self.ranks.size == 1:
             super().model_to_device()
 
@@ -44,7 +47,7 @@ class ShardStrategy(ReplicaStrategy):
         """
         super().configure_ddp()
         module: Any = self.lightning_module
-        if self.ranks.size == 1:
+        if not isinstance(self.ranks, Ranks):
             return
         if not hasattr(module, "check_trainable") or hasattr(module.policy, "shards"):
             raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
@@ -55,13 +58,15 @@ class ShardStrategy(ReplicaStrategy):
         super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Of the shards."""
+        """Make the optimizer of the shards, which checkpoints are then put together from."""
         super().setup_optimizers(trainer)
         if self.shards is not None:
             self.shards.hold(*self.optimizers)
 
     def teardown(self) -> None:
-        """The policy moves to the host."""
+        """The policy moves to the host, all of it in shards."""
+        if self.shards is not None:
+            self.shards.reshard()
         super().teardown()
         if self.shards is not None:
             self.shards.refresh()
@@ -73,10 +78,16 @@ class ShardStrategy(ReplicaStrategy):
         return self.shards.module_state() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Likewise."""
+        """The optimizer's state as one device has it, on rank 0; nothing on the others, which send their shares."""
         if self.shards is None:
             return super().optimizer_state(optimizer)
         return self.shards.optimizer_state() if self.is_global_zero else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint in a local file, mapped into memory: each process reads of moments and masters its own rows."""
+        if self.ranks.size == 1:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This rank's share of what one device's optimizer had."""
@@ -112,7 +123,7 @@ class _Gather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Fill the output with the inputs of all ranks."""
         self._ranks.exchange(None, at="a layer's weights")
-        self._ranks.wait(lambda: group._allgather_base(output_tensor, input_tensor))
+        self._ranks.wait(lambda: group._allgather_base(output_tensor, input_tensor), "a layer's weights")
 
 
 class _Scatter(_Gather):
@@ -123,7 +134,7 @@ class _Scatter(_Gather):
     ) -> None:
         """Fill the output with this rank's share of the sum of the inputs."""
         self._ranks.exchange(None, at="a layer's gradient")
-        self._ranks.wait(lambda: group._reduce_scatter_base(output_tensor, input_tensor))
+        self._ranks.wait(lambda: group._reduce_scatter_base(output_tensor, input_tensor), "a layer's gradient")
 
 
 class Shards(Replicas):
@@ -141,6 +152,8 @@ class Shards(Replicas):
         self._order: list[str] = []  # names of the optimizer's parameters
         self._mesh = _Mesh(ranks, device)
         self._saved: list[Tensor] = []  # of the drill
+        self._asking, self._thread = threading.Lock(), threading.get_ident()
+        self._used: set[Any] = set()  # models that have begun a pass
         references = [] if module.reference is None else [module.reference]
         for model in (module.policy, *references):
             self._shard(model, trained=model is module.policy)
@@ -167,7 +180,7 @@ class Shards(Replicas):
 
     def refresh(self) -> None:
         """Find the shards: those of a policy that has been moved may be other objects."""
-        self._reshard()
+        self.reshard()
         self._parameters: dict[str, Any] = dict(self.module.policy.named_parameters(remove_duplicate=False))
 
     def hold(self, optimizer: Optimizer) -> None:
@@ -180,11 +193,13 @@ class Shards(Replicas):
         """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
         return self._parameters
 
-    def _reshard(self) -> None:
-        """Let the next pass gather what has changed: one without gradients leaves some of it whole."""
-        for part in self.module.policy.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+    def reshard(self) -> None:
+        """Let the next pass gather what has changed: one without gradients leaves some of it whole, or one that failed.
+
+        Of a pass that failed `FSDPModule.reshard` would leave it so.
+        """
+        for model in self._used:
+            model.reset_iter_state()
 
     # -- passes and gradients -----------------------------------------------------------------------------------------
 
@@ -193,26 +208,28 @@ class Shards(Replicas):
         own = shares[self.ranks.rank]
         return [*own, *[None] * (max(map(len, shares)) - len(own))]
 
-    def begin_pass(self, last: bool) -> None:
-        """Gradients are added up by ranks behind the last one."""
-        self.module.policy.set_requires_gradient_sync(last)
-
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """As a forward pass of the sharded model, which the head is part of."""
+        self._used.add(model)
         return model.token_logprobs(function, *arguments)
 
     def _add_up_gradients(self, model: Any) -> None:
-        """The backward pass has done so."""
+        """Each backward pass has done so, and this rank keeps its share of the sums."""
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-        """As of a whole gradient."""
+        """As `Whole.clip`, of the gradient that all ranks hold together."""
         gradients = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
         norm = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()])
         self.ranks.add_up([squares := norm.double().square().reshape(1).cpu()])
         total = float(squares.sqrt())
-        if limit is not None and (factor := limit / (total + 1e-6)) < 1:
+        if limit is not None and math.isfinite(total) and (factor := limit / (total + 1e-6)) < 1:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
         return total
+
+    def faulty_gradients(self, model: nn.Module) -> list[str]:
+        """Names of the parameters whose gradients are not finite, in the share of any rank."""
+        shares = self.ranks.exchange(super().faulty_gradients(model))
+        return [name for name in self._parameters if any(name in share for share in shares)]
 
     def end_step(self) -> None:
         """Know that all have taken it, before any goes on: shards of different steps are no policy."""
@@ -222,7 +239,13 @@ class Shards(Replicas):
 
     def on_all_ranks(self, name: str, *arguments: Any) -> None:
         """Let the others do it too; the same name, of this class or of the PolicyModule."""
-        self.ranks.call(name, *arguments, saving=self.module.trainer.interrupted)
+        saving = self.module.trainer.interrupted
+        try:
+            self.ranks.call(name, *arguments, saving=saving)
+        except RankError as error:
+            if not saving:
+                raise
+            raise RankError(f"nothing can be saved without the shares of all processes: {error}") from error
 
     def serve(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Do what rank 0 does."""
@@ -232,22 +255,28 @@ class Shards(Replicas):
     def gather(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole parameter of that name, or what the optimizer remembers of it, rounded to a dtype first.
 
-        It is the optimizer's `moment` of it that is meant, if one is given.
+        It is the optimizer's `moment` of it that is meant, if one is given. A thread that still sends weights to an
+        engine when the run has failed is refused: it would take part in the same rounds as the checkpoint.
         """
-        self.on_all_ranks("gather", name, moment, dtype)
-        if moment is None:
-            return self.gathered(self._parameters[name], dtype)
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return self.gathered(self._optimizer.state[held[self._order.index(name)]][moment], dtype)
+        with self._asking:
+            if self.module.trainer.interrupted and threading.get_ident() != self._thread:
+                raise WeightSyncError("the run has failed: its weights are not sent any further.")
+            self.on_all_ranks("gather", name, moment, dtype)
+            if moment is None:
+                return self.gathered(self._parameters[name], dtype, at=name)
+            held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            return self.gathered(
+                self._optimizer.state[held[self._order.index(name)]][moment], dtype, f"{moment} of {name}"
+            )
 
-    def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole of it, rounded to a dtype first; all ranks ask."""
+    def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
+        """The whole of it, rounded to a dtype first; all ranks ask. `at`: what an error calls it."""
         rows, *shape = tensor.shape
         local = tensor.to_local().detach()
         own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=local.device)
         own[: len(local)] = local
         whole = own.new_empty(len(own) * self.ranks.size, *shape)
-        self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own))
+        self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own), at)
         return whole[:rows]
 
     def _most_rows(self, rows: int) -> int:
@@ -276,7 +305,7 @@ class Shards(Replicas):
     def perturb(self, scale: float) -> None:
         """Give every parameter its own value plus noise, on all ranks."""
         self.on_all_ranks("perturb", scale)
-        self._reshard()
+        self.reshard()
         parameters = list(dict.fromkeys(self._parameters.values()))
         local = [each.to_local() for each in parameters]
         if not self._saved:
@@ -292,14 +321,16 @@ class Shards(Replicas):
     def restore(self) -> None:
         """End the drill, on all ranks."""
         self.on_all_ranks("restore")
-        self._reshard()
-        for parameter, original in zip(dict.fromkeys(self._parameters.values()), self._saved, strict=False):
+        if not self._saved:  # nothing was perturbed
+            return
+        self.reshard()
+        for parameter, original in zip(dict.fromkeys(self._parameters.values()), self._saved, strict=True):
             parameter.to_local().copy_(original)
         self._saved = []
 
     # -- checkpoints, in the form of one device -----------------------------------------------------------------------
 
-    def state_dict(self, model: Any) -> dict[str, Tensor]:
+    def state_dict(self, model: Any) -> dict[str, Any]:
         """The policy's weights on the host."""
         first: dict[int, str] = {}  # names of parameters that are tied
         for name, parameter in self._parameters.items():
@@ -314,11 +345,14 @@ class Shards(Replicas):
 
     def optimizer_state(self) -> dict[str, Any]:
         """What one device's optimizer would have, which is over masters if the policy computes in bfloat16."""
-        plain = self._optimizer.state_dict()
-        for position, values in plain["state"].items():
-            for moment, value in values.items():
-                if isinstance(value, DTensor):
-                    values[moment] = self.gather(self._order[position], moment).cpu()
+        plain = self._optimizer.state_dict()  # the optimizer's own dicts, which keep the shards
+        plain["state"] = {
+            position: {
+                moment: self.gather(self._order[position], moment).cpu() if isinstance(value, DTensor) else value
+                for moment, value in values.items()
+            }
+            for position, values in plain["state"].items()
+        }
         if self.dtype == torch.float32:
             return plain
         return {
@@ -340,7 +374,7 @@ class Shards(Replicas):
         ]
         moments = {
             position: {
-                name: self._sharded(value, self._parameters[self._order[position]]) if value.ndim else value
+                name: self._sharded(value, self._parameters[self._order[position]]) if value.ndim else value.clone()
                 for name, value in values.items()
             }
             for position, values in plain["state"].items()
@@ -353,4 +387,12 @@ class Shards(Replicas):
 
 
 def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """What the `LogprobFn` yields, within a forward pass of the model: what is in no layer is whole.
+
+    The gradients of that are added up within a pass, over tokens and blocks of the head: in float32, as on one device.
+    """
+    for parameter in model.parameters() if torch.is_grad_enabled() else ():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.grad_dtype = torch.float32
+            gradient_of(parameter)  # of all of them: torch sends gradients of one dtype
     return function(model, *arguments)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
 from trinity_lightning.algorithm.kl import KL_FN, entropy_loss, kl_loss
@@ -234,10 +234,13 @@ def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[Tenso
 MAX_NAMED = 5
 
 
-def describe_fault(batch: OptimizerBatch, parts: Sequence[Sequence[int]], losses: Tensor, model: nn.Module) -> str:
-    """The experiences with values that are not finite, or whose loss is not, and the first such parameter's gradient.
+def describe_fault(
+    batch: OptimizerBatch, parts: Sequence[Sequence[int]], losses: Tensor, parameters: Sequence[str]
+) -> str:
+    """The experiences with values that are not finite, or whose loss is not, and the first parameter at fault.
 
-    `parts` are the rows, and `losses` [parts] the loss of each micro-batch.
+    `parts` are the rows, and `losses` [parts] the loss of each micro-batch; `parameters`: names of those whose
+    gradients are not finite.
     """
     computed = sorted(row for part in parts for row in part)
     wrong = {row: names for row in computed if (names := _not_finite(batch, row))}
@@ -248,11 +251,7 @@ def describe_fault(batch: OptimizerBatch, parts: Sequence[Sequence[int]], losses
     more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
     values = sorted({name for names in wrong.values() for name in names})
     found = [f"{' and '.join(values) or 'the loss'} of experiences {named}{more}"] if rows else []
-    # Of a model in shards, this rank's share.
-    gradients = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in model.named_parameters())
-    faulty = (name for name, each in gradients if each is not None and not each.isfinite().all())
-    parameter = next(faulty, None)
-    found += [f"the gradient of {parameter}"] if parameter is not None else []
+    found += [f"the gradient of {name}" for name in parameters[:1]]
     return f"not finite: {', '.join(found) or 'the norm alone, which overflowed'}"
 
 

@@ -13,14 +13,11 @@ class Whole:
     """One process has all weights; several do some of this otherwise (`ddp.Replicas`, `fsdp.Shards`)."""
 
     def seed_noise(self) -> None:
-        """Before an item of a model with dropout."""
+        """Set the random state that dropout draws from, before each optimizer batch of a model with dropout."""
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
         """The passes of this rank, out of the micro-batches of all; None: one of nothing, for the others' sake."""
         return list(shares[0])
-
-    def begin_pass(self, last: bool) -> None:
-        """A forward and backward pass begins, the last one of an optimizer step or not."""
 
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """What the `LogprobFn` yields of the policy or the reference."""
@@ -41,6 +38,12 @@ class Whole:
         if limit is not None and norm.isfinite():
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(norm)
+
+    def faulty_gradients(self, model: nn.Module) -> list[str]:
+        """Names of the parameters whose gradients are not finite."""
+        # Of a model in shards, what this process holds.
+        gradients = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in model.named_parameters())
+        return [name for name, each in gradients if each is not None and not each.isfinite().all()]
 
     def end_step(self) -> None:
         """The optimizer has taken its step."""

@@ -343,8 +343,8 @@ class PolicyModule(L.LightningModule):
             losses, metrics = self._accumulate(batch, parts, self._placement.passes(shares))
             norm = self._placement.clip(self.policy.parameters(), self.algorithm.max_grad_norm)
             if not math.isfinite(norm):
-                rows_of_parts = [part.rows for part in parts]
-                self._skip_bad_step(batch, norm, describe_fault(batch, rows_of_parts, losses, self.policy))
+                faulty = self._placement.faulty_gradients(self.policy)
+                self._skip_bad_step(batch, norm, describe_fault(batch, [part.rows for part in parts], losses, faulty))
                 return None
             metrics |= {"actor/grad_norm": norm, "actor/lr": optimizer.param_groups[0]["lr"]}
             optimizer.step()
@@ -382,8 +382,7 @@ class PolicyModule(L.LightningModule):
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
-        for number, part in enumerate(own, start=1):
-            self._placement.begin_pass(last=number == len(own))
+        for part in own:
             if part is None:
                 self.manual_backward(0 * self._idle_pass(self.policy))
                 continue

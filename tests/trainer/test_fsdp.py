@@ -1,0 +1,41 @@
+"""A policy in shards, as far as one process shows it; what several do is in test_ddp.py."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.errors import RankError, WeightSyncError
+from trinity_lightning.trainer.fsdp import Shards, ShardStrategy
+
+
+def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path: Path) -> None:
+    torch.save({"moment": torch.ones(3)}, tmp_path / "it.ckpt")
+    strategy = ShardStrategy()
+    strategy.ranks = Ranks(rank=1, size=2)
+    found = strategy.load_checkpoint(tmp_path / "it.ckpt", weights_only=True)
+    assert str(tmp_path / "it.ckpt") in Path("/proc/self/maps").read_text()
+    assert torch.equal(found["moment"], torch.ones(3))
+
+
+def test_nothing_is_saved_without_the_share_of_a_process_that_died() -> None:
+    class Dead(Ranks):
+        def call(self, name: str, *arguments: Any, saving: bool = False) -> NoReturn:
+            raise RankError("the process of rank 1 was ended by signal 9.")
+
+    shards = object.__new__(Shards)
+    shards.ranks, shards.module = Dead(rank=0, size=2), SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
+    with pytest.raises(RankError, match=r"nothing can be saved without the shares of all processes: .* rank 1"):
+        shards.on_all_ranks("gather")
+
+
+def test_a_thread_that_still_sends_weights_when_the_run_has_failed_is_refused() -> None:
+    shards = object.__new__(Shards)
+    shards._asking, shards._thread = threading.Lock(), -1  # another's
+    shards.module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
+    with pytest.raises(WeightSyncError, match="not sent any further"):
+        shards.gather("model.norm.weight")
