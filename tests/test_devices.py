@@ -8,8 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.forked import Forked
-from support.runs import SMALL, RunTrain, only, rows, steps_done, wait_for
+from support.runs import SMALL, RunTrain, only, rows, same_metrics, steps_done, wait_for
 
 STEPS = 8  # many quick ones: a run is to be ended in the middle
 # The groups of a step that teach nothing are replaced, in rounds of further rollouts. With one runner this engine's
@@ -41,6 +43,13 @@ def alike(folder: Path, expected: Path) -> None:
             if other.get(name):
                 assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4, abs=1e-6), name
     assert any(float(row["actor/trained_rows"] or 0) > 0 for row in rows(folder))
+
+
+def equal(folder: Path, expected: Path) -> None:
+    """The same bits."""
+    mine, others = (load_file(path / "model" / "model.safetensors") for path in (folder, expected))
+    assert all(torch.equal(mine[name], others[name]) for name in others)
+    same_metrics(folder, expected)
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +153,45 @@ def ended(
     return code, (folder / "stdout").read_text()
 
 
+def terminate(run: Forked, follower: int) -> None:
+    run.send_signal(signal.SIGTERM)  # rank 0 passes it on
+
+
+def terminate_a_follower(run: Forked, follower: int) -> None:
+    os.kill(follower, signal.SIGTERM)
+
+
+def kill_a_follower(run: Forked, follower: int) -> None:
+    os.kill(follower, signal.SIGKILL)
+
+
+def kill(run: Forked, follower: int) -> None:
+    run.send_signal(signal.SIGKILL)
+
+
 def interrupt(run: Forked, follower: int) -> None:
     """As a terminal does."""
     for process in (run.pid, follower):
         os.kill(process, signal.SIGINT)
+
+
+def test_a_run_goes_on_with_the_same_bits_after_whatever_ended_it(
+    two: Path, run_train: RunTrain, tmp_path: Path
+) -> None:
+    strikes = {
+        1: (terminate, 143, "stopped in step"),
+        2: (kill_a_follower, 1, "the process of rank 1 was ended by signal 9"),
+        4: (terminate_a_follower, 143, "rank 1: SIGTERM"),
+        5: (kill, -signal.SIGKILL, ""),
+    }
+    resume: tuple[str, ...] = ()
+    for steps, (strike, expected, message) in strikes.items():
+        code, printed = ended(run_train, tmp_path, steps, strike, *RUN, *TWO, *resume)
+        assert code == expected, printed[-4000:]
+        assert message in printed, printed[-4000:]
+        assert ("Resume with" in printed) == (strike is not kill)
+        resume = ("ckpt_path=last",)
+    equal(finished(run_train, tmp_path, *RUN, *TWO, *resume), two)
 
 
 def test_a_run_on_two_processes_goes_on_with_one(one: Path, run_train: RunTrain, tmp_path: Path) -> None:
