@@ -132,13 +132,13 @@ def test_rec_without_options_is_reinforce():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("topr", {"level": "tokens"}, "unknown level 'tokens'. Did you mean 'token'"),
+        ("topr", {"level": "tokens"}, "policy_loss.args.level 'tokens'. Did you mean 'token'"),
         ("topr", {"advantage_threshold": math.inf}, "advantage_threshold is inf"),
         ("asymre", {"baseline_shift": math.nan}, "baseline_shift is nan"),
         ("sppo", {"epsilon": -0.1}, "epsilon is -0.1; give a finite number of 0 or more"),
-        ("rec", {"clip_mode": "both"}, "unknown clip_mode 'both'.*Known: none, one-side, ring, two-side"),
-        ("rec", {"weight": "sampling"}, "unknown weight"),
-        ("rec", {"regularizer": "k3"}, "unknown regularizer 'k3'"),
+        ("rec", {"clip_mode": "both"}, "policy_loss.args.clip_mode 'both'.*Known: none, one-side, ring, two-side"),
+        ("rec", {"weight": "sampling"}, "policy_loss.args.weight"),
+        ("rec", {"regularizer": "k3"}, "policy_loss.args.regularizer 'k3'"),
         ("rec", {"epsilon_low": 1.5}, "epsilon_low is 1.5; give a number above 0, at most 1"),
         ("rec", {"temp": 0.0}, "temp is 0.0"),
         ("rec", {"regularizer_coef": -1.0}, "regularizer_coef is -1.0"),

@@ -54,6 +54,6 @@ def opmd(
     Raises:
         ConfigError: tau is negative or infinite, or the mode is unknown.
     """
-    number("tau", tau, least=0)
+    number("algorithm.policy_loss.args.tau", tau, least=0)
     loss = aggregate(-advantages * logprobs / (1 + tau), action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}

@@ -47,8 +47,8 @@ def topr(
     Raises:
         ConfigError: the threshold is infinite, or level or mode is unknown.
     """
-    number("advantage_threshold", advantage_threshold)
-    one_of("level", level, ("token", "sequence"))
+    number("algorithm.policy_loss.args.advantage_threshold", advantage_threshold)
+    one_of("algorithm.policy_loss.args.level", level, ("token", "sequence"))
     log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
     of_level = log_r if level == "token" else log_r.sum(-1, keepdim=True).expand_as(log_r)
     bad = advantages <= advantage_threshold
@@ -84,7 +84,7 @@ def asymre(
     Raises:
         ConfigError: the shift is infinite, or the mode is unknown.
     """
-    number("baseline_shift", baseline_shift)
+    number("algorithm.policy_loss.args.baseline_shift", baseline_shift)
     loss = aggregate(-(advantages - baseline_shift) * logprobs, action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}
 
@@ -112,7 +112,7 @@ def sppo(
     Raises:
         ConfigError: epsilon is negative or infinite, or the mode is unknown.
     """
-    number("epsilon", epsilon, least=0)
+    number("algorithm.policy_loss.args.epsilon", epsilon, least=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
     inside = (ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)
@@ -164,15 +164,15 @@ def rec(
     Raises:
         ConfigError: a name is unknown, or a number out of its range.
     """
-    one_of("clip_mode", clip_mode, CLIP_MODES)
-    one_of("weight", weight, WEIGHTS)
-    one_of("regularizer", regularizer, REGULARIZERS)
-    number("epsilon_low", epsilon_low, above=0, most=1)
-    number("epsilon_high", epsilon_high, above=0)
-    number("epsilon_low_prime", epsilon_low_prime, above=0, most=1)
-    number("epsilon_high_prime", epsilon_high_prime, above=0)
-    number("temp", temp, above=0)
-    number("regularizer_coef", regularizer_coef, least=0)
+    one_of("algorithm.policy_loss.args.clip_mode", clip_mode, CLIP_MODES)
+    one_of("algorithm.policy_loss.args.weight", weight, WEIGHTS)
+    one_of("algorithm.policy_loss.args.regularizer", regularizer, REGULARIZERS)
+    number("algorithm.policy_loss.args.epsilon_low", epsilon_low, above=0, most=1)
+    number("algorithm.policy_loss.args.epsilon_high", epsilon_high, above=0)
+    number("algorithm.policy_loss.args.epsilon_low_prime", epsilon_low_prime, above=0, most=1)
+    number("algorithm.policy_loss.args.epsilon_high_prime", epsilon_high_prime, above=0)
+    number("algorithm.policy_loss.args.temp", temp, above=0)
+    number("algorithm.policy_loss.args.regularizer_coef", regularizer_coef, least=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
     inner, outer = (epsilon_low, epsilon_high), (epsilon_low_prime, epsilon_high_prime)

@@ -130,7 +130,7 @@ def sapo(
         ConfigError: a temperature is not above 0 or infinite, or the mode is unknown.
     """
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        number(name, tau, above=0)
+        number(f"algorithm.policy_loss.args.{name}", tau, above=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
