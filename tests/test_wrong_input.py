@@ -220,12 +220,12 @@ REFUSED = {
         ["+recipe=grpo", "+trainer.accumulate_grad_batches=4"],
         ["trainer.accumulate_grad_batches is 4", "set algorithm.max_tokens_per_micro_batch"],
     ),
-    "two nodes": (["+recipe=grpo", "+trainer.num_nodes=2"], ["trainer.num_nodes is 2", "give 1"]),
+    "two nodes": (["+recipe=grpo", "+trainer.num_nodes=2"], ["trainer.num_nodes is 2", "trainer=ddp"]),
     "16-bit float": (["+recipe=grpo", "+trainer.precision=16-mixed"], ["trainer.precision is 16-mixed", "bf16-mixed"]),
     "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "one device", "trainer=ddp"]),
     "another strategy": (
         ["+recipe=grpo", "+trainer.strategy=deepspeed"],
-        ["trainer.strategy is deepspeed", "trainer=ddp"],
+        ["trainer.strategy=deepspeed", "trainer=ddp"],
     ),
     "mixed precision of shards": (
         ["+recipe=grpo", "trainer=fsdp2", "+trainer.precision=bf16-mixed"],
@@ -238,7 +238,7 @@ REFUSED = {
     ),
     "a strategy over trainer=ddp": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy=fsdp"],
-        ["trainer.strategy is fsdp", "trainer=ddp"],
+        ["trainer.strategy=fsdp", "trainer=ddp"],
     ),
     "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),

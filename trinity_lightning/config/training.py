@@ -303,16 +303,10 @@ def _check_alone(settings: Mapping[str, Any]) -> None:
     strategy = settings.get("strategy") or AUTO
     if strategy != AUTO:
         name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(
-            f"trainer.strategy={name} is not supported: leave it out, and for several devices choose the group "
-            "trainer=ddp or trainer=fsdp2, which has a strategy of its own."
-        )
+        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
     for key, one in (("num_nodes", 1), ("devices", "1")):
         if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(
-                f"trainer.{key} is {given}: the policy trains on one device of one machine; for several choose "
-                "trainer=ddp or trainer=fsdp2."
-            )
+            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")
 
 
 def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
