@@ -222,7 +222,7 @@ REFUSED = {
     ),
     "two nodes": (["+recipe=grpo", "+trainer.num_nodes=2"], ["trainer.num_nodes is 2", "trainer=ddp"]),
     "16-bit float": (["+recipe=grpo", "+trainer.precision=16-mixed"], ["trainer.precision is 16-mixed", "bf16-mixed"]),
-    "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "one device", "trainer=ddp"]),
+    "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "several devices", "trainer=ddp"]),
     "another strategy": (
         ["+recipe=grpo", "+trainer.strategy=deepspeed"],
         ["trainer.strategy=deepspeed", "trainer=ddp"],
