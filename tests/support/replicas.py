@@ -184,7 +184,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "a bad step": trained(broken()),
     "recomputed activations": trained(ragged(), model={"gradient_checkpointing": True}),
     "a checkpoint on the way": trained(ragged(), callbacks=[Saves]),
-    "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16"),
+    "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16", max_tokens_per_micro_batch=24),
 }
 
 
