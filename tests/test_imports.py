@@ -72,8 +72,8 @@ DEFAULT_RUN = (
     "monitor.csv_logger",
     "common.experience.payload",
 )
-MAX_DEFAULT_RUN = 9_609  # lines of code
-MAX_FILES, MAX_LINES = 155, 29_574  # of the package
+MAX_DEFAULT_RUN = 9_800  # lines of code
+MAX_FILES, MAX_LINES = 180, 34_000  # of the package
 
 
 def room_of(module: str) -> str:
