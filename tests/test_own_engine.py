@@ -1,25 +1,34 @@
-"""An engine of a project's own: what is refused. What it does: test_architecture.py."""
+"""The engine of docs/examples: what is refused. What it does: test_architecture.py."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from my_engine import PlainEngine
 from support.compose import composed
-from support.own_engine import PlainEngine
 from support.runs import ROOT, SMALL, RunTrain
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import Capabilities, capabilities_of
 from trinity_lightning.errors import ConfigError
 
-PLAIN = "support.own_engine.PlainEngine"
+PLAIN = "my_engine.PlainEngine"
 OWN = f"engine.name={PLAIN}"
-OWN_ENGINE = ROOT / "tests" / "support" / "own_engine.py"
+OWN_ENGINE = ROOT / "docs" / "examples" / "my_engine.py"
+STALE_ENGINE = """
+from my_engine import PlainEngine
+
+
+class StaleEngine(PlainEngine):
+    async def _take(self, stream, version):
+        self._model_version = version
+"""
 
 
 def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrain, tmp_path: Path) -> None:
     (tmp_path / "my_engine.py").write_text(OWN_ENGINE.read_text())
-    done = run_train(tmp_path, "+recipe=grpo", *SMALL, "engine.name=my_engine.StaleEngine", "steps=1")
+    (tmp_path / "stale_engine.py").write_text(STALE_ENGINE)
+    done = run_train(tmp_path, "+recipe=grpo", *SMALL, "engine.name=stale_engine.StaleEngine", "steps=1")
     assert done.returncode == 1
     assert "drill with perturbed weights: the engine's log-probabilities are not the trainer's" in done.stdout
 
@@ -28,7 +37,7 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
     ("arguments", "message"),
     [
         (("engine.name=vllmm",), "unknown engine 'vllmm'. Did you mean 'vllm'"),
-        (("engine.name=support.own_engine.Plain",), "engine.name: cannot import 'support.own_engine.Plain'"),
+        (("engine.name=my_engine.Plain",), "engine.name: cannot import 'my_engine.Plain'"),
         (("engine.name=no_such_module.Mine",), "engine.name: .*there is no module 'no_such_module'"),
         (
             ("engine.name=support.tiny_model.tiny_model",),
@@ -36,7 +45,7 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
         ),
         (
             (OWN, "engine.kv_cache_gb=1"),
-            "engine.kv_cache_gb is of vLLM, and engine=support.own",
+            "engine.kv_cache_gb is of vLLM, and engine=my_engine",
         ),
         (
             (OWN, "explorer.sync_offset=1"),

@@ -1,4 +1,7 @@
-"""An engine as a project of its own would write it: a plain Hugging Face model, one request after the other."""
+"""An engine of your own: a plain Hugging Face model that answers one request after the other.
+
+To train with it: `engine.name=my_engine.PlainEngine`, in the folder of this file.
+"""
 
 from typing import Any
 
@@ -74,11 +77,4 @@ class PlainEngine(Engine):
         held = self._weights()
         for name, weight in stream:
             held[name].copy_(weight)
-        self._model_version = version
-
-
-class StaleEngine(PlainEngine):
-    """Keeps its first weights."""
-
-    async def _take(self, stream: WeightStream, version: int) -> None:
         self._model_version = version
