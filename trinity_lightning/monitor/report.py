@@ -1,14 +1,13 @@
-"""The page of a run, which opens from disk: plain HTML with inline style and pictures, no script and no network.
+"""The page of a run, which opens from disk: what is on it. How it looks is in the template `report.html`."""
 
-Completions, prompts and configuration are other people's text: all of it is escaped.
-"""
-
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trinity_lightning.monitor.presentation import (
     STEP_TIMES,
@@ -21,49 +20,81 @@ from trinity_lightning.monitor.presentation import (
 )
 from trinity_lightning.monitor.record import Completion, RunRecord, without_secrets
 
-# -- small pictures as inline SVG; their colours are classes of the style sheet (s0, s1, ...) --------------------------
+
+def short(value: float) -> str:
+    """A number in few characters."""
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.4g}"
+
+
+_MOST_CHARACTERS = 1500
+
+
+def _cut(value: Any) -> str:
+    """The beginning of a text."""
+    text = value if isinstance(value, str) else "" if value is None else repr(value)
+    left = len(text) - _MOST_CHARACTERS
+    return text[:_MOST_CHARACTERS] + (f" … ({left} more characters)" if left > 0 else "")
+
+
+# Completions, prompts and configuration are other people's text: markup in it is shown, not obeyed.
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters |= {"short": short, "cut": _cut}
+
+
+def report_page(run: RunRecord) -> str:
+    """The whole page, ASCII or not, to be written as UTF-8."""
+    return _ENVIRONMENT.get_template("report.html").render(
+        run=run,
+        title=f"{run.folder.parent.name} {run.folder.name}".strip(),
+        facts=_facts(run),
+        curves=[figure for title, names in _PANELS if (figure := _figure(run, title, names)) is not None],
+        times=_times(run),
+        idle=_idle_steps(run),
+        pairs=_pairs(run),
+        apart=_apart(run),
+        kept=_kept(run),
+        config=without_secrets(run.config) if run.config else "",
+    )
+
+
+# -- small pictures as inline SVG --------------------------------------------------------------------------------------
 
 
 Point = tuple[float, float]
 
-_WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
 # More points than pixels show nothing; neighbours are averaged.
 _MOST_POINTS = 400
 _MOST_DOTS = 60
 # Beyond these, differences and powers of ten can no longer be distinguished in double precision.
 _FINEST, _SMALLEST, _LARGEST = 1e-9, 1e-100, 1e100
-COLOURS = 6
 
 
 class _Frame:
     """Where values lie in a picture; round ticks on the y axis, the ends of the x axis, `margin` within the edges."""
 
+    width, height = 360, 190
+    left, right, top, bottom = 46, 352, 8, 168
+
     def __init__(self, x_values: Sequence[float], y_values: Sequence[float], margin: float = 0.0) -> None:
         self.x_low, self.x_high, self.margin = min(x_values), max(x_values), margin
         self.y_ticks = nice_ticks(min(y_values), max(y_values))
-        self.y_low, self.y_high = self.y_ticks[0], self.y_ticks[-1]
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low + 2 * self.margin
         share = (value - self.x_low + self.margin) / span if span else 0.5
-        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+        return round(self.left + share * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_low) / (self.y_high - self.y_low)
-        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-    def axes(self) -> str:
-        parts = []
-        for tick in self.y_ticks:
-            y = self.y(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-            parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 3.5}" text-anchor="end">{short(tick)}</text>')
-        ends = {self.x_low: "start", self.x_high: "end"} if self.x_low < self.x_high else {self.x_low: "middle"}
-        for value, anchor in ends.items():
-            x = self.x(value)
-            parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{short(value)}</text>')
-        return "".join(parts)
+        share = (value - self.y_ticks[0]) / (self.y_ticks[-1] - self.y_ticks[0])
+        return round(self.bottom - share * (self.bottom - self.top), 1)
 
 
 def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
@@ -76,12 +107,17 @@ def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
     Raises:
         ValueError: no finite point.
     """
-    finite = [point for points in series.values() for point in points if _drawable(point[1])]
+    finite = [point for points in series.values() for point in points if _drawable(point)]
     if not finite:
         raise ValueError("a chart needs at least one finite point.")
     frame = _Frame([x for x, _ in finite], [y for _, y in finite])
-    drawn = [_line(frame, name, points, index) for index, (name, points) in enumerate(series.items())]
-    return _svg(label, frame.axes() + "".join(drawn))
+    lines = {name: thinned(points) for name, points in series.items()}
+    pieces = {
+        name: [list(piece) for drawable, piece in itertools.groupby(points, _drawable) if drawable]
+        for name, points in lines.items()
+    }
+    dotted = {name for name, points in lines.items() if len(points) <= _MOST_DOTS}
+    return _pictures().line_chart(frame, pieces, dotted, label)
 
 
 def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], label: str) -> str:
@@ -92,25 +128,17 @@ def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], l
         parts: by name, a number of at least 0 for each step.
         label: as `line_chart`.
     """
-    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    frame = _Frame(steps, [0.0, max(totals)], margin=0.5)
+    heights, bars = [0.0] * len(steps), {}
+    for name, values in parts.items():
+        bars[name] = list(zip(steps, heights, values, strict=True))
+        heights = [height + value for height, value in zip(heights, values, strict=True)]
+    frame = _Frame(steps, [0.0, max(heights)], margin=0.5)
     width = max(round(0.8 * (frame.x(steps[0] + 1) - frame.x(steps[0])), 1), 0.5)
-    bars, heights = [], [0.0] * len(steps)
-    for index, (name, values) in enumerate(parts.items()):
-        for column, (step, value) in enumerate(zip(steps, values, strict=True)):
-            bottom, heights[column] = heights[column], heights[column] + value
-            top, height = frame.y(heights[column]), round(frame.y(bottom) - frame.y(heights[column]), 1)
-            x = round(frame.x(step) - width / 2, 1)
-            title = f"<title>{escape(name)}, step {short(step)}: {short(value)}</title>"
-            box = f'x="{x}" y="{top}" width="{width}" height="{max(height, 0)}"'
-            bars.append(f'<rect class="b{index % COLOURS}" {box}>{title}</rect>')
-    return _svg(label, frame.axes() + "".join(bars))
+    return _pictures().stacked_bars(frame, bars, width, label)
 
 
-def legend(names: Sequence[str]) -> str:
-    """Which colour is which, as HTML."""
-    items = (f'<span><i class="k{i % COLOURS}"></i>{escape(name)}</span>' for i, name in enumerate(names))
-    return f'<div class="legend">{"".join(items)}</div>'
+def _pictures() -> Any:
+    return _ENVIRONMENT.get_template("pictures.html").module
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -126,34 +154,8 @@ def nice_ticks(low: float, high: float) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def short(value: float) -> str:
-    """A number in few characters."""
-    if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
-
-
-def _line(frame: _Frame, name: str, points: Sequence[Point], index: int) -> str:
-    parts, run = [], list[str]()
-    points = thinned(points)
-    for x, y in [*points, (math.nan, math.nan)]:
-        if _drawable(y):
-            run.append(f"{frame.x(x)},{frame.y(y)}")
-        elif run:
-            parts.append(f'<polyline class="s{index % COLOURS}" points="{" ".join(run)}"/>')
-            run = []
-    if len(points) <= _MOST_DOTS:
-        parts += [
-            f'<circle class="d{index % COLOURS}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2">'
-            f"<title>{escape(name)}, step {short(x)}: {short(y)}</title></circle>"
-            for x, y in points
-            if _drawable(y)
-        ]
-    return "".join(parts)
-
-
-def _drawable(value: float) -> bool:
-    return abs(value) < _LARGEST  # not so of NaN
+def _drawable(point: Point) -> bool:
+    return abs(point[1]) < _LARGEST  # not so of NaN
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -165,80 +167,16 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [(group[0][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def _svg(label: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{content}</svg>'
+# -- curves, and where the time went -----------------------------------------------------------------------------------
 
 
-# -- completions ------------------------------------------------------------------------------------------------------
+class Figure(NamedTuple):
+    """A picture, and what it shows: the names of its colours, and their unit."""
 
-
-_EXAMPLES = 8
-_MOST_CHARACTERS = 1500
-
-
-def completions_section(run: RunRecord) -> str:
-    """Of each taskset evaluated more than once the same tasks before and after; without any the first and last step.
-
-    The first tasks are shown, as they come: nobody has chosen them.
-    """
-    evaluated = {name: steps for name, steps in run.completions.items() if name and len(steps) > 1}
-    if evaluated:
-        return "\n".join(_paired(name, steps) for name, steps in evaluated.items())
-    steps = run.completions.get("") or next(iter(run.completions.values()), {})
-    return _apart(steps) if any(steps.values()) else ""
-
-
-def _paired(name: str, steps: Mapping[int, list[Completion]]) -> str:
-    first, last = min(steps), max(steps)
-    after = {_key(completion): completion for completion in reversed(steps[last])}
-    before = {_key(completion): completion for completion in reversed(steps[first])}
-    both = [key for key in reversed(before) if key in after][:_EXAMPLES]
-    pairs = "".join(
-        f'{_prompt(before[key])}<div class="pair">'
-        f"<div>{_shown(before[key], first)}</div><div>{_shown(after[key], last)}</div></div>"
-        for key in both
-    )
-    said = f"The first {len(both)} tasks of {escape(name)}, at explore steps {first} and {last}."
-    return f'<h2>Before and after</h2>\n<p class="quiet">{said}</p>\n{pairs}' if both else ""
-
-
-def _apart(steps: Mapping[int, list[Completion]]) -> str:
-    """The first and the last step, whose tasks are not the same: the first response to each of some tasks."""
-    columns = []
-    for step, completions in sorted(steps.items()):
-        firsts = list({_key(completion): completion for completion in reversed(completions)}.values())[::-1]
-        shown = "<hr>".join(f"{_prompt(each)}{_shown(each, step)}" for each in firsts[:_EXAMPLES])
-        columns.append(f"<div>{shown}</div>")
-    said = "The first response to each of the first tasks; the tasks of the two steps differ."
-    return f'<h2>Completions</h2>\n<p class="quiet">{said}</p>\n<div class="pair">{"".join(columns)}</div>'
-
-
-def _key(completion: Completion) -> str:
-    """What makes two completions answers to the same task."""
-    return repr((completion.get("task"), completion.get("prompt")))
-
-
-def _prompt(completion: Completion) -> str:
-    return f"<pre>{_text(completion.get('prompt'))}</pre>"
-
-
-def _shown(completion: Completion, step: int) -> str:
-    reward = completion.get("reward")
-    said = f", reward {short(reward)}" if isinstance(reward, int | float) else ""
-    cut = ", cut off" if completion.get("truncated") is True else ""
-    cut += f", not trained: {escape(str(completion.get('reason')))}" if completion.get("trained") is False else ""
-    text = _text(completion.get("completion"))
-    return f'<span class="quiet">step {step}{said}{cut}</span><pre>{text}</pre>'
-
-
-def _text(value: Any) -> str:
-    """Anybody's text, as text: markup in it is shown, not obeyed."""
-    text = value if isinstance(value, str) else "" if value is None else repr(value)
-    left = len(text) - _MOST_CHARACTERS
-    return escape(text[:_MOST_CHARACTERS]) + (f" … ({left} more characters)" if left > 0 else "")
-
-
-# -- curves -----------------------------------------------------------------------------------------------------------
+    title: str
+    unit: str
+    chart: str
+    names: list[str]
 
 
 # Title, and the metrics in one picture; `*` stands for the rest of a name.
@@ -264,27 +202,24 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def curves_section(run: RunRecord) -> str:
-    """Every panel with something to see: what never changes (no failed task, a constant rate) is left out."""
-    figures = [figure for title, names in _PANELS if (figure := _figure(run, title, names))]
-    return f'<h2>Curves</h2>\n<div class="grid-of">{"".join(figures)}</div>' if figures else ""
-
-
-def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> str:
+def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | None:
+    """A panel; None if there is nothing to see: what never changes (no failed task, a constant rate) is left out."""
     headlines = headline_metrics(run.names())
-    names = [name for pattern in patterns for name in headlines if fnmatchcase(name, pattern)]
-    series = {name: run.series(name) for name in dict.fromkeys(names)}
-    series = {name: points for name, points in series.items() if any(math.isfinite(y) for _, y in points)}
-    values = [y for points in series.values() for _, y in points if math.isfinite(y)]
+    names = dict.fromkeys(name for pattern in patterns for name in headlines if fnmatchcase(name, pattern))
+    series = {name: points for name in names if _finite(points := run.series(name))}
+    values = [y for points in series.values() for _, y in _finite(points)]
     if not values or (len(values) > 1 and len(set(values)) == 1):
-        return ""
+        return None
     metric = find_metric(next(iter(series)))
-    unit = f' <span class="unit">{escape(metric.unit)}</span>' if metric and metric.unit else ""
-    label = f"{title} over explore steps: {', '.join(series)}"
-    return f"<figure><h3>{escape(title)}{unit}</h3>{line_chart(series, label)}{legend(list(series))}</figure>"
+    chart = line_chart(series, f"{title} over explore steps: {', '.join(series)}")
+    return Figure(title, metric.unit if metric else "", chart, list(series))
 
 
-def step_times(run: RunRecord) -> dict[str, dict[float, float]]:
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def _step_times(run: RunRecord) -> dict[str, dict[float, float]]:
     """Seconds by part and explore step, of the parts that follow one another and so add up."""
     ahead = run.totals([WAIT]).keys()  # rolled out while the step before was trained on
     return {
@@ -293,114 +228,56 @@ def step_times(run: RunRecord) -> dict[str, dict[float, float]]:
     }
 
 
-def time_section(run: RunRecord) -> str:
-    """The parts of an explore step that follow one another, and its evaluation: in all, and step by step."""
-    seconds = {name.removeprefix("time/"): by_step for name, by_step in step_times(run).items()}
+def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
+    """The parts of an explore step that follow one another, and its evaluation: step by step, and in all."""
+    seconds = {name.removeprefix("time/"): by_step for name, by_step in _step_times(run).items()}
     seconds["prepare"] = run.totals(["time/prepare"])
     seconds["evaluation"] = run.totals([name for name in run.names() if fnmatchcase(name, "eval/*/seconds")])
     seconds = {part: by_step for part, by_step in seconds.items() if any(by_step.values())}
     steps = sorted({step for by_step in seconds.values() for step in by_step})
     if not steps:
-        return ""
+        return None
     columns = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
     whole = sum(map(sum, columns.values()))
     rows = [(part, format_seconds(sum(values)), f"{sum(values) / whole:.0%}") for part, values in columns.items()]
     chart = stacked_bars(steps, columns, "Seconds of each explore step by part")
-    return (
-        '<h2>Where the time went</h2>\n<div class="grid-of">'
-        f'<figure><h3>Explore steps <span class="unit">s</span></h3>{chart}{legend(list(columns))}</figure>'
-        f"{_table(('part', 'time', 'share'), rows, numbers=(1, 2))}</div>"
-    )
+    return Figure("Explore steps", "s", chart, list(columns)), rows
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
+# -- what is said in words ---------------------------------------------------------------------------------------------
 
 
-# What the browser is asked to forbid.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-def report_page(run: RunRecord) -> str:
-    """The whole page, ASCII or not, to be written as UTF-8."""
-    title = escape(f"{run.folder.parent.name} {run.folder.name}".strip())
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    sections = [
-        _facts(run),
-        curves_section(run),
-        time_section(run),
-        _untrained_section(run),
-        completions_section(run),
-        _kept_section(run),
-        _environment_section(run),
-        _config_section(run),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _facts(run: RunRecord) -> str:
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
     """First and last value of what matters most, and what it took."""
-    facts = [
-        (name, f"{short(points[0][1])} → {short(points[-1][1])}" if len(points) > 1 else short(points[0][1]))
-        for name, points in ((name, _finite(run.series(name))) for name in _headline(run))
-        if points
-    ]
-    if steps := run.steps():
-        facts.insert(0, ("explore steps", short(max(steps))))
-    if (seconds := sum(sum(by_step.values()) for by_step in step_times(run).values())) > 0:
-        facts.append(("rollouts and training", format_seconds(seconds)))
-    memory = _finite(run.series("perf/peak_memory_gb"))
-    if memory:
-        facts.append(("peak memory", f"{memory[-1][1]:.1f} GB"))
-    if not facts:
-        return '<p class="quiet">No metrics: this run logged none, or none yet.</p>'
-    cells = (
-        f'<div class="fact"><span class="quiet">{escape(name)}</span><b>{escape(v)}</b></div>' for name, v in facts
-    )
-    return f'<div class="facts">{"".join(cells)}</div>'
-
-
-def _headline(run: RunRecord) -> list[str]:
     evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
-    return ["reward/mean", *evaluated, "response_length/mean"]
+    facts = [("explore steps", short(max(steps)))] if (steps := run.steps()) else []
+    for name in ("reward/mean", *evaluated, "response_length/mean"):
+        if points := _finite(run.series(name)):
+            ends = points if len(points) == 1 else (points[0], points[-1])
+            facts.append((name, " → ".join(short(value) for _, value in ends)))
+    if (seconds := sum(sum(by_step.values()) for by_step in _step_times(run).values())) > 0:
+        facts.append(("rollouts and training", format_seconds(seconds)))
+    if memory := _finite(run.series("perf/peak_memory_gb")):
+        facts.append(("peak memory", f"{memory[-1][1]:.1f} GB"))
+    return facts
 
 
-def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def _untrained_section(run: RunRecord) -> str:
-    """The steps of which no response was trained on, with their number for each reason; nothing without any."""
-    idle = [step for step, trained in _finite(run.series("experience_pipeline/trained")) if trained == 0]
-    if not idle:
-        return ""
+def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
+    """The steps of which no response was trained on, with the number of responses for each reason."""
     counts = {
         name.removeprefix(UNTRAINED_PREFIX).replace("_", " "): dict(_finite(run.series(name)))
         for name in run.names()
         if name.startswith(UNTRAINED_PREFIX)
     }
-    rows = []
-    for step in idle:
-        reasons = ", ".join(f"{reason} ({short(steps[step])})" for reason, steps in counts.items() if step in steps)
-        rows.append((short(step), reasons))
-    return (
-        "<h2>Steps that trained on no rollout</h2>\n"
-        f'<p class="quiet">{len(idle)} of {len(run.steps())} steps, with the responses for each reason.</p>\n'
-        + _table(("step", "reasons"), rows, numbers=(0,))
-    )
+    return [
+        (short(step), ", ".join(f"{reason} ({short(its[step])})" for reason, its in counts.items() if step in its))
+        for step, trained in _finite(run.series("experience_pipeline/trained"))
+        if trained == 0
+    ]
 
 
-def _kept_section(run: RunRecord) -> str:
-    if not run.kept:
-        return ""
-    head = ("step", "experiences", "of an expert", "trained tokens", "mean reward", "MB")
-    rows = [
+def _kept(run: RunRecord) -> list[tuple[object, ...]]:
+    return [
         (
             kept.step,
             kept.experiences,
@@ -411,33 +288,36 @@ def _kept_section(run: RunRecord) -> str:
         )
         for kept in run.kept
     ]
-    some = f"{len(run.kept)} of {run.kept_steps} steps. " if len(run.kept) < run.kept_steps else ""
-    how = "Train on them again: <code>+recipe=offline buffer.path=.../experiences</code>"
-    return f'<h2>Experiences kept</h2>\n<p class="quiet">{some}{how}</p>\n' + _table(
-        head, rows, numbers=range(len(head))
-    )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]], numbers: Collection[int]) -> str:
-    """A table as HTML; `numbers` are the columns that hold numbers, by their position."""
-
-    def line(tag: str, cells: Sequence[object]) -> str:
-        kinds = (f'{tag} class="n"' if column in numbers else tag for column in range(len(cells)))
-        return "".join(f"<{kind}>{escape(str(cell))}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-
-    body = "".join(f"<tr>{line('td', cells)}</tr>" for cells in rows)
-    return f'<div class="wide"><table><thead><tr>{line("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+_EXAMPLES = 8  # the first tasks, as they come: nobody has chosen them
 
 
-def _environment_section(run: RunRecord) -> str:
-    if not run.environment:
-        return ""
-    rows = "".join(f"<tr><th>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in run.environment.items())
-    return f'<h2>Environment</h2>\n<div class="wide"><table><tbody>{rows}</tbody></table></div>'
+def _pairs(run: RunRecord) -> list[tuple[str, dict[int, list[Completion]]]]:
+    """Of each taskset that was evaluated more than once, the same tasks' completions in both evaluations, by step."""
+    pairs = []
+    for name, steps in run.completions.items():
+        if name and len(steps) > 1:
+            first, last = (_first_of_each_task(steps[step]) for step in sorted(steps))
+            both = [task for task in first if task in last][:_EXAMPLES]
+            if both:
+                found = dict(zip(sorted(steps), ([each[task] for task in both] for each in (first, last)), strict=True))
+                pairs.append((name, found))
+    return pairs
 
 
-def _config_section(run: RunRecord) -> str:
-    if not run.config:
-        return ""
-    text = escape(without_secrets(run.config))
-    return f"<h2>Configuration</h2>\n<details><summary>config.yaml</summary><pre>{text}</pre></details>"
+def _apart(run: RunRecord) -> dict[int, list[Completion]]:
+    """Without such a taskset: the first response to each of the first tasks of the first and the last step."""
+    if any(name and len(steps) > 1 for name, steps in run.completions.items()):
+        return {}
+    steps = run.completions.get("") or next(iter(run.completions.values()), {})
+    shown = {step: list(_first_of_each_task(its).values())[:_EXAMPLES] for step, its in sorted(steps.items())}
+    return shown if any(shown.values()) else {}
+
+
+def _first_of_each_task(completions: Sequence[Completion]) -> dict[str, Completion]:
+    """By what makes two completions answers to the same task."""
+    firsts: dict[str, Completion] = {}
+    for each in completions:
+        firsts.setdefault(repr((each.get("task"), each.get("prompt"))), each)
+    return firsts
