@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import last_checkpoint, resume_command
@@ -42,7 +43,7 @@ from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.report import write_report
-from trinity_lightning.sync.stream import checkpoint_weights
+from trinity_lightning.sync.stream import saved_weights
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -167,11 +168,11 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
     """
     if config.ckpt_path is None:
         if (folder / "config.yaml").exists():
-            resume = "go on with it (ckpt_path=last)" if any(folder.glob("checkpoints/*.ckpt")) else "delete this one"
+            resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
             raise ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
         return None
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(config.ckpt_path)
-    step, _ = checkpoint_weights(path)
+    step, _ = saved_weights(path)
     if step > config.steps:
         raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
     if step == config.steps:

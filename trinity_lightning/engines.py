@@ -17,7 +17,7 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.sync.stream import checkpoint_weights, parameter_shapes
+from trinity_lightning.sync.stream import parameter_shapes, saved_weights
 
 if TYPE_CHECKING:
     from trinity_lightning.config.servers import AuxiliaryConfig
@@ -189,6 +189,6 @@ def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
 
 def _dtype_of(checkpoint: str | Path) -> WeightDtype:
     """How the run that wrote a checkpoint held its weights; of bfloat16 models some layers stay in float32."""
-    _, weights = checkpoint_weights(checkpoint)
-    rounded = any(tensor.dtype == torch.bfloat16 for _, tensor in weights)
+    _, weights = saved_weights(checkpoint)
+    rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
     return WeightDtype.bf16 if rounded else WeightDtype.fp32

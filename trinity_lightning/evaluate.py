@@ -9,6 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.checkpoints import checkpoints_in, is_checkpoint
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
@@ -52,9 +53,9 @@ def find_checkpoints(config: DictConfig) -> list[Path]:
     if config.ckpt_path == "last":
         return [compose.last_checkpoint(compose.run_dir(config.output_root, config.name, "last"))]
     path = Path(config.ckpt_path)
-    if path.is_file():
+    if is_checkpoint(path):
         return [path]
-    found = sorted([*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")], key=_by_step)
+    found = sorted([*checkpoints_in(path), *checkpoints_in(path / "checkpoints")], key=_by_step)
     if not found:
         raise ConfigError(f"ckpt_path: '{path}' is neither a checkpoint nor a folder that holds one.")
     return found

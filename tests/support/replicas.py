@@ -26,6 +26,7 @@ from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import weight_stream
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
 from trinity_lightning.trainer.model import layers_of
@@ -252,7 +253,9 @@ def faulty(module: Any) -> dict[str, Any]:
     for name, parameter in named.items():
         gradient = torch.ones(parameter.shape)
         gradient[-1] = torch.inf if name == names[1] else 1
-        parameter.grad = gradient if local(parameter) is parameter else placement._sharded(gradient, parameter)
+        if local(parameter) is not parameter:
+            gradient = placement._as_share(placement._own(gradient).clone(), parameter)
+        parameter.grad = gradient
     norm = placement.clip(named.values(), 1.0)
     found = {"norm": norm, "faulty": placement.faulty_gradients(module.policy)}
     found["clipped"] = not bool((local(named[names[0]].grad) == 1).all())
@@ -270,22 +273,24 @@ def asked(dtype: str, **trainer: Any) -> dict[str, Any]:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-WAYS = ("one", *STRATEGIES)  # to train
+# To train on several; "folder": in shards that checkpoints are written in, too.
+WAYS = {**STRATEGIES, "folder": partial(ShardStrategy, save_distributed_checkpoint=True)}
 # Which way writes a checkpoint, and which reads it: what one process writes of it again has the same bits, so that the
-# other pairs would show nothing more.
-PAIRS = [("one", way) for way in STRATEGIES] + [(way, "one") for way in STRATEGIES]
+# other pairs would show nothing more, but for shares that are read from a folder.
+PAIRS = [("one", way) for way in WAYS] + [(way, "one") for way in WAYS] + [("folder", "fsdp2")]
 
 
 def settings(way: str) -> dict[str, Any]:
     """The Trainer's."""
-    return {} if way == "one" else {"devices": RANKS, "strategy": STRATEGIES[way](timeout=60)}
+    return {} if way == "one" else {"devices": RANKS, "strategy": WAYS[way](timeout=60)}
 
 
 def write(file: Path, way: str, dtype: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
     """Train so many epochs of the same items, those of a checkpoint included, and write another checkpoint."""
     batches = [batch_of(each) for each in ragged()]
     policy = make_policy(optimizer=SMOOTH, dtype=dtype)
-    fit(policy, batches, ckpt_path=before, max_epochs=epochs, **settings(way)).save_checkpoint(file)
+    plugins = [AtomicCheckpointIO()]
+    fit(policy, batches, ckpt_path=before, max_epochs=epochs, plugins=plugins, **settings(way)).save_checkpoint(file)
 
 
 def write_first(folder: Path, way: str) -> None:
@@ -333,7 +338,7 @@ def _main(file: str) -> None:
             error = failed(folder / f"{way}-{rank}-{place}", rank, place, **settings(way))
             found[way][f"rank {rank} fails {place}"] = error
     for work in (write_first, write_again):
-        for way in STRATEGIES:
+        for way in WAYS:
             work(folder, way)
     torch.save(found, file)
 

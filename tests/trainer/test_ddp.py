@@ -31,6 +31,7 @@ from support.replicas import (
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import ddp
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ def checkpoints(found: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
     """Checkpoints by name, those that one process writes when it has read those of two among them."""
     write_again(folder, "one")
     write(folder / "later.ckpt", "one", epochs=2)
-    return lambda name: torch.load(folder / f"{name}.ckpt", weights_only=True)
+    return lambda name: AtomicCheckpointIO().load_checkpoint(folder / f"{name}.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)

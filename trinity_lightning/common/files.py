@@ -1,6 +1,7 @@
 """Whole files or none."""
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,3 +27,20 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a file or a folder, whatever is there; a kill in between may leave what was there as `.NAME.old`."""
+    old = target.with_name(f".{target.name}.old")
+    if target.is_dir() or (temporary.is_dir() and target.exists()):  # no system call replaces those
+        _remove(old)
+        target.rename(old)
+    temporary.replace(target)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trinity_lightning.config.checkpoints import is_checkpoint
 from trinity_lightning.config.engines import (
     CAPABILITIES,
     ENGINE_KEYS,
@@ -79,8 +80,8 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
 
 def check_checkpoint(config: DictConfig) -> None:
     """Refuse a checkpoint to resume from that does not exist; a ConfigError."""
-    if config.ckpt_path not in (None, "last") and not Path(config.ckpt_path).is_file():
-        what = "is a folder, and one of its files is needed" if Path(config.ckpt_path).is_dir() else "is no file"
+    if config.ckpt_path not in (None, "last") and not is_checkpoint(Path(config.ckpt_path)):
+        what = "is a folder, and no whole checkpoint" if Path(config.ckpt_path).is_dir() else "is no file"
         raise ConfigError(f"ckpt_path: '{config.ckpt_path}' {what}: give FOLDER/checkpoints/NAME.ckpt, or last.")
 
 
@@ -250,7 +251,7 @@ def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
     if strategy_of(trainer) == SHARDS:
         from trinity_lightning.config.shards import check_shards
 
-        check_shards(run, trainer.get("precision"))
+        check_shards(run, trainer)
 
 
 def _check_accelerator(trainer: Mapping[str, Any]) -> None:

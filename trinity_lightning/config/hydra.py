@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig, trains_together
@@ -81,10 +82,10 @@ def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
         return str(_new_folder(Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
-    found = list(Path(root, name).glob("*/checkpoints/*.ckpt"))
+    found = checkpoints_in(Path(root, name), "*/checkpoints/*.ckpt")
     if not found:
         raise ConfigError(f"ckpt_path=last: there is no checkpoint under {Path(root, name)} to resume from.")
-    return str(max(found, key=lambda path: path.stat().st_mtime).parents[1])
+    return str(found[-1].parents[1])
 
 
 def _new_folder(folder: Path) -> Path:
@@ -116,12 +117,12 @@ def discard_unused(folder: str | Path) -> None:
 def last_checkpoint(folder: str | Path) -> Path:
     """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
     folder = Path(folder)
-    found = list(folder.glob("checkpoints/*.ckpt"))
+    found = checkpoints_in(folder / "checkpoints")
     if not found:
         raise ConfigError(f"there is no checkpoint in {folder / 'checkpoints'}; ckpt_path=last is for single runs.")
-    last = max(found, key=lambda path: path.stat().st_mtime)
+    last = found[-1]
     later = sorted(run.name for run in folder.parent.glob("*-*-*_*") if run.name > folder.name)
-    without = [name for name in later if not any((folder.parent / name).glob("checkpoints/*.ckpt"))]
+    without = [name for name in later if not checkpoints_in(folder.parent / name / "checkpoints")]
     passed_over = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
     logger.info("ckpt_path=last is %s%s", last, passed_over)
     return last

@@ -1,21 +1,30 @@
 """What does not go together with a policy in shards (trainer=fsdp2)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from trinity_lightning.config.engines import capabilities_of
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import MIXED
+from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 
 
-def check_shards(run: TrainConfig, precision: Any) -> None:
-    """Refuse what was not built for shards, for a Trainer of that precision; a ConfigError."""
-    check_shards_of(precision, run.model.compile)
+def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+    """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
+    check_shards_of(trainer.get("precision"), run.model.compile)
+    check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
         raise ConfigError(
             f"engine={run.engine.name} generates with the training model itself, which trainer=fsdp2 holds in shards: "
             "choose engine=vllm or vllm_server, or trainer=ddp."
         )
+
+
+def check_distributed_checkpoint(given: Any) -> None:
+    """Refuse anything but true, false and auto; a ConfigError."""
+    if given != AUTO and not isinstance(given, bool):
+        raise ConfigError(f"trainer.strategy.save_distributed_checkpoint is {given!r}: give true, false or {AUTO}.")
 
 
 def check_shards_of(precision: Any, compile_layers: bool) -> None:

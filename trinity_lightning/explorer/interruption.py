@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.config.checkpoints import checkpoints_in
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +152,8 @@ class StopCheckpoint(L.Callback):
 
     def _earlier(self, path: Path | None) -> str:
         """What to go on with if nothing was saved now; nothing if there is none."""
-        checkpoints = [] if path is None else path.parent.glob("*.ckpt")
-        latest = max(checkpoints, key=lambda each: each.stat().st_mtime, default=None)
-        return "" if latest is None else f"The last checkpoint before it stands. {self._resume(latest)}"
+        checkpoints = [] if path is None else checkpoints_in(path.parent)
+        return f"The last checkpoint before it stands. {self._resume(checkpoints[-1])}" if checkpoints else ""
 
     def _cut_short(self, trainer: L.Trainer) -> bool:
         """Whether the item under way has begun to change the weights, and did not come to its end."""

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import ConfigError, WeightSyncError
 
 Shape = tuple[int, ...]
 
 MAX_LISTED = 8
+_POLICY = "model."  # PolicyModule.model
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -101,14 +103,24 @@ def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
     Raises:
         ConfigError: not a checkpoint of a training run.
     """
+    step, saved = saved_weights(path)
+    weights = whole(path, {"state_dict": saved})["state_dict"]
+    return step, WeightStream.of((name.removeprefix(_POLICY), tensor) for name, tensor in weights.items())
+
+
+def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
+    """The step, and the weights by the checkpoint's names as `common.checkpoints.contents` has them: not read yet.
+
+    Raises:
+        ConfigError: not a checkpoint of a training run.
+    """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = contents(path)
         step = _explore_step(checkpoint)
-        prefix = "model."  # PolicyModule.model
-        weights = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+        weights = {name: each for name, each in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
         raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
-    return step, WeightStream.of(weights.items())
+    return step, weights
 
 
 def _explore_step(checkpoint: dict[str, Any]) -> int:

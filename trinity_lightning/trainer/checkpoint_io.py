@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from trinity_lightning.common.checkpoints import contents, whole
+from trinity_lightning.common.files import put_in_place
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes to a temporary file beside the target, then renames it.
@@ -33,6 +36,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(target)
+            put_in_place(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """All of a checkpoint, one in shards (`trainer.fsdp`) too.
+
+        Raises:
+            ConfigError: its shards are damaged.
+        """
+        if Path(path).is_dir():
+            return whole(path, contents(path))
+        return super().load_checkpoint(path, map_location, weights_only)

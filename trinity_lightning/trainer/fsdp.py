@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -14,8 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.config.shards import check_shards_of
+from trinity_lightning.common.shard_files import filled, new_folder, places_of, read, without_shards, write
+from trinity_lightning.config.checkpoints import REST
+from trinity_lightning.config.shards import check_distributed_checkpoint, check_shards_of
+from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
@@ -23,15 +28,26 @@ from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.logprobs import gradient_of
 from trinity_lightning.trainer.model import layers_of
 
+ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
+
 
 class ShardStrategy(ReplicaStrategy):
     """The policy, its gradients, its optimizer's state and the reference in shards; else as ReplicaStrategy.
 
-    Weights of bfloat16 are computed with in bfloat16, and their shards are float32: there are no other masters. A
-    checkpoint is that of one device: rank 0 puts it together in its host's memory. One process alone shards nothing.
+    Weights of bfloat16 are computed with in bfloat16, and their shards are float32: there are no other masters. One
+    process alone shards nothing.
+
+    A checkpoint is that of one device, which rank 0 puts together in its host's memory, or, with
+    `save_distributed_checkpoint`, a folder to which each rank writes its shares; `auto`: if it has ONE_FILE_BYTES.
     """
 
     shards: "Shards | None" = None
+
+    def __init__(self, save_distributed_checkpoint: bool | str = AUTO, **settings: Any) -> None:
+        check_distributed_checkpoint(save_distributed_checkpoint)
+        super().__init__(**settings)
+        self._in_shards = save_distributed_checkpoint
+        self._folder = Path()  # of shards, which the checkpoint was read from
 
     def model_to_device(self) -> None:
         """Move the policy to the device once it is in shards: as a whole it may not fit."""
@@ -53,7 +69,7 @@ class ShardStrategy(ReplicaStrategy):
             raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
         check_shards_of(module.trainer.precision, module.hparams["compile_layers"])
         module.check_trainable(self.root_device)  # tried while it is whole
-        self.placement = self.shards = Shards(module, self.ranks, self.root_device)
+        self.placement = self.shards = Shards(module, self.ranks, self.root_device, self._in_shards)
         self.ranks.serve = self.shards.serve
         super().model_to_device()
 
@@ -75,27 +91,45 @@ class ShardStrategy(ReplicaStrategy):
         """The weights as one device has them, on rank 0; nothing on the others, which are asked for their shares."""
         if self.shards is None:
             return super().lightning_module_state_dict()
-        return self.shards.module_state() if self.is_global_zero else {}
+        return without_shards(self.shards.module_state()) if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device has it, on rank 0; nothing on the others, which send their shares."""
         if self.shards is None:
             return super().optimizer_state(optimizer)
-        return self.shards.optimizer_state() if self.is_global_zero else {}
+        return without_shards(self.shards.optimizer_state()) if self.is_global_zero else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """In a file, or rank 0's of what is in no shards in a folder where each writes its shares."""
+        if self.shards is None or not self.shards.in_shards:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            with new_folder(Path(filepath).absolute()) as folder:
+                self.shards.write(folder, "optimizer_states" in checkpoint)
+                super().save_checkpoint(checkpoint, folder / REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint in a local file, mapped into memory: each process reads of moments and masters its own rows."""
+        """A local checkpoint that stays on disk: each process reads of moments and masters its own rows."""
         if self.ranks.size == 1:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)
+        self._folder = Path(checkpoint_path)
+        return contents(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read weights that are in shards into the policy's own, of which there may be no room for a copy."""
+        saved = {"state_dict": checkpoint["state_dict"]}
+        module = self.lightning_module
+        if self.ranks.size > 1 and module is not None and places_of(saved):
+            own = {f"state_dict.{name}": each for name, each in module.state_dict().items()}
+            saved = filled(self._folder, saved, own)
+        super().load_model_state_dict(saved, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This rank's share of what one device's optimizer had."""
         if self.shards is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            (state,) = checkpoint["optimizer_states"]
-            self.shards.load_optimizer_state(state)
+            self.shards.load_optimizer_state(checkpoint["optimizer_states"], self._folder)
 
 
 class _Mesh(DeviceMesh):
@@ -144,13 +178,16 @@ class Shards(Replicas):
     calls, and the others do the same in the round in which they wait for it.
     """
 
-    def __init__(self, module: Any, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, module: Any, ranks: Ranks, device: torch.device, in_shards: bool | str = AUTO) -> None:
         super().__init__(ranks)
         self.module = module
         self.dtype: torch.dtype = module.policy.dtype
+        weight = 4 if self.dtype == torch.float32 else 6  # bytes, with its master; and twice 4 of moments
+        one_file = (weight + 8) * sum(each.numel() for each in module.policy.parameters())
+        self.in_shards = one_file > ONE_FILE_BYTES if in_shards == AUTO else bool(in_shards)
         self._optimizer: Any = None
         self._order: list[str] = []  # names of the optimizer's parameters
-        self._mesh = _Mesh(ranks, device)
+        self._mesh, self._host = _Mesh(ranks, device), _Mesh(ranks, torch.device("cpu"))
         self._saved: list[Tensor] = []  # of the drill
         self._asking, self._thread = threading.Lock(), threading.get_ident()
         self._used: set[Any] = set()  # models that have begun a pass
@@ -262,12 +299,14 @@ class Shards(Replicas):
             if self.module.trainer.interrupted and threading.get_ident() != self._thread:
                 raise WeightSyncError("the run has failed: its weights are not sent any further.")
             self.on_all_ranks("gather", name, moment, dtype)
-            if moment is None:
-                return self.gathered(self._parameters[name], dtype, at=name)
-            held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-            return self.gathered(
-                self._optimizer.state[held[self._order.index(name)]][moment], dtype, f"{moment} of {name}"
-            )
+            return self.gathered(self._share(name, moment), dtype, at=f"{moment} of {name}" if moment else name)
+
+    def _share(self, name: str, moment: str | None = None) -> DTensor:
+        """This rank's of that parameter, or of that moment of it."""
+        if moment is None:
+            return self._parameters[name]
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return self._optimizer.state[held[self._order.index(name)]][moment]
 
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
         """The whole of it, rounded to a dtype first; all ranks ask. `at`: what an error calls it."""
@@ -332,23 +371,45 @@ class Shards(Replicas):
 
     def state_dict(self, model: Any) -> dict[str, Any]:
         """The policy's weights on the host."""
+        return self._state(model, lambda name: self.whole(name).cpu())
+
+    def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
         first: dict[int, str] = {}  # names of parameters that are tied
         for name, parameter in self._parameters.items():
             first.setdefault(id(parameter), name)
-        whole = {name: self.whole(name).cpu() for name in first.values()}
-        own = {name: whole[first[id(parameter)]] for name, parameter in self._parameters.items()}
+        taken = {name: take(name) for name in first.values()}
+        own = {name: taken[first[id(parameter)]] for name, parameter in self._parameters.items()}
         return {name: own.get(name, each) for name, each in model.state_dict().items()}
 
     def module_state(self) -> dict[str, Any]:
-        """The same by the names of the PolicyModule."""
-        return {f"model.{name}": each for name, each in self.state_dict(self.module.policy).items()}
+        """The weights by the names of the PolicyModule, for a checkpoint."""
+        state = self._state(self.module.policy, lambda name: self._kept(name, dtype=self.dtype))
+        return {f"model.{name}": each for name, each in state.items()}
+
+    def _kept(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """What a checkpoint has of a parameter: its whole, on the host, or this rank's share."""
+        if not self.in_shards:
+            return self.gather(name, moment, dtype).cpu()
+        share = self._share(name, moment)
+        if dtype in (None, share.dtype):
+            return share
+        return self._as_share(share.to_local().detach().to("cpu", dtype), share)  # the device may be full
+
+    def write(self, folder: Path, optimizer: bool) -> None:
+        """Write the shares of weights, and of the optimizer's state, to a folder, on all ranks."""
+        with self._asking:
+            self.on_all_ranks("write", folder, optimizer)
+            kept: dict[str, Any] = {"state_dict": self.module_state()}
+            if optimizer:
+                kept["optimizer_states"] = [self.optimizer_state()]
+            write(folder, places_of(kept), self.ranks)
 
     def optimizer_state(self) -> dict[str, Any]:
         """What one device's optimizer would have, which is over masters if the policy computes in bfloat16."""
         plain = self._optimizer.state_dict()  # the optimizer's own dicts, which keep the shards
         plain["state"] = {
             position: {
-                moment: self.gather(self._order[position], moment).cpu() if isinstance(value, DTensor) else value
+                moment: self._kept(self._order[position], moment) if isinstance(value, DTensor) else value
                 for moment, value in values.items()
             }
             for position, values in plain["state"].items()
@@ -356,34 +417,53 @@ class Shards(Replicas):
         if self.dtype == torch.float32:
             return plain
         return {
-            "state": {"inner": plain, "masters": [self.gather(name).cpu() for name in self._order]},
+            "state": {"inner": plain, "masters": [self._kept(name) for name in self._order]},
             "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in plain["param_groups"]],
         }
 
     @torch.no_grad()
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's share of what one device's optimizer had, and the masters for weights."""
+    def load_optimizer_state(self, states: Sequence[Mapping[str, Any]], folder: Path) -> None:
+        """Take this rank's share of what one device's optimizer had, and the masters for weights.
+
+        `folder`: where shares are read that are in shards.
+        """
+        (state,) = states
         plain = state
+        shares: dict[int, DTensor] = {}  # by what they are shares of
+
+        def take(whole: Tensor, share: DTensor) -> DTensor:
+            shares[id(whole)] = share
+            if not whole.is_meta:
+                share.to_local().copy_(self._own(whole))
+            return share
+
         if self.dtype != torch.float32:
             plain = state["state"]["inner"]
             for name, master in zip(self._order, state["state"]["masters"], strict=True):
-                self._parameters[name].to_local().copy_(self._own(master))
+                take(master, self._parameters[name])
         groups = [
             {**inner, **{k: v for k, v in outer.items() if k != "params"}}
             for inner, outer in zip(plain["param_groups"], state["param_groups"], strict=True)
         ]
         moments = {
             position: {
-                name: self._sharded(value, self._parameters[self._order[position]]) if value.ndim else value.clone()
+                name: take(value, self._empty(value, self._parameters[self._order[position]]))
+                if value.ndim
+                else value.clone()
                 for name, value in values.items()
             }
             for position, values in plain["state"].items()
         }
+        if places := places_of({"optimizer_states": states}):
+            read(folder, {place: shares[id(whole)] for place, whole in places.items()})
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
-    def _sharded(self, whole: Tensor, like: DTensor) -> DTensor:
-        own = self._own(whole).to(like.to_local().device, copy=True)
-        return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+    def _empty(self, whole: Tensor, like: DTensor) -> DTensor:
+        return self._as_share(torch.empty_like(like.to_local(), dtype=whole.dtype), like)
+
+    def _as_share(self, own: Tensor, like: DTensor) -> DTensor:
+        mesh = self._mesh if own.device.type == self._mesh.device_type else self._host
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.alone import ALONE, Alone, ranks_of
+from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
@@ -563,6 +564,6 @@ def resumed_budget(checkpoint: str | Path) -> int:
     Raises:
         ConfigError: the checkpoint is of an earlier version.
     """
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True).get("policy", {})
+    state = contents(checkpoint).get("policy", {})
     check_version(state, (BUDGET,), "the policy")
     return state[BUDGET]

@@ -1,0 +1,180 @@
+"""Checkpoints that several ranks write their shares of, and that any number of them reads."""
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from trinity_lightning.common.checkpoints import contents, whole
+from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.common.shard_files import new_folder, places_of, read, without_shards, write
+from trinity_lightning.config.checkpoints import REST, checkpoints_in
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.fsdp import _Mesh
+
+
+class Meeting:
+    """Where threads of one process exchange values as ranks do."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def ranks(self) -> "list[Ranks]":
+        return [Thread(rank=rank, size=len(self.values), group=self) for rank in range(len(self.values))]
+
+
+class Thread(Ranks):
+    """A rank of a Meeting."""
+
+    def exchange(self, value: Any, patient: bool = False, at: str = "") -> list[Any]:
+        self.group.values[self.rank] = value
+        self.group.barrier.wait(30)
+        found = list(self.group.values)
+        self.group.barrier.wait(30)
+        return found
+
+
+def share(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """That rank's rows, as `fully_shard` deals them."""
+    most = -(-len(tensor) // size)
+    own, mesh = tensor[rank * most : (rank + 1) * most].clone(), _Mesh(Ranks(rank, size), torch.device("cpu"))
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def checkpoint_of(tensors: list[Tensor], rank: int, size: int) -> dict[str, Any]:
+    """A checkpoint with shares of tensors, the first of them under two names, and with other things."""
+    weights = {f"model.{number}": share(each, rank, size) for number, each in enumerate(tensors)}
+    moments = {
+        number: {"step": torch.tensor(3.0), "exp_avg": share(each * 2, rank, size)}
+        for number, each in enumerate(tensors)
+    }
+    tied = {"model.tied": weights["model.0"], "model.buffer": torch.arange(3)}
+    return {"state_dict": weights | tied, "optimizer_states": [{"state": moments, "betas": (0.9, 0.95)}], "epoch": 2}
+
+
+def save(target: Path, tensors: list[Tensor], size: int) -> None:
+    """Write a checkpoint as so many ranks do."""
+    with new_folder(target) as folder:
+
+        def work(ranks: Ranks) -> None:
+            write(folder, places_of(checkpoint_of(tensors, ranks.rank, size)), ranks)
+
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(work, Meeting(size).ranks()))
+        torch.save(without_shards(checkpoint_of(tensors, 0, size)), folder / REST)
+
+
+def some_tensors() -> list[Tensor]:
+    return [torch.randn(7, 4), torch.randn(3).bfloat16(), torch.randn(1, 2, 2)]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+@settings(max_examples=20)
+def test_any_number_of_ranks_reads_what_any_number_wrote(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], writers: int, readers: int
+) -> None:
+    path = tmp_path_factory.mktemp("shards") / "it.ckpt"
+    tensors = [torch.randn(shape) for shape in shapes]
+    save(path, tensors, writers)
+    found = contents(path)
+    assert found["state_dict"]["model.tied"] is found["state_dict"]["model.0"]
+    for rank in range(readers):
+        empty = checkpoint_of([torch.zeros_like(each) for each in tensors], rank, readers)
+        targets = places_of(empty)
+        read(path, targets)
+        expected = places_of(checkpoint_of(tensors, rank, readers))
+        assert targets.keys() == expected.keys() == places_of(found).keys()
+        for place, each in targets.items():
+            assert torch.equal(each.to_local(), expected[place].to_local()), place  # type: ignore[attr-defined]
+
+
+def test_one_process_reads_all_of_it_or_a_part(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save(tmp_path / "it.ckpt", tensors, 2)
+    found = contents(tmp_path / "it.ckpt")
+    everything = whole(tmp_path / "it.ckpt", found)
+    for number, each in enumerate(tensors):
+        assert torch.equal(everything["state_dict"][f"model.{number}"], each)
+        assert torch.equal(everything["optimizer_states"][0]["state"][number]["exp_avg"], each * 2)
+    assert everything["state_dict"]["model.buffer"].tolist() == [0, 1, 2]
+    assert (everything["optimizer_states"][0]["betas"], everything["epoch"]) == ((0.9, 0.95), 2)
+    weights = whole(tmp_path / "it.ckpt", {"state_dict": found["state_dict"]})["state_dict"]
+    torch.testing.assert_close(weights["model.1"], tensors[1], rtol=0, atol=0)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["it.ckpt"]
+    assert str(tmp_path).encode() not in (tmp_path / "it.ckpt" / ".metadata").read_bytes()
+
+
+def fill_half(target: Path) -> None:
+    with new_folder(target) as folder:
+        (folder / "__0_0.distcp").write_bytes(b"half of it")
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize("before", ["nothing", "a file", "a folder"])
+def test_what_fails_on_the_way_leaves_what_was_there(tmp_path: Path, before: str) -> None:
+    target = tmp_path / "it.ckpt"
+    if before == "a file":
+        torch.save({"epoch": 1}, target)
+    elif before == "a folder":
+        save(target, some_tensors(), 1)
+    with pytest.raises(OSError, match="disk full"):
+        fill_half(target)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ([] if before == "nothing" else ["it.ckpt"])
+    save(target, some_tensors(), 2)
+    assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
+    assert contents(target)["epoch"] == 2
+
+
+def test_a_folder_that_was_not_written_to_its_end_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("first", "last"):
+        save(tmp_path / f"{name}.ckpt", some_tensors(), 2)
+    assert [each.name for each in checkpoints_in(tmp_path)] == ["first.ckpt", "last.ckpt"]
+    (tmp_path / "last.ckpt" / REST).unlink()
+    assert [each.name for each in checkpoints_in(tmp_path)] == ["first.ckpt"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("it runs",))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.find(b"data/0") + 200  # within a tensor's bytes, which torch aligns to 64
+    data[at] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "a flipped byte": (lambda folder: flip(folder / "__1_0.distcp"), "is damaged"),
+    "a file that ends early": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"), "cannot be read"),
+    "a file that is gone": (lambda folder: (folder / "__1_0.distcp").unlink(), "No such file"),
+    "no metadata": (lambda folder: (folder / ".metadata").write_bytes(b""), "cannot be read"),
+    "code": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())), "may not name builtins.print"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_and_no_code_is_run(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "it.ckpt"
+    save(path, [torch.zeros(400, 8)], 2)
+    strike, message = DAMAGE[damage]
+    strike(path)
+    with pytest.raises(ConfigError, match=message) as error:
+        whole(path, contents(path))
+    assert str(path) in str(error.value)
+    assert not capsys.readouterr().out
