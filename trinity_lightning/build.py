@@ -36,7 +36,7 @@ from trinity_lightning.engines import (
     settle_dtypes,
 )
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.explorer.callback import ExplorerCallback, ExplorerFollower
+from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
@@ -129,6 +129,8 @@ def build(config: DictConfig) -> Run:
     stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
     data: L.LightningDataModule
     if follower:  # rank 0 rolls out, saves, shows and records
+        from trinity_lightning.explorer.follower import ExplorerFollower
+
         callbacks = [ThreadShare(typed), ExplorerFollower()] if online else []
         data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed)
     elif online:

@@ -114,14 +114,14 @@ class ExplorerCallback(L.Callback):
                 "ExplorerCallback is for rank 0 of a ReplicaStrategy: give the others an ExplorerFollower."
             )
         if self.explorer.config.samples_older_weights:
-            _policy(pl_module).objective.expect_older_weights()
-        if not _epochs(trainer).ready:
+            policy_of(pl_module).objective.expect_older_weights()
+        if not epochs_of(trainer).ready:
             self._forget(trainer)
 
     def _forget(self, trainer: L.Trainer) -> None:
         """Forget what the fit of another Trainer left here; a checkpoint is loaded after this."""
         self.explorer.restart()
-        _data(trainer).storage.clear()
+        data_of(trainer).storage.clear()
         self.metrics = {}
         self._pending = PendingSteps()
         self._versions.forget()
@@ -135,7 +135,7 @@ class ExplorerCallback(L.Callback):
         """
         # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-        policy, data = _policy(pl_module), _data(trainer)
+        policy, data = policy_of(pl_module), data_of(trainer)
         policy.check_trainable()
         for engine in self.explorer.engines.models:
             engine.bind(policy.policy)
@@ -219,7 +219,7 @@ class ExplorerCallback(L.Callback):
         time_of_step = {"time/step": self.metrics["time/step"]}
         log_row(trainer.loggers, time_of_step, step_of(trainer), last_row(trainer))
         self._end_step(trainer)
-        _let_monitor(trainer, pl_module, self.metrics)
+        let_monitor(trainer, pl_module, self.metrics)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the last step, if a resumed run had only that left to do.
@@ -227,7 +227,7 @@ class ExplorerCallback(L.Callback):
         Only now is it known that there is no training: Lightning restores its loops behind `on_fit_start`, and has
         taken the policy to the CPU.
         """
-        if self._ended < _epochs(trainer).processed:
+        if self._ended < epochs_of(trainer).processed:
             trainer.strategy.model_to_device()
             self._end_step(trainer)
             pl_module.cpu()
@@ -241,9 +241,9 @@ class ExplorerCallback(L.Callback):
         if self._step == step:
             return
         self._step_began = time.perf_counter()
-        handed_over = _data(trainer).batch == step  # of a run that is resumed within a step
+        handed_over = data_of(trainer).batch == step  # of a run that is resumed within a step
         if not handed_over:
-            self.metrics = rollouts.obtain(step, trainer.global_step, _data(trainer).storage.is_ready)
+            self.metrics = rollouts.obtain(step, trainer.global_step, data_of(trainer).storage.is_ready)
         rollouts.trainers_turn()
         if not handed_over:
             self._hand_over(trainer, step)
@@ -258,10 +258,10 @@ class ExplorerCallback(L.Callback):
 
     def _hand_over(self, trainer: L.Trainer, step: int) -> None:
         """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""
-        data = _data(trainer)
+        data = data_of(trainer)
         self._versions.begin_step(trainer.global_step)
         start = time.perf_counter()
-        columns = _policy(trainer.lightning_module).prepare_step(data.share(step))
+        columns = policy_of(trainer.lightning_module).prepare_step(data.share(step))
         self.metrics |= self._pending.metrics.pop(step) | {"time/prepare": time.perf_counter() - start}
         lag = self._versions.at(trainer.global_step) - self.metrics["sample/model_version/mean"]
         self.metrics["sample/lag/mean"] = lag
@@ -269,7 +269,7 @@ class ExplorerCallback(L.Callback):
 
     def _end_step(self, trainer: L.Trainer) -> None:
         """Evaluate at a step's end, if that is due and not done yet."""
-        step = _epochs(trainer).processed
+        step = epochs_of(trainer).processed
         if self._ended >= step:
             return
         last = step == trainer.max_epochs and self.explorer.config.eval_interval > 0 and self.explorer.evaluates
@@ -322,41 +322,6 @@ class ExplorerCallback(L.Callback):
         self._pending.load_state_dict(state_dict["ahead"])
 
 
-class ExplorerFollower(L.Callback):
-    """In the place of ExplorerCallback on ranks other than 0: takes over the explore steps that rank 0 hands over."""
-
-    def __init__(self) -> None:
-        self._step = 0  # what is prepared to be trained on
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """A Trainer that has not trained begins at step 1; a checkpoint is loaded after this."""
-        self._step = 0
-        if not _epochs(trainer).ready:
-            _data(trainer).storage.clear()
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As ExplorerCallback: a resumed run may not come by `on_train_epoch_start`."""
-        self.on_train_epoch_start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Wait for the step, however long it is rolled out, and help to prepare it; a checkpoint may have had it."""
-        data, step = _data(trainer), step_of(trainer)
-        if self._step == step:
-            return
-        if data.batch != step:
-            data.advance(step, _policy(pl_module).prepare_step(data.share(step)))
-        trainer.strategy.barrier()
-        self._step = step
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over what was measured: checkpoints and early stopping are decided by it, on all ranks alike."""
-        _let_monitor(trainer, pl_module, {})
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Rank 0 may evaluate, and need this rank's share of the weights."""
-        trainer.strategy.barrier()
-
-
 def _rollouts_class(config: ExplorerConfig) -> type[TrainingRollouts]:
     if config.sync_offset == 0:
         return TrainingRollouts
@@ -365,27 +330,27 @@ def _rollouts_class(config: ExplorerConfig) -> type[TrainingRollouts]:
     return RolloutsAhead
 
 
-def _let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:
+def let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:
     """Let ModelCheckpoint and EarlyStopping see what rank 0 has measured; the loggers have it already."""
     seen = trainer.strategy.broadcast(metrics)
     pl_module.log_dict(seen, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
 
-def _data(trainer: L.Trainer) -> ExperienceDataModule:
+def data_of(trainer: L.Trainer) -> ExperienceDataModule:
     return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
 
-def _policy(module: Any) -> TrainablePolicy:
+def policy_of(module: Any) -> TrainablePolicy:
     return cast("TrainablePolicy", module)
 
 
 def _items_done(trainer: L.Trainer) -> int:
     """Items of the present epoch that were trained on; between two epochs Lightning counts those of the one before."""
     items: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    within = _epochs(trainer).started > _epochs(trainer).processed
+    within = epochs_of(trainer).started > epochs_of(trainer).processed
     return items.processed if within else 0
 
 
-def _epochs(trainer: L.Trainer) -> Any:
+def epochs_of(trainer: L.Trainer) -> Any:
     """Lightning's counts of epochs, which it declares narrower than they are."""
     return trainer.fit_loop.epoch_progress.current
