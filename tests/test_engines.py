@@ -10,14 +10,13 @@ import lightning as L
 import pytest
 import torch
 
-from trinity_lightning import engines
+from trinity_lightning import engines, servers
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_room
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.vllm_server import server_cores
 
 
@@ -82,7 +81,7 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
 ) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(vllm_server, "VLLMServerEngine", lambda model, config, **given: started.update(given))
+    monkeypatch.setattr(servers, "VLLMServerEngine", lambda model, config, **given: started.update(given))
     config = TrainConfig(
         explorer=ExplorerConfig(sync_offset=sync_offset),
         auxiliary_models={"judge": {"model": "tiny", "engine": {**engine, "gpus": [1]}}},
@@ -122,7 +121,7 @@ def test_the_trainer_has_the_threads_that_servers_leave_and_gives_them_back(
         auxiliary_models={} if judge is None else {"judge": judge},
     )
     of_trainer: Any = SimpleNamespace(**{"num_devices": 1, "node_rank": 0} | trainer)
-    share, parts = engines.ThreadShare(config), (of_trainer, L.LightningModule())
-    share.setup(*parts, "fit")
-    share.teardown(*parts, "fit")
+    for share in engines.thread_share(config):
+        share.setup(of_trainer, L.LightningModule(), "fit")
+        share.teardown(of_trainer, L.LightningModule(), "fit")
     assert threads == left

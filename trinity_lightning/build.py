@@ -27,13 +27,13 @@ from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
 from trinity_lightning.engines import (
-    ThreadShare,
     auxiliary_models_of,
     check_experts,
     check_resumed_dtype,
     check_room,
     engines_of,
     settle_dtypes,
+    thread_share,
 )
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
@@ -131,7 +131,7 @@ def build(config: DictConfig) -> Run:
     if follower:  # rank 0 rolls out, saves, shows and records
         from trinity_lightning.explorer.follower import ExplorerFollower
 
-        callbacks = [ThreadShare(typed), ExplorerFollower()] if online else []
+        callbacks = [*thread_share(typed), ExplorerFollower()] if online else []
         data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed)
     elif online:
         check_room(typed)
@@ -139,7 +139,7 @@ def build(config: DictConfig) -> Run:
         auxiliary_models = auxiliary_models_of(typed, folder)
         data = online_data(typed, folder, auxiliary_models)
         offload = plan is not None and plan.offload
-        callbacks += [ThreadShare(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
+        callbacks += [*thread_share(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
     else:
         callbacks.append(stop)
         data = offline_data(typed)

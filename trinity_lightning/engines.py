@@ -1,8 +1,8 @@
-"""The engines of a run, made from its configuration, and their threads and dtypes."""
+"""The engines of a run, made from its configuration, and their dtypes."""
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,9 +18,6 @@ from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.sync.stream import parameter_shapes, saved_weights
-
-if TYPE_CHECKING:
-    from trinity_lightning.config.servers import AuxiliaryConfig
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
@@ -93,57 +90,20 @@ def _check_context(key: str, name: str, engine: EngineConfig) -> None:
 
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:
     """The auxiliary models by name; what they are made of is imported if there are any."""
-    return {name: _auxiliary(name, auxiliary, config, folder) for name, auxiliary in config.auxiliary_models.items()}
+    if not config.auxiliary_models:
+        return {}
+    from trinity_lightning.servers import auxiliary_model
+
+    return {name: auxiliary_model(name, each, config, folder) for name, each in config.auxiliary_models.items()}
 
 
-def _auxiliary(name: str, auxiliary: "AuxiliaryConfig", config: TrainConfig, folder: Path) -> HeldModel:
-    from trinity_lightning.explorer.models.openai_api import OpenAIModel
-    from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
+def thread_share(config: TrainConfig) -> list[L.Callback]:
+    """What has the trainer leave threads to servers of this machine, if both compute at the same time on CPUs."""
+    if config.explorer.sync_offset == 0 or torch.cuda.is_available():
+        return []
+    from trinity_lightning.servers import ThreadShare
 
-    if auxiliary.url is not None:
-        return OpenAIModel(auxiliary.url, auxiliary.model, auxiliary.api_key_env)
-    engine = auxiliary.engine
-    [cores] = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
-    return VLLMServerEngine(auxiliary.model, engine, cores=cores, gpus=engine.gpus, log=folder / f"{name}.log")
-
-
-class ThreadShare(L.Callback):
-    """Train with the threads that servers of this machine leave, if both compute at the same time on CPUs.
-
-    Several processes that train on this machine share those; how they share without servers is Lightning's.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._before: int | None = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take fewer threads, if that is needed."""
-        engines = _servers_here(self._config) if self._config.explorer.sync_offset > 0 else []
-        if engines and trainer.node_rank == 0 and not torch.cuda.is_available():  # they run where rank 0 does
-            from trinity_lightning.explorer.models.vllm_server import server_cores
-
-            cores = sorted(os.sched_getaffinity(0))
-            taken = {core for engine in engines for share in server_cores(cores, engine, True) for core in share}
-            self._before = torch.get_num_threads()
-            torch.set_num_threads(max((len(cores) - len(taken)) // trainer.num_devices, 1))
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give them back: another job of a sweep may follow in this process."""
-        if self._before is not None:
-            torch.set_num_threads(self._before)
-            self._before = None
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The same where training ends with an error."""
-        self.teardown(trainer, pl_module, "fit")
-
-
-def _servers_here(config: TrainConfig) -> list[EngineConfig]:
-    """The configuration of the servers that are started on this machine, for the policy and for auxiliary models."""
-    servers = [model.engine for model in config.auxiliary_models.values() if model.url is None]
-    can = capabilities_of(config.engine.name)
-    return [config.engine, *servers] if can.is_vllm and can.overlaps_training and not config.engine.urls else servers
+    return [ThreadShare(config)]
 
 
 # -- dtypes: what `auto` stands for, settled once at a run's start and recorded with its configuration ----------------

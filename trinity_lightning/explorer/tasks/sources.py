@@ -1,6 +1,7 @@
 """Where entries come from that are not the built-in sums: reasoning-gym's generators, files and the hub."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +9,9 @@ from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trinity_lightning.explorer.tasks.taskset import Entries
+    from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
 
+FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 # What reasoning-gym raises for arguments that do not fit: its validation is made of assert statements.
@@ -116,3 +118,21 @@ def _missing(place: Path) -> str:
     match = nearest(place.name, neighbours)
     hint = f"did you mean '{place.parent / match}'?" if match else "give a file, a folder, or a hub name 'org/name'."
     return f"there is no dataset '{place}': {hint}"
+
+
+def check_first_entries(taskset: "Taskset", path: str, split: str) -> None:
+    """Refuse entries without a prompt before an engine is loaded; a ConfigError that names file and line."""
+    for index in range(min(len(taskset), FIRST_ENTRIES)):
+        try:
+            taskset[index]
+        except ConfigError as error:
+            raise ConfigError(f"{path}{_line(path, split, index)}: {error}") from error
+
+
+def _line(path: str, split: str, index: int) -> str:
+    """The line of an entry in a JSONL file, whose blank lines are no entries; nothing for other files and slices."""
+    if not path.endswith(".jsonl") or "[" in split:
+        return ""
+    with Path(path).open(encoding="utf-8") as file:
+        lines = (number for number, line in enumerate(file, start=1) if line.strip())
+        return f", line {next(itertools.islice(lines, index, None))}"

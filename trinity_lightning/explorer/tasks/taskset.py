@@ -93,7 +93,6 @@ class TaskSelection(ABC):
 # -- one taskset ------------------------------------------------------------------------------------------------------
 
 
-FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 
 
@@ -255,11 +254,10 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown source or argument, a path or size that is missing, or as the source says.
         """
+        known = SOURCE_ARGS.get(config.source, config.args)
         for key in config.args:
-            if key not in SOURCE_ARGS.get(config.source, config.args):
-                raise ConfigError(
-                    unknown_name(f"argument of source '{config.source}'", key, SOURCE_ARGS[config.source])
-                )
+            if key not in known:
+                raise ConfigError(unknown_name(f"argument of source '{config.source}'", key, known))
         formatter = Formatter(config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
         common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed, "epochs": epochs}
         if config.source == "addition":
@@ -268,27 +266,19 @@ class Taskset(TaskSelection):
             raise ConfigError(f"taskset '{config.name}': source '{config.source}' needs a path.")
         if config.source == "reasoning_gym":
             if config.size is None:
-                raise ConfigError(
-                    f"taskset '{config.name}': source 'reasoning_gym' needs a size, its number of entries."
-                )
+                raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size (of entries).")
             return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
+        from trinity_lightning.explorer.tasks.sources import check_first_entries
+
         common["difficulty_field"] = config.difficulty_field
         taskset = cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
-        taskset._check_first_entries(config.path, config.split)
+        check_first_entries(taskset, config.path, config.split)
         return taskset
 
     @property
     def tasksets(self) -> Mapping[str, Taskset]:
         """Itself."""
         return {self.name: self}
-
-    def _check_first_entries(self, path: str, split: str) -> None:
-        """Refuse entries without a prompt before an engine is loaded; a ConfigError that names file and line."""
-        for index in range(min(len(self), FIRST_ENTRIES)):
-            try:
-                self[index]
-            except ConfigError as error:
-                raise ConfigError(f"{path}{_line(path, split, index)}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -374,12 +364,3 @@ class Taskset(TaskSelection):
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order of one epoch, as positions in the source, [size]."""
     return np.random.default_rng([seed, epoch]).permutation(size)
-
-
-def _line(path: str, split: str, index: int) -> str:
-    """The line of an entry in a JSONL file, whose blank lines are no entries; nothing for other files and slices."""
-    if not path.endswith(".jsonl") or "[" in split:
-        return ""
-    with Path(path).open(encoding="utf-8") as file:
-        lines = (number for number, line in enumerate(file, start=1) if line.strip())
-        return f", line {next(itertools.islice(lines, index, None))}"
