@@ -290,9 +290,7 @@ def explorer_callback(
         explorer,
         config.synchronizer,
         stop=stop,
-        observer=monitor.keep_completions,
-        progress=monitor.show_tasks,
-        measured=monitor.keep_metrics,
+        watcher=monitor,
         offload=offload,
     )
 

@@ -37,7 +37,7 @@ class Evaluation:
         """Evaluate the model or each checkpoint, log and print the metrics, and free the engines."""
         driver = Driver(self.engines)
         try:
-            driver.run(self.explorer.prepare(observer=self.monitor.keep_completions, progress=self.monitor.show_tasks))
+            driver.run(self.explorer.prepare(watcher=self.monitor))
             driver.limit_blocking(self.explorer.config.max_timeout)
             results: dict[int, dict[str, float]] = {}
             for weights in [self._weights(path) for path in self.checkpoints] or [None]:

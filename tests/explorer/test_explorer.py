@@ -12,7 +12,7 @@ from support.fake_model import FakeModel
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.explorer import Explorer, StepRollouts, TaskSource
+from trinity_lightning.explorer.explorer import NOBODY, Explorer, StepRollouts, TaskSource, Watcher
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -74,12 +74,12 @@ def running(
     body: Callable[[], Coroutine[Any, Any, Any]],
     sink: Any = None,
     weights: dict[str, torch.Tensor] = WEIGHTS,
-    **watchers: Any,
+    watcher: Watcher = NOBODY,
 ) -> Any:
     """What `body` gives while the explorer is prepared."""
 
     async def main() -> Any:
-        await explorer.prepare(sink or Sink(), lambda: WeightStream.of(weights.items()), **watchers)
+        await explorer.prepare(sink or Sink(), lambda: WeightStream.of(weights.items()), watcher)
         try:
             return await body()
         finally:
@@ -186,23 +186,31 @@ def test_sampling_settings_reach_the_model() -> None:
     assert calls[0]["seed"] != calls[1]["seed"]
 
 
-def test_observer_and_progress_watch() -> None:
-    seen: list[tuple[int, int, str | None]] = []
-    progress: list[tuple[int | str, int, int]] = []
+class Notes(Watcher):
+    """What a watcher was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, str | None]] = []
+        self.tasks: list[tuple[int | str, int, int]] = []
+
+    def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
+        self.seen.append((len(experiences), step, taskset))
+
+    def show_tasks(self, batch: int | str, done: int, total: int) -> None:
+        self.tasks.append((batch, done, total))
+
+
+def test_a_watcher_is_shown_experiences_and_tasks() -> None:
+    notes = Notes()
     explored = explorer(evals=[source(3, name="held")])
 
     async def body() -> None:
         await explored.explore_step()
         await explored.eval()
 
-    running(
-        explored,
-        body,
-        observer=lambda experiences, step, taskset: seen.append((len(experiences), step, taskset)),
-        progress=lambda *task: progress.append(task),
-    )
-    assert seen == [(6, 1, None), (3, 1, "held")]
-    assert progress == [(1, d, 2) for d in range(3)] + [("1/held", d, 3) for d in range(4)]
+    running(explored, body, watcher=notes)
+    assert notes.seen == [(6, 1, None), (3, 1, "held")]
+    assert notes.tasks == [(1, d, 2) for d in range(3)] + [("1/held", d, 3) for d in range(4)]
 
 
 def test_unprepared_it_does_not_explore() -> None:
@@ -291,12 +299,19 @@ def test_an_evaluation_is_due_every_interval(interval: int, due: list[int]) -> N
 def test_explore_syncs_every_step_and_evaluates_where_due() -> None:
     models = [FakeModel(), FakeModel()]
     sink = Sink()
-    seen: list[tuple[str, int]] = []
+    notes = Notes()
     explored = explorer(source(7), models=models, evals=[source(2, name="held")], eval_interval=2, eval_on_startup=True)
-    observer = lambda _, step, taskset: seen.append((taskset or "train", step))  # noqa: E731
-    reason = running(explored, explored.explore, sink, observer=observer)
+    reason = running(explored, explored.explore, sink, watcher=notes)
     assert reason == "the taskset 'sums' is exhausted after 4 explore steps"
-    assert seen == [("held", 0), ("train", 1), ("train", 2), ("held", 2), ("train", 3), ("train", 4), ("held", 4)]
+    assert [(taskset or "train", step) for _, step, taskset in notes.seen] == [
+        ("held", 0),
+        ("train", 1),
+        ("train", 2),
+        ("held", 2),
+        ("train", 3),
+        ("train", 4),
+        ("held", 4),
+    ]
     assert [model.model_version for model in models] == [4, 4]
     assert [{e.info["model_version"] for e in experiences} for _, experiences in sink.steps] == [{0}, {1}, {2}, {3}]
 

@@ -52,14 +52,14 @@ class Ahead:
 
 def test_what_was_begun_is_waited_for_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Ahead(FakeModel())
-    start = made.rollouts._driver.start
+    start = made.rollouts.driver.start
 
     def start_and_fall_behind(coroutine: Any) -> Any:
         begun = start(coroutine)
-        made.rollouts._driver.wait(start(until(lambda: begun.done)))
+        made.rollouts.driver.wait(start(until(lambda: begun.done)))
         return begun
 
-    monkeypatch.setattr(made.rollouts._driver, "start", start_and_fall_behind)
+    monkeypatch.setattr(made.rollouts.driver, "start", start_and_fall_behind)
     made.rollouts._begin(2)
     monkeypatch.undo()
     assert made.rollouts.under_way

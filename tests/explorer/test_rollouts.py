@@ -11,7 +11,7 @@ from support.rollouts import training_rollouts
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer, TaskSource, ignore
+from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.rollouts import PendingSteps, SyncPolicy, TrainingRollouts
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
@@ -43,7 +43,7 @@ def test_sigterm_is_heard_while_engines_and_trainer_connect(monkeypatch: pytest.
     monkeypatch.setattr(SyncPolicy, "join", lambda _: signal.raise_signal(signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
     try:
-        rollouts.prepare(ignore)  # type: ignore[arg-type]
+        rollouts.prepare(None)  # type: ignore[arg-type]
     finally:
         rollouts.close()
         signal.signal(signal.SIGTERM, before)

@@ -31,7 +31,7 @@ from trinity_lightning.errors import (
     WeightSyncError,
 )
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.explorer import Explorer, TaskSource, Watcher
 from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
@@ -280,8 +280,12 @@ def a_step(
         experiences.extend(found)
         return {}
 
+    class Progress(Watcher):
+        def show_tasks(self, batch: int | str, done: int, total: int) -> None:
+            on_progress(done)
+
     async def step() -> bool:
-        await explorer.prepare(sink, progress=lambda batch, done, tasks: on_progress(done))
+        await explorer.prepare(sink, watcher=Progress())
         return await explorer.explore_step()
 
     return explorer, experiences, step()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from trinity_lightning.config.engines import SynchronizerConfig
-from trinity_lightning.explorer.explorer import Explorer, ignore
+from trinity_lightning.explorer.explorer import NOBODY, Explorer
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, WeightVersions
 
 T = TypeVar("T", bound=TrainingRollouts)
@@ -25,6 +25,5 @@ def training_rollouts(
         WeightVersions(),
         None,
         interrupted=interrupted,
-        observer=ignore,
-        progress=ignore,
+        watcher=NOBODY,
     )

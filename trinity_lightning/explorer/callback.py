@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -22,7 +22,7 @@ from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, ignore
+from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.rollouts import PendingSteps, SyncedPolicy, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
@@ -65,9 +65,7 @@ class ExplorerCallback(L.Callback):
         explorer: what to run.
         synchronizer: how weights reach the engines and how that is checked.
         stop: saves a run that ends early; its hooks are called from here, while the engines are up.
-        observer: shown the experiences of every step and evaluation: (experiences, step, taskset or None for training).
-        progress: called with how many tasks of a batch have ended: (batch, done, all).
-        measured: called with the metrics of the step under way, whenever there are more of them.
+        watcher: shown the run while it goes on.
         offload: whether masters and moments are in the host's memory while the engines generate.
 
     Attributes:
@@ -80,19 +78,15 @@ class ExplorerCallback(L.Callback):
         synchronizer: SynchronizerConfig | None = None,
         *,
         stop: StopCheckpoint | None = None,
-        observer: Observer = ignore,
-        progress: Progress = ignore,
-        measured: Callable[[dict[str, float]], None] = ignore,
+        watcher: Watcher = NOBODY,
         offload: bool = False,
     ) -> None:
         self.explorer = explorer
         self.metrics: dict[str, float] = {}
         self._synchronizer = synchronizer or SynchronizerConfig()
         self._stop = stop or StopCheckpoint()
-        self._measured = measured
+        self._watcher = watcher
         self._offload = offload
-        self._observer = observer
-        self._progress = progress
         self._pending = PendingSteps()
         self._versions = WeightVersions()
         self._running: TrainingRollouts | None = None
@@ -149,8 +143,7 @@ class ExplorerCallback(L.Callback):
             self._versions,
             HostMemory(trainer.optimizers[0]) if self._offload else None,
             interrupted=lambda: self._stop.reason(trainer),
-            observer=self._observer,
-            progress=self._progress,
+            watcher=self._watcher,
         )
         rollouts.run(data.prepare())
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
@@ -212,7 +205,7 @@ class ExplorerCallback(L.Callback):
         """Measure the step up to here: it ends with its last item."""
         self._stop.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.metrics["time/step"] = time.perf_counter() - self._step_began
-        self._measured(self.metrics)
+        self._watcher.keep_metrics(self.metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate if it is due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
@@ -254,7 +247,7 @@ class ExplorerCallback(L.Callback):
         self._step = step
         if not _items_done(trainer):
             log_row(trainer.loggers, self.metrics, step, next_row(trainer))
-        self._measured(self.metrics)
+        self._watcher.keep_metrics(self.metrics)
 
     def _hand_over(self, trainer: L.Trainer, step: int) -> None:
         """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""

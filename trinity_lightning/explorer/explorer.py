@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -33,14 +33,26 @@ _FEW = 3  # different errors of reward functions that a message shows
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
-# Is shown the experiences of a step, or of an evaluation on the named taskset.
-Observer = Callable[[list[Experience], int, str | None], None]
-# Called with how many tasks of a batch have ended: (batch, done, all).
-Progress = Callable[[int | str, int, int], None]
 
 
-def ignore(*_: object) -> None:
-    """Watch nothing."""
+class Watcher(Protocol):
+    """Is shown a run while it goes on, and does nothing with it unless a method says what."""
+
+    def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
+        """The experiences of a step, or of an evaluation on the named taskset."""
+
+    def show_tasks(self, batch: int | str, done: int, total: int) -> None:
+        """How many tasks of a batch have ended."""
+
+    def keep_metrics(self, metrics: dict[str, float]) -> None:
+        """What was measured of the step under way so far."""
+
+
+class _Nobody(Watcher):
+    pass
+
+
+NOBODY = _Nobody()
 
 
 @dataclass
@@ -269,8 +281,7 @@ class Explorer:
         self._scheduler = Scheduler(config, models, self._auxiliary)
         self._restarts = 0
         self._sink: Sink | None = None
-        self._observer: Observer = ignore
-        self._progress: Progress = ignore
+        self._watcher: Watcher = NOBODY
         self._cursor = {} if train is None else train.taskset.state_dict()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -279,8 +290,7 @@ class Explorer:
         self,
         sink: Sink | None = None,
         weights: Callable[[], WeightStream] | None = None,
-        observer: Observer = ignore,
-        progress: Progress = ignore,
+        watcher: Watcher = NOBODY,
     ) -> None:
         """Load or start the engines, ask whether endpoints are there, and start the runners.
 
@@ -289,11 +299,9 @@ class Explorer:
         Args:
             sink: where experiences go; not needed for evaluations.
             weights: the trainer's present ones, for syncs.
-            observer: shown the experiences of every step and evaluation.
-            progress: called whenever a task has ended.
+            watcher: shown the experiences of every step and evaluation, and how many tasks have ended.
         """
-        self._sink, self.engines.source = sink, weights
-        self._observer, self._progress = observer, progress
+        self._sink, self.engines.source, self._watcher = sink, weights, watcher
         await self._scheduler.prepare()
         await asyncio.gather(*(model.load() for model in self._engines()))
         await self._scheduler.start()
@@ -344,7 +352,7 @@ class Explorer:
             return False
         piped = await self._sink(experiences, step, rollouts)
         self.metrics = rollouts.metrics() | piped | self._restarted()
-        self._observer(rollouts.experiences, step, None)
+        self._watcher.keep_completions(rollouts.experiences, step, None)
         self.step = step
         self._cursor = self._source.taskset.state_dict()
         return True
@@ -364,8 +372,8 @@ class Explorer:
     async def _run(self, tasks: list[Task], batch: int | str) -> tuple[list[Status], list[Experience]]:
         """Schedule a batch of tasks and wait for it, while progress is shown."""
         done = itertools.count(1)
-        self._progress(batch, 0, len(tasks))
-        self._scheduler.schedule(tasks, batch, lambda: self._progress(batch, next(done), len(tasks)))
+        self._watcher.show_tasks(batch, 0, len(tasks))
+        self._scheduler.schedule(tasks, batch, lambda: self._watcher.show_tasks(batch, next(done), len(tasks)))
         try:
             return await self._scheduler.get_results(batch)
         except asyncio.CancelledError:
@@ -407,7 +415,7 @@ class Explorer:
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
             }
-            self._observer(experiences, of, source.name)
+            self._watcher.keep_completions(experiences, of, source.name)
         return self.metrics
 
     async def benchmark(

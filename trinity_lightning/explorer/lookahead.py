@@ -39,20 +39,20 @@ class RolloutsAhead(TrainingRollouts):
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
         """See `TrainingRollouts.explore_ahead`; nothing is done if it is done already."""
-        offset = self._explorer.config.sync_offset
+        offset = self.explorer.config.sync_offset
         target = min(step + offset, last)
-        if self._explorer.step >= target or self.under_way:
+        if self.explorer.step >= target or self.under_way:
             return {}
         metrics: dict[str, float] = {}
-        if self._explorer.step < (before := min(step - 1 + offset, last)):
+        if self.explorer.step < (before := min(step - 1 + offset, last)):
             metrics |= self._roll_out(int(before), global_step)  # those before have weights of their own
-        metrics |= self._sync.sync_if_due(global_step)
+        metrics |= self.sync.sync_if_due(global_step)
         self._begin(int(target))
         return metrics
 
     def _begin(self, target: int) -> None:
         self._begun_at = time.perf_counter()  # first: the rollouts begin within the call
-        self._begun = self._driver.start(self._timed(target))
+        self._begun = self.driver.start(self._timed(target))
 
     async def _timed(self, target: int) -> Interval:
         start = time.perf_counter()
@@ -72,7 +72,7 @@ class RolloutsAhead(TrainingRollouts):
 
     def settle_shortly(self, seconds: float) -> None:
         """See `TrainingRollouts.settle_shortly`; nothing else ends this wait."""
-        self._driver.hurry()
+        self.driver.hurry()
         self._settle(seconds)
 
     def _settle(self, limit: float) -> None:
@@ -81,17 +81,17 @@ class RolloutsAhead(TrainingRollouts):
             return
         training = Interval(self._begun_at, time.perf_counter())
         try:
-            rollouts = self._driver.wait(begun, interruptible=limit == math.inf, limit=limit)
+            rollouts = self.driver.wait(begun, interruptible=limit == math.inf, limit=limit)
         except Exception as error:
             self._error = error
         else:
-            self._pending.metrics[self._explorer.step]["rollout/overlap"] = rollouts.overlap(training)
+            self.pending.metrics[self.explorer.step]["rollout/overlap"] = rollouts.overlap(training)
 
     def close(self) -> None:
         """Give up what is under way, and free everything; an error that nobody has waited for is logged."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            self._driver.cancel(begun)
+            self.driver.cancel(begun)
         if self._error is not None:
             logger.warning("the rollouts that were begun ahead failed: %s: %s", type(self._error).__name__, self._error)
         super().close()

@@ -12,7 +12,7 @@ from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.explorer import Explorer, Observer, Progress, Sink
+from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
@@ -84,10 +84,11 @@ class WeightVersions:
         self.counted, self.counted_at, self.synced_for = (state[name] for name in names)
 
 
+@dataclass(eq=False)
 class SyncPolicy:
     """Decides when engines are sent the trainer's weights, by state alone: which they have, and for which step.
 
-    Args:
+    Attributes:
         explorer: whose engines, and which says when a sync is due.
         policy: what is trained.
         config: how weights reach the engines and how that is checked.
@@ -95,32 +96,23 @@ class SyncPolicy:
         run: runs a coroutine to its end; with False, Ctrl-C waits for that.
     """
 
-    def __init__(
-        self,
-        explorer: Explorer,
-        policy: SyncedPolicy,
-        config: SynchronizerConfig,
-        versions: WeightVersions,
-        run: Callable[[Coroutine[Any, Any, Any], bool], Any],
-    ) -> None:
-        self._explorer = explorer
-        self._policy = policy
-        self._config = config
-        self._versions = versions
-        self._run = run
-        self._engines = explorer.engines.models
-        self._synced_at: int | None = None  # global_step of the weights that the engines have; None: fresh engines
-        self._sending = 0
+    explorer: Explorer
+    policy: SyncedPolicy
+    config: SynchronizerConfig
+    versions: WeightVersions
+    run: Callable[[Coroutine[Any, Any, Any], bool], Any]
+    _synced_at: int | None = field(default=None, init=False)  # global_step of the engines' weights; None: fresh engines
+    _sending: int = field(default=0, init=False)  # the version of what is being sent
 
     def weights(self) -> WeightStream:
         """The trainer's present weights, as the engines name them."""
-        stream = parameter_stream if shares_weights(self._engines) else weight_stream
-        return stream(self._policy.policy)
+        stream = parameter_stream if shares_weights(self.explorer.engines.models) else weight_stream
+        return stream(self.policy.policy)
 
     def join(self) -> None:
         """Once the engines are up: connect the trainer with them, if weights are sent without a file."""
-        if self._config.method == "nccl":
-            self._run_in_time(self._explorer.setup_weight_sync_group())
+        if self.config.method == "nccl":
+            self._run_in_time(self.explorer.setup_weight_sync_group())
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:
         """Sync before rollouts, if it is due; metrics. Engines that were just loaded are always synced, for the proof.
@@ -128,37 +120,37 @@ class SyncPolicy:
         A sync is due once for each number of explore steps: rollouts that are done again, because they were cut short,
         have the weights that they had the first time, which are sent after the proof.
         """
-        step, engines = self._explorer.step, self._explorer.engines
-        fresh, again = self._synced_at is None, self._versions.synced_for == step
-        due = self._explorer.need_sync() and not again
+        step, engines = self.explorer.step, self.explorer.engines
+        fresh, again = self._synced_at is None, self.versions.synced_for == step
+        due = self.explorer.need_sync() and not again
         metrics = self.sync(global_step) if due or fresh else {}
         if due:
             engines.forget_restored()
         elif (fresh or again) and self._run_in_time(engines.restore()):
             self._synced_at = _OLDER
-        self._versions.synced_for = step
+        self.versions.synced_for = step
         return metrics
 
     def sync(self, global_step: int) -> dict[str, float]:
         """Send the weights, unless the engines have them: an item that trained nothing changed none. Metrics."""
         if self._synced_at == global_step:
             return {}
-        self._sending = self._versions.at(global_step)
+        self._sending = self.versions.at(global_step)
         synchronizer = self._synchronizer
         try:
             metrics = synchronizer.sync()
         finally:
-            self._versions.drill_scale = synchronizer.drill_scale
+            self.versions.drill_scale = synchronizer.drill_scale
         self._synced_at = global_step
         return metrics
 
     @cached_property
     def _synchronizer(self) -> Synchronizer:
-        policy, engines = self._policy, self._engines
+        policy, engines = self.policy, self.explorer.engines.models
         token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             policy.policy,
-            send=lambda: self._run_in_time(self._explorer.sync_weight(self._sending)),
+            send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
             trainer_logprobs=lambda: policy.sequence_logprobs(token_ids),
             engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(
@@ -166,16 +158,16 @@ class SyncPolicy:
                 *[engine.dtype for engine in engines],
                 quantized=any(engine.quantized for engine in engines),
             ),
-            check_interval=self._config.check_interval,
-            with_drill=self._config.drill and not shares_weights(engines),
-            drill_scale=self._versions.drill_scale,
+            check_interval=self.config.check_interval,
+            with_drill=self.config.drill and not shares_weights(engines),
+            drill_scale=self.versions.drill_scale,
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Part of a weight sync: it must end within `sync_timeout`. Ctrl-C waits: servers would have half of it."""
-        limit = self._config.sync_timeout
+        limit = self.config.sync_timeout
         try:
-            return self._run(asyncio.wait_for(coroutine, limit), False)
+            return self.run(asyncio.wait_for(coroutine, limit), False)
         except TimeoutError as error:
             raise WeightSyncError(
                 f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
@@ -211,10 +203,11 @@ class PendingSteps:
         self.metrics = {step: dict(metrics) for step, metrics in state["metrics"].items()}
 
 
-class TrainingRollouts:
+@dataclass(eq=False)
+class TrainingRollouts(Watcher):
     """The rollouts of one `Trainer.fit`: a step is rolled out when the trainer needs it.
 
-    Args:
+    Attributes:
         explorer: what rolls out.
         pending: its steps; they are kept from one `Trainer.fit` to the next.
         synchronizer: how weights reach the engines and how that is checked.
@@ -222,48 +215,40 @@ class TrainingRollouts:
         versions: of its weights; they are kept likewise.
         host_memory: masters and moments, which leave the device while engines generate; None: they stay.
         interrupted: asked while rollouts are waited for; an exception that it returns ends them.
-        observer: shown the experiences of every step and evaluation, by the main thread.
-        progress: called with how many tasks of a batch have ended, while the main thread waits for them.
+        watcher: shown the run, by the main thread; how many tasks have ended only while that waits for them.
     """
 
-    def __init__(
-        self,
-        explorer: Explorer,
-        pending: PendingSteps,
-        synchronizer: SynchronizerConfig,
-        policy: SyncedPolicy,
-        versions: WeightVersions,
-        host_memory: HostMemory | None,
-        interrupted: Callable[[], BaseException | None],
-        observer: Observer,
-        progress: Progress,
-    ) -> None:
-        self._explorer = explorer
-        self._pending = pending
-        self._host_memory = host_memory
-        self._observer = observer
-        self._progress = progress
-        self._driver = Driver(explorer.engines.models, interrupted)
-        self._sync = SyncPolicy(explorer, policy, synchronizer, versions, self._driver.run)
+    explorer: Explorer
+    pending: PendingSteps
+    synchronizer: SynchronizerConfig
+    policy: SyncedPolicy
+    versions: WeightVersions
+    host_memory: HostMemory | None
+    interrupted: Callable[[], BaseException | None]
+    watcher: Watcher
+
+    def __post_init__(self) -> None:
+        self.driver = Driver(self.explorer.engines.models, self.interrupted)
+        self.sync = SyncPolicy(self.explorer, self.policy, self.synchronizer, self.versions, self.driver.run)
 
     def prepare(self, sink: Sink) -> None:
         """Load the engines, start the runners, and connect engines and trainer."""
         self._engines_turn()
-        self.run(self._explorer.prepare(sink, self._sync.weights, self._observe, self._show_progress))
+        self.run(self.explorer.prepare(sink, self.sync.weights, self))
         keep_sigterm()  # at once: engines may take a while to connect
-        self._driver.limit_blocking(self._explorer.config.max_timeout)
-        self._sync.join()
+        self.driver.limit_blocking(self.explorer.config.max_timeout)
+        self.sync.join()
 
     def close(self) -> None:
         """Stop the runners and free the engines."""
         try:
-            self._driver.end(self._explorer.shutdown())
+            self.driver.end(self.explorer.shutdown())
         finally:
-            self._driver.close()
+            self.driver.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; see `Driver.run`."""
-        return self._driver.run(coroutine)
+        return self.driver.run(coroutine)
 
     def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
         """Have the experiences of a step ready: wait for those begun ahead, or roll them out now; metrics."""
@@ -271,52 +256,53 @@ class TrainingRollouts:
         self.wait()
         if is_ready(step):
             return {"time/wait_for_rollout": time.perf_counter() - start}
-        self._explorer.step = step - 1
+        self.explorer.step = step - 1
         return self._roll_out(step, global_step)
 
     def evaluate(self, step: int, global_step: int) -> dict[str, float]:
         """Evaluate the weights that were trained for `step` steps; metrics."""
         self.wait()  # before a sync: were they to be done again, it would be with the weights of now
         self._engines_turn()
-        return self._sync.sync(global_step) | self.run(self._explorer.eval(step))
+        return self.sync.sync(global_step) | self.run(self.explorer.eval(step))
 
     def trainers_turn(self) -> None:
         """Before the trainer computes: give it the memory that it shares with the engines in turns, if any."""
-        self.run(self._explorer.engines.sleep())
-        if self._host_memory is not None:
-            self._host_memory.come_back()
+        self.run(self.explorer.engines.sleep())
+        if self.host_memory is not None:
+            self.host_memory.come_back()
 
     def _engines_turn(self) -> None:
         """Before the engines compute: the same the other way round."""
-        if self._host_memory is not None:
-            self._host_memory.leave()
-        self.run(self._explorer.engines.wake_up())
+        if self.host_memory is not None:
+            self.host_memory.leave()
+        self.run(self.explorer.engines.wake_up())
 
     def _roll_out(self, target: int, global_step: int) -> dict[str, float]:
         """Explore the steps up to and with `target` now; metrics of the sync before them."""
         self._engines_turn()
-        metrics = self._sync.sync_if_due(global_step)
+        metrics = self.sync.sync_if_due(global_step)
         self.run(self._explore(target))
         return metrics
 
     async def _explore(self, target: int) -> None:
         """Explore steps up to and with `target`; a ConfigError if the taskset is exhausted."""
-        explorer = self._explorer
-        self._pending.target = target
+        explorer = self.explorer
+        self.pending.target = target
         while explorer.step < target:
             if not await explorer.explore_step():
                 raise ConfigError(
                     f"the taskset is exhausted after {explorer.step} explore steps; lower `steps`, or let it repeat."
                 )
-            self._pending.metrics[explorer.step] = dict(explorer.metrics)
+            self.pending.metrics[explorer.step] = dict(explorer.metrics)
 
-    def _observe(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
-        # Later: the observer's loggers are the trainer's too, which may be logging just now.
-        self._driver.call_later(partial(self._observer, experiences, step, taskset))
+    def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
+        """Show them later: the watcher's loggers are the trainer's too, which may be logging just now."""
+        self.driver.call_later(partial(self.watcher.keep_completions, experiences, step, taskset))
 
-    def _show_progress(self, batch: int | str, done: int, total: int) -> None:
-        if not self.under_way:  # else the main thread trains, and draws a bar of its own
-            self._progress(batch, done, total)
+    def show_tasks(self, batch: int | str, done: int, total: int) -> None:
+        """Show them, unless the main thread trains, and draws a bar of its own."""
+        if not self.under_way:
+            self.watcher.show_tasks(batch, done, total)
 
     # -- what goes on while the trainer trains: nothing, but see `RolloutsAhead` ---------------------------------------
 
