@@ -126,7 +126,73 @@ REFUSED = {
         ["+recipe=grpo", "+trainer.enable_checkpointing=false"],
         ["trainer.enable_checkpointing is set by the run itself", "`callbacks`"],
     ),
-    "epochs beside steps": (["+recipe=grpo", "trainer.max_epochs=4"], ["trainer.max_epochs is 4", "(24)", "set steps"]),
+    "epochs beside steps": (
+        ["+recipe=grpo", "trainer.max_epochs=4"],
+        ["trainer.max_epochs is 4 and steps is 24", "set steps alone"],
+    ),
+    **{
+        f"training cut short by {key}": (["+recipe=grpo", f"+trainer.{key}={value}"], [f"trainer.{key} would", "set steps"])
+        for key, value in (
+            ("limit_train_batches", "0"),
+            ("overfit_batches", "0.1"),
+            ("max_steps", "3"),
+            ("min_epochs", "3"),
+            ("fast_dev_run", "true"),
+        )
+    },
+    "time limit within a step": (
+        ["+recipe=grpo", "+trainer.max_time=00:01:00:00"],
+        ["trainer.max_time would end the run within an explore step", "timeout --signal=INT"],
+    ),
+    "validation by Lightning": (
+        ["+recipe=grpo", "+trainer.val_check_interval=2"],
+        ["trainer.val_check_interval", "set explorer.eval_interval"],
+    ),
+    "unknown argument of the Trainer": (["+recipe=grpo", "+trainer.foo=1"], ["unknown key 'trainer.foo'."]),
+    "misspelt argument of the Trainer": (
+        ["+recipe=grpo", "+trainer.detect_anomalies=true"],
+        ["Did you mean 'trainer.detect_anomaly'"],
+    ),
+    "misspelt argument of a strategy": (
+        ["+recipe=grpo", "trainer=fsdp2", "engine=vllm_server", "+trainer.strategy.timout=3"],
+        ["unknown key 'trainer.strategy.timout'. Did you mean 'trainer.strategy.timeout'"],
+    ),
+    "argument of a callback": (
+        ["+recipe=grpo", "+callbacks.checkpoint.save_topk=3"],
+        ["Did you mean 'callbacks.checkpoint.save_top_k'"],
+    ),
+    "no logger": (["+recipe=grpo", "+logger.foo=1"], ["logger.foo is 1; give {_target_: DOTTED.PATH"]),
+    "a logger that cannot be imported": (
+        ["+recipe=grpo", "+logger.mine={_target_: nowhere.Logger}"],
+        ["logger.mine._target_: cannot import 'nowhere.Logger'"],
+    ),
+    "negative time-out of a strategy": (
+        ["+recipe=grpo", "trainer=ddp", "trainer.strategy.timeout=-1"],
+        ["trainer.strategy.timeout is -1; give a finite number above 0."],
+    ),
+    **{
+        f"{devices} devices": (
+            ["+recipe=grpo", "trainer=ddp", f"trainer.devices={devices}"],
+            [f"trainer.devices is {devices}: give how many train", "CUDA_VISIBLE_DEVICES"],
+        )
+        for devices in ("two", "0", "-2", "[0, 1]")
+    },
+    "more processes than cores": (
+        ["+recipe=grpo", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=4096"],
+        ["trainer.devices is 4096", "CPU cores: give at most"],
+    ),
+    "all GPUs of a CPU": (
+        ["+recipe=grpo", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=-1"],
+        ["trainer.devices is -1, all GPUs"],
+    ),
+    "two machines without a launcher": (
+        ["+recipe=grpo", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "+trainer.num_nodes=2"],
+        ["no launcher started this process", "torchrun --nnodes 2 --node-rank NUMBER --nproc-per-node 2"],
+    ),
+    "an accelerator that there is no policy for": (
+        ["+recipe=grpo", "trainer.accelerator=tpu"],
+        ["unknown trainer.accelerator 'tpu'", "Known: auto, cpu, cuda, gpu."],
+    ),
     "wrong type": (
         ["+recipe=grpo", "explorer.batch_size=many"],
         ["batch_size is 'many'; give a whole number."],

@@ -400,13 +400,14 @@ def response_budget(config: TrainConfig) -> int:
 
 
 def instantiate(node: Any, **arguments: Any) -> Any:
-    """`hydra.utils.instantiate`, whose errors are our own again if they were: one sentence each."""
+    """`hydra.utils.instantiate`, whose errors are our own again if they were, and else name the key: one sentence."""
     try:
         return hydra.utils.instantiate(node, **arguments)
     except InstantiationException as error:
         if isinstance(error.__cause__, TrinityError):
             raise error.__cause__ from None
-        raise
+        _, named, key = str(error).rpartition("full_key: ")
+        raise ConfigError(f"{key if named else 'a node'}: {error.__cause__ or error}") from error
 
 
 def loggers_of(config: DictConfig) -> list[Logger]:

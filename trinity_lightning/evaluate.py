@@ -12,6 +12,7 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import checkpoints_in, is_checkpoint
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import config_dir
+from trinity_lightning.config.targets import check_targets
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_models
 
@@ -83,6 +84,7 @@ def _main(config: DictConfig) -> None:
         compose.check_overrides(config)
         _send_as_folder(config)
         check_models(validate(config))
+        check_targets(config)
         evaluate(config)
 
 

@@ -12,6 +12,7 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_checkpoint, validate
 from trinity_lightning.config.models import check_on_hub
 from trinity_lightning.config.schema import TrainConfig, config_dir
+from trinity_lightning.config.targets import check_targets
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def check(config: DictConfig) -> None:
     check_checkpoint(config)
     check_models(run)
     check_objective(run)
+    check_targets(config)
 
 
 def check_models(run: TrainConfig) -> None:

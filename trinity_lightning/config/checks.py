@@ -37,7 +37,7 @@ from trinity_lightning.config.schema import (
     typed_config,
 )
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
-from trinity_lightning.config.training import SHARDS, Layout, check_trainer_settings, strategy_of
+from trinity_lightning.config.training import SHARDS, Layout, check_settings_of_a_run, strategy_of, trains_together
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -242,12 +242,7 @@ def _check_sampling(run: TrainConfig) -> None:
 
 def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
     trainer: Any = config.trainer or {}
-    for key in ("callbacks", "logger", "plugins", "enable_checkpointing"):
-        if trainer.get(key) is not None:
-            raise ConfigError(f"trainer.{key} is set by the run itself: use the groups `callbacks` and `logger`.")
-    if (epochs := trainer.get("max_epochs")) != config.steps:
-        raise ConfigError(f"trainer.max_epochs is {epochs}, and a run has `steps` of them ({config.steps}): set steps.")
-    check_trainer_settings(trainer)
+    check_settings_of_a_run(trainer, config.steps)
     if strategy_of(trainer) == SHARDS:
         from trinity_lightning.config.shards import check_shards
 
@@ -258,6 +253,10 @@ def _check_accelerator(trainer: Mapping[str, Any]) -> None:
     if trainer.get("accelerator") in ("gpu", "cuda") and not gpu_count():
         found = f"trainer.accelerator is {trainer['accelerator']}, and this process sees no GPU"
         raise ConfigError(f"{found}: set trainer=cpu, or trainer=auto.")
+    if trains_together(trainer):
+        from trinity_lightning.config.processes import check_processes_here
+
+        check_processes_here(trainer)
 
 
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------

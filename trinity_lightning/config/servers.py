@@ -183,10 +183,6 @@ def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
         return 0
     if devices in (AUTO, "-1"):
         return there
-    if not devices.isdigit():
-        raise ConfigError(
-            f"trainer.devices is {devices}: give how many train, or auto; CUDA_VISIBLE_DEVICES chooses which they are."
-        )
     return int(devices)
 
 

@@ -1,0 +1,58 @@
+"""Whether Lightning's own objects (`trainer`, `logger`, `callbacks`) have the arguments that their nodes give them."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.config.registry import import_object
+from trinity_lightning.config.schema import FREE
+from trinity_lightning.config.sections import unknown_key
+from trinity_lightning.errors import ConfigError
+
+
+def check_targets(config: DictConfig) -> None:
+    """Refuse a `_target_` that is not there, and keys that it has no argument for; imports it.
+
+    Raises:
+        ConfigError: names the key, and the nearest argument.
+    """
+    for name in FREE:
+        node = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
+        objects = {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in dict(node).items()}
+        for key, entry in objects.items():
+            if not isinstance(entry, Mapping) or "_target_" not in entry:
+                raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
+            _check_arguments(key, entry)
+
+
+def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
+    if "_target_" in node:
+        try:
+            known = _arguments(import_object(node["_target_"]))
+        except ConfigError as error:
+            raise ConfigError(f"{key}._target_: {error}") from error
+        for name in node if known else ():
+            if not name.startswith("_") and name not in known:
+                raise ConfigError(unknown_key(f"{key}.{name}", known))
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            _check_arguments(f"{key}.{name}", value)
+
+
+def _arguments(part: Any) -> set[str]:
+    """Names of the arguments of a class or function; none if it takes any.
+
+    A class of this package hands further keywords on to its bases.
+    """
+    makers = [each.__init__ for each in part.__mro__ if "__init__" in vars(each)] if isinstance(part, type) else [part]
+    known: set[str] = set()
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters.values()
+        known |= {each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "self"}
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            return known
+        if not part.__module__.startswith("trinity_lightning."):
+            break
+    return set()
