@@ -131,7 +131,10 @@ REFUSED = {
         ["trainer.max_epochs is 4 and steps is 24", "set steps alone"],
     ),
     **{
-        f"training cut short by {key}": (["+recipe=grpo", f"+trainer.{key}={value}"], [f"trainer.{key} would", "set steps"])
+        f"training cut short by {key}": (
+            ["+recipe=grpo", f"+trainer.{key}={value}"],
+            [f"trainer.{key} would", "set steps"],
+        )
         for key, value in (
             ("limit_train_batches", "0"),
             ("overfit_batches", "0.1"),

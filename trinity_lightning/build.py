@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.config.checkpoints import checkpoints_in
+from trinity_lightning.config.checkpoints import checkpoints_in, last_checkpoint, recorded_model
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
-from trinity_lightning.config.hydra import last_checkpoint, resume_command
+from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
@@ -180,7 +180,7 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
     if step == config.steps:
         logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
     record = folder / "config.yaml"
-    before = OmegaConf.select(OmegaConf.load(record), "model.name") if record.is_file() else config.model.name
+    before = recorded_model(record) if record.is_file() else config.model.name
     if before != config.model.name:
         raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
     return str(path)

@@ -9,7 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checkpoints import checkpoints_in, is_checkpoint
+from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.config.targets import check_targets
@@ -34,6 +34,8 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
             "there is nothing to evaluate on: give eval_tasksets, or a recipe that has some (+recipe=NAME)."
         )
     checkpoints = find_checkpoints(config)
+    for each in checkpoints:
+        check_whole(each)
     from trinity_lightning.evaluation import build_evaluation
 
     try:
@@ -52,7 +54,7 @@ def find_checkpoints(config: DictConfig) -> list[Path]:
     if config.ckpt_path is None:
         return []
     if config.ckpt_path == "last":
-        return [compose.last_checkpoint(compose.run_dir(config.output_root, config.name, "last"))]
+        return [last_checkpoint(compose.run_dir(config.output_root, config.name, "last"))]
     path = Path(config.ckpt_path)
     if is_checkpoint(path):
         return [path]

@@ -9,7 +9,8 @@ import hydra
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import check_checkpoint, validate
+from trinity_lightning.config.checkpoints import check_checkpoint
+from trinity_lightning.config.checks import validate
 from trinity_lightning.config.models import check_on_hub
 from trinity_lightning.config.schema import TrainConfig, config_dir
 from trinity_lightning.config.targets import check_targets

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
+from trinity_lightning.config.checkpoints import last_checkpoint
 from trinity_lightning.config.schema import PACKAGE_DIR
 
 OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.run.dir=elsewhere", "hydra.verbose=true"]
@@ -62,6 +63,6 @@ def test_the_last_run_is_the_newest_that_has_a_checkpoint_and_is_named(
     failed.mkdir()
     assert compose.run_dir(str(tmp_path), "grpo", "last") == str(later)
     with caplog.at_level(logging.INFO):
-        assert compose.last_checkpoint(later) == later / "checkpoints" / "epoch=00009.ckpt"
+        assert last_checkpoint(later) == later / "checkpoints" / "epoch=00009.ckpt"
     assert f"ckpt_path=last is {later}/checkpoints/epoch=00009.ckpt; begun later, and without" in caplog.text
     assert f"without a checkpoint: {failed.name}" in caplog.text

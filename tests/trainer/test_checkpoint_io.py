@@ -1,8 +1,13 @@
 """Checkpoints are whole or absent."""
 
+import os
+import random
+
 import pytest
 import torch
 
+from trinity_lightning.config.checkpoints import check_whole
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 
@@ -33,3 +38,48 @@ def test_a_failure_leaves_the_checkpoint_that_was_there(tmp_path, monkeypatch):
 def test_storage_options_are_refused(tmp_path):
     with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "it.ckpt", storage_options={"retries": 3})
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path):
+    before, path = tmp_path / "epoch=00009.ckpt", tmp_path / "epoch=00019.ckpt"
+    for age, each in ((10, before), (0, path)):
+        AtomicCheckpointIO().save_checkpoint({"weight": torch.randn(5000), "step": 4}, each)
+        os.utime(each, (1000 - age, 1000 - age))
+        check_whole(each)
+    written = path.read_bytes()
+    middle = bytearray(written)
+    middle[len(written) // 2] ^= 1
+    for content in (b"", b"garbage", written[:-1], written[: len(written) // 2], middle):
+        path.write_bytes(content)
+        os.utime(path, (1000, 1000))
+        with pytest.raises(
+            ConfigError, match=r"^'.*' is no checkpoint of a training run, or a damaged one \(.*"
+        ) as said:
+            check_whole(path)
+        assert str(said.value).endswith(f"give the one before it, ckpt_path='{before}'.")
+
+
+def test_no_damage_is_read_as_if_it_were_whole(tmp_path):
+    saved, path, rng = {"weight": torch.randn(100), "step": 4}, tmp_path / "it.ckpt", random.Random(0)
+    torch.save(saved, path)
+    written = path.read_bytes()
+    refused = 0
+    for at in rng.sample(range(len(written)), 200):
+        damaged = bytearray(written)
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            check_whole(path)
+            read = torch.load(path, weights_only=True)
+        except (ConfigError, RuntimeError, ValueError):  # the latter are a sentence of `checkpoint_weights`
+            refused += 1
+        else:  # padding, or what nothing reads
+            assert read["step"] == 4
+            assert read["weight"].equal(saved["weight"])
+    assert refused > 100
+
+
+def test_a_checkpoint_with_none_before_it(tmp_path):
+    (tmp_path / "it.ckpt").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match="there is none before it: begin again"):
+        check_whole(tmp_path / "it.ckpt")

@@ -436,6 +436,33 @@ def test_weights_alone_are_loaded_from_a_checkpoint(tmp_path):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no file: give FOLDER/checkpoints"),
+        (b"garbage", "is no checkpoint of a training run, or a damaged one"),
+        (torch.zeros(2), "is no checkpoint of a training run: "),
+        ({"loops": 3}, "is no checkpoint of a training run: "),
+    ],
+)
+def test_what_is_no_checkpoint_loads_no_policy(content, message, tmp_path):
+    if isinstance(content, bytes):
+        (tmp_path / "it.ckpt").write_bytes(content)
+    elif content is not None:
+        torch.save(content, tmp_path / "it.ckpt")
+    with pytest.raises(ConfigError, match=message):
+        PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(tmp_path / "it.ckpt")
+    checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
+    checkpoint["state_dict"] = {name: tensor[:1] for name, tensor in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, tmp_path / "smaller.ckpt")
+    with pytest.raises(ConfigError, match=r"do not fit model 'tiny': size mismatch for model\..* Give the model that"):
+        fit(make_policy(), [batch_of(make_experiences())], ckpt_path=tmp_path / "smaller.ckpt", max_epochs=2)
+
+
 def test_a_policy_is_loaded_from_its_checkpoint_alone(tmp_path):
     loss = {"name": "ppo", "args": {"clip_range_high": 0.28}}
     settings = {"layout": "shared_prefix", "policy_loss": loss, "kl": KLConfig("k3", 0.1)}

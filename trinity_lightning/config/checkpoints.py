@@ -1,6 +1,14 @@
-"""Which files and folders are checkpoints."""
+"""Which files and folders are checkpoints, which one is meant, and whether it is whole; before torch is imported."""
 
+import logging
 from pathlib import Path
+from zipfile import ZipFile
+
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # In a checkpoint that is a folder: all but the tensors that are in shards. It is written last, by Lightning's name.
 REST = "meta.pt"
@@ -14,3 +22,76 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoints_in(folder: Path, pattern: str = "*.ckpt") -> list[Path]:
     """Those of that pattern in a folder, the one that was written last at the end."""
     return sorted(filter(is_checkpoint, folder.glob(pattern)), key=lambda path: path.stat().st_mtime)
+
+
+def check_checkpoint(config: DictConfig) -> None:
+    """Refuse a checkpoint to resume from that does not exist or is damaged; a ConfigError."""
+    if config.ckpt_path is not None:
+        check_whole(_newest(Path(config.output_dir)) if config.ckpt_path == "last" else Path(config.ckpt_path))
+
+
+def check_whole(path: Path) -> None:
+    """Refuse what is no file that torch.save wrote, or is no longer as it was written.
+
+    Such a file is a zip archive with a checksum of each entry: all of it is read once, 3 GB a second. Shards in a
+    folder are checked as they are read (`common.shard_files`).
+
+    Raises:
+        ConfigError: names the file, what is wrong, and the checkpoint before it, if there is one.
+    """
+    if not is_checkpoint(path):
+        what = "is a folder, and no whole checkpoint" if path.is_dir() else "is no file"
+        raise ConfigError(f"ckpt_path: '{path}' {what}: give FOLDER/checkpoints/NAME.ckpt, or last.")
+    try:
+        with ZipFile(path / REST if path.is_dir() else path) as archive:
+            broken = archive.testzip()
+        problem = f"its part '{broken}' is not as it was written" if broken else None
+    except Exception as error:  # zipfile raises a dozen types, by which bytes are wrong
+        problem = f"{error or type(error).__name__}".rstrip(".")
+    if problem is None:
+        return
+    there = checkpoints_in(path.parent)
+    before = [each for each in there if each != path and each.stat().st_mtime <= path.stat().st_mtime]
+    fix = f"give the one before it, ckpt_path='{before[-1]}'" if before else "there is none before it: begin again"
+    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): {fix}.")
+
+
+def last_checkpoint(folder: str | Path) -> Path:
+    """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
+    folder = Path(folder)
+    last = _newest(folder)
+    later = sorted(run.name for run in folder.parent.glob("*-*-*_*") if run.name > folder.name)
+    without = [name for name in later if not checkpoints_in(folder.parent / name / "checkpoints")]
+    passed_over = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
+    logger.info("ckpt_path=last is %s%s", last, passed_over)
+    return last
+
+
+def _newest(folder: Path) -> Path:
+    found = checkpoints_in(folder / "checkpoints")
+    if not found:
+        raise ConfigError(
+            f"ckpt_path=last: there is no checkpoint in {folder / 'checkpoints'} (a job of a sweep has a new folder of "
+            "its own): give ckpt_path=FILE, or hydra.run.dir=FOLDER of the run to go on with."
+        )
+    return found[-1]
+
+
+def recorded_model(record: Path) -> str:
+    """The model that the run of this `config.yaml` trains.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        name = OmegaConf.select(OmegaConf.load(record), "model.name")
+    except Exception as error:  # of YAML, OmegaConf, the decoder or the disk
+        reason = str(error).splitlines()[0]
+    else:
+        reason = "it names no model"
+        if isinstance(name, str):
+            return name
+    raise ConfigError(
+        f"'{record}', which says what the run to resume is, is damaged ({reason}): restore it, or delete it, and give "
+        "the same configuration."
+    )

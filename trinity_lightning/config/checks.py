@@ -8,7 +8,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trinity_lightning.config.checkpoints import is_checkpoint
 from trinity_lightning.config.engines import (
     CAPABILITIES,
     ENGINE_KEYS,
@@ -76,13 +75,6 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
     _check_sampling(run)
     _check_trainer(config, run)
     return run
-
-
-def check_checkpoint(config: DictConfig) -> None:
-    """Refuse a checkpoint to resume from that does not exist; a ConfigError."""
-    if config.ckpt_path not in (None, "last") and not is_checkpoint(Path(config.ckpt_path)):
-        what = "is a folder, and no whole checkpoint" if Path(config.ckpt_path).is_dir() else "is no file"
-        raise ConfigError(f"ckpt_path: '{config.ckpt_path}' {what}: give FOLDER/checkpoints/NAME.ckpt, or last.")
 
 
 # -- the tree ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir
 from trinity_lightning.config.training import AlgorithmConfig, trains_together
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
-logger = logging.getLogger(__name__)
-
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 _NO_NAME = "Config group override must be a string or a list"  # Hydra's ValueError for engine=3 and for =3
 
@@ -112,20 +110,6 @@ def discard_unused(folder: str | Path) -> None:
     inside = [path for path in Path(folder).rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def last_checkpoint(folder: str | Path) -> Path:
-    """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
-    folder = Path(folder)
-    found = checkpoints_in(folder / "checkpoints")
-    if not found:
-        raise ConfigError(f"there is no checkpoint in {folder / 'checkpoints'}; ckpt_path=last is for single runs.")
-    last = found[-1]
-    later = sorted(run.name for run in folder.parent.glob("*-*-*_*") if run.name > folder.name)
-    without = [name for name in later if not checkpoints_in(folder.parent / name / "checkpoints")]
-    passed_over = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
-    logger.info("ckpt_path=last is %s%s", last, passed_over)
-    return last
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:

@@ -19,8 +19,8 @@ def check_targets(config: DictConfig) -> None:
         ConfigError: names the key, and the nearest argument.
     """
     for name in FREE:
-        node = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
-        objects = {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in dict(node).items()}
+        node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
+        objects = {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
         for key, entry in objects.items():
             if not isinstance(entry, Mapping) or "_target_" not in entry:
                 raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")

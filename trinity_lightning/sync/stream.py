@@ -118,7 +118,7 @@ def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
         checkpoint = contents(path)
         step = _explore_step(checkpoint)
         weights = {name: each for name, each in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, UnpicklingError) as error:
         raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
     return step, weights
 

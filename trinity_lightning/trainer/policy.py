@@ -29,6 +29,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.config.checkpoints import check_whole
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import (
@@ -42,6 +43,7 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
+from trinity_lightning.sync.stream import saved_weights
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, step_costs
 from trinity_lightning.trainer.layout import (
     MicroBatch,
@@ -526,6 +528,25 @@ class PolicyModule(L.LightningModule):
         if self.algorithm.max_tokens_per_micro_batch == AUTO:
             self._given_tokens, self._settled = state[BUDGET], None
         self._random_state = state["rng"]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of every module; a ConfigError if the weights are of another model."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            first = " ".join(str(error).splitlines()[1].split())
+            raise ConfigError(
+                f"the checkpoint's weights do not fit model '{self.hparams['model']}': {first} Give the model that the "
+                "checkpoint is of."
+            ) from error
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of every LightningModule; a ConfigError if a file is damaged, or no checkpoint of a training run."""
+        if isinstance(checkpoint_path, str | Path):
+            check_whole(Path(checkpoint_path))
+            saved_weights(checkpoint_path)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_fit_start(self) -> None:
         """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
