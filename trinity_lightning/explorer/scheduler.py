@@ -94,11 +94,12 @@ class RunnerWrapper:
         start = clock()
         limit = self.config.max_timeout if timeout is None else timeout
         one = replace(task.task, batch_id=task.batch_id)
+        name = f"{one.batch_id}/{one.task_id}"
         runs = list(range(task.run_id_base, task.run_id_base + task.repeat_times))
         experiences: list[Experience] = []
         failed: dict[int, BaseException] = {}
         seconds = 0.0
-        for tried in range(self.config.max_retry_times + 1):
+        for attempted in range(1, self.config.max_retry_times + 2):
             attempt = await self.runner.attempt(one, runs, limit)
             seconds = attempt.seconds
             experiences += attempt.experiences
@@ -106,19 +107,13 @@ class RunnerWrapper:
             runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
             if not runs:
                 break
-            logger.info(
-                "runner %d, task %s/%s, attempt %d: %s",
-                self.runner_id,
-                one.batch_id,
-                one.task_id,
-                tried + 1,
-                "; ".join(describe(attempt.errors)),
-            )
+            reasons = "; ".join(describe(attempt.errors))
+            logger.info("runner %d, task %s, attempt %d: %s", self.runner_id, name, attempted, reasons)
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
         if not status.ok:
-            logger.warning("task %s/%s: %s", one.batch_id, one.task_id, status.message)
+            logger.warning("task %s: %s", name, status.message)
         return status, experiences, self.runner_id
 
 
@@ -178,11 +173,12 @@ class ScheduledTask:
         """Whether its result is still wanted: it may have been given up."""
         return self in self.batch.unfinished
 
-    def finish(self, chunk: Chunk, status: Status, experiences: list[Experience]) -> None:
-        """Take a chunk's result; with the last one the task is done."""
+    def take(self, chunk: Chunk, status: Status, experiences: list[Experience]) -> None:
+        """Take a chunk's result; with the last one the task is finished, and waits to be collected."""
         self.results[chunk.run_id_base] = status, experiences
         if len(self.results) == len(self.chunks):
-            self.batch.finish(self)
+            self.batch.unfinished.discard(self)
+            self.batch.finished.append(self)
 
     def merged(self) -> tuple[Status, list[Experience]]:
         """One result of all chunks: experiences in the order of runs, metrics over all of them, the longest times."""
@@ -207,19 +203,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.unfinished) + len(self.finished)
-
-    def finish(self, scheduled: ScheduledTask) -> None:
-        """A task is done: its result waits to be collected."""
-        self.unfinished.discard(scheduled)
-        self.finished.append(scheduled)
-
-    def drop(self) -> list[_Work]:
-        """Give up what is unfinished; the cancelled chunks, to be waited for."""
-        cancelled = [work for scheduled in self.unfinished for work in scheduled.running]
-        self.unfinished.clear()
-        for work in cancelled:
-            work.cancel()
-        return cancelled
 
     def collect(self) -> tuple[list[Status], list[Experience]]:
         """Hand over what is finished, in the order of the tasks."""
@@ -297,7 +280,6 @@ class Scheduler:
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
         self._task_numbers: dict[str, itertools.count[int]] = {}
-        self._running: set[_Work] = set()
         self._times = TaskTimes(config)
         self._reward_workers = _reward_workers(config)
         self._started = False
@@ -438,7 +420,8 @@ class Scheduler:
                     await self._changed.wait()
             except TimeoutError:
                 pending = sum(scheduled.is_unfinished for *_, scheduled in self._queue)
-                why = f"nothing finished within {limit:g} s: {pending} pending, {len(self._running)} running"
+                running = len(self.runners) - len(self._idle)
+                why = f"nothing finished within {limit:g} s: {pending} pending, {running} running"
                 if clear_timeout_tasks:
                     await self._drop(list(self._batches.values()))
                 raise TimeoutError(why) from None
@@ -459,7 +442,6 @@ class Scheduler:
             self._load[id(runner.model)] += chunk.repeat_times
             work = asyncio.create_task(self._run(runner, chunk, self._times.limit(scheduled)))
             scheduled.running.add(work)
-            self._running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
             work.add_done_callback(partial(self._finish, runner, chunk, scheduled))
 
@@ -468,7 +450,6 @@ class Scheduler:
         return await runner.run_with_retry(chunk, limit)
 
     def _finish(self, runner: RunnerWrapper, chunk: Chunk, scheduled: ScheduledTask, work: _Work) -> None:
-        self._running.discard(work)
         scheduled.running.discard(work)
         self._idle.append(runner)
         self._load[id(runner.model)] -= chunk.repeat_times
@@ -476,7 +457,7 @@ class Scheduler:
         if wanted:
             status, experiences = _result_of(chunk, work)
             self._times.add(scheduled, status)
-            scheduled.finish(chunk, status, experiences)
+            scheduled.take(chunk, status, experiences)
             self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
             self._finished_at = asyncio.get_running_loop().time()
         self._notify()
@@ -486,14 +467,11 @@ class Scheduler:
 
     async def _until_enough(self, batch: Batch, min_num: int | None) -> None:
         over = self.config.over_rollout
-        if min_num is not None:
-            await self._until(batch, lambda: min_num)
-        elif over.ratio > 0 and not batch.key.is_eval:
+        over_rolls = min_num is None and over.ratio > 0 and not batch.key.is_eval
+        if over_rolls:
             await self._until(batch, lambda: enough_of(len(batch), over.ratio))
-            async with asyncio.timeout(over.wait_after_min):
-                await self._until(batch, lambda: len(batch))
-        else:
-            await self._until(batch, lambda: len(batch))
+        async with asyncio.timeout(over.wait_after_min if over_rolls else None):
+            await self._until(batch, lambda: len(batch) if min_num is None else min_num)
 
     async def _until(self, batch: Batch, needed: Callable[[], int]) -> None:
         """Wait until that many tasks of a batch are finished, or there is no use in waiting for the others."""
@@ -510,7 +488,11 @@ class Scheduler:
 
     async def _drop(self, batches: Sequence[Batch]) -> None:
         """Give up what is unfinished of these batches, and wait until its runners are free."""
-        cancelled = [work for batch in batches for work in batch.drop()]
+        cancelled = [work for batch in batches for scheduled in batch.unfinished for work in scheduled.running]
+        for batch in batches:
+            batch.unfinished.clear()
+        for work in cancelled:
+            work.cancel()
         self._forget_empty(batches)
         self._notify()
         if cancelled:
