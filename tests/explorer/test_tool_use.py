@@ -12,10 +12,9 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.calculator import calculate
-from trinity_lightning.explorer.workflows.tool_use import ToolError, ToolUseWorkflow, make_tool, make_tools
+from trinity_lightning.explorer.workflows.tool_use import ToolError, ToolUseWorkflow, calculate, make_tool, make_tools
 
-PATH = "trinity_lightning.explorer.workflows.calculator.calculate"
+PATH = "trinity_lightning.explorer.workflows.tool_use.calculate"
 
 
 def call_of(name: str, **arguments: Any) -> str:

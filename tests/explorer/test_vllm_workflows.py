@@ -19,7 +19,7 @@ from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import Workflow
-from trinity_lightning.explorer.workflows.calculator import calculate
+from trinity_lightning.explorer.workflows.tool_use import calculate
 
 CONTEXT = 480
 HI = {"prompt": "hi", "answer": "3"}

@@ -7,7 +7,8 @@ import os
 import platform
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,14 +28,16 @@ def resident_gb() -> float:
 
     Pages that processes share are counted in each of them, so that for forked children it is an upper bound.
     """
-    process = psutil.Process()
-    total = 0
-    for member in (process, *process.children(recursive=True)):
-        try:
-            total += member.memory_info().rss
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue  # it ended between being listed and being asked: it holds nothing
-    return total / GB
+    return _of_all_processes(lambda process: process.memory_info().rss) / GB
+
+
+def _of_all_processes(read: Callable[[psutil.Process], float]) -> float:
+    """The sum over this process and its children; of one that ends meanwhile nothing counts."""
+    this, total = psutil.Process(), 0.0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += read(process)
+    return total
 
 
 class MemoryMeter:
@@ -97,10 +100,9 @@ class MemoryMeter:
             self.sample()
 
     def _run(self) -> None:
-        while True:
+        self.sample()
+        while not self._stop.wait(self._interval):
             self.sample()
-            if self._stop.wait(self._interval):
-                return
 
 
 # -- versions and hardware --------------------------------------------------------------------------------------------
@@ -163,33 +165,21 @@ ENOUGH_SECONDS = 1.0  # the kernel counts in hundredths of a second
 NOTABLE = 0.5  # cores
 
 
-@dataclass(frozen=True, slots=True)
-class _Counters:
+def _read() -> tuple[float, float, float]:
     """Seconds since some moment: of the clock, of all that ran on the usable cores, and of this run's own processes."""
-
-    clock: float
-    busy: float
-    own: float
-
-
-def _read() -> _Counters:
     by_core = psutil.cpu_times(percpu=True)
     usable = [by_core[core] for core in os.sched_getaffinity(0)]
     busy = sum(getattr(times, name, 0.0) for times in usable for name in BUSY)
-    process, own = psutil.Process(), 0.0
-    for member in (process, *process.children(recursive=True)):
-        try:
-            own += sum(member.cpu_times()[:4])  # user and system, its own and of its children that ended
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue  # it ended meanwhile: its time is with its parent's
-    return _Counters(time.perf_counter(), busy, own)
+    # User and system, its own and of its children that ended: what one leaves that ends meanwhile is with its parent's.
+    own = _of_all_processes(lambda process: sum(process.cpu_times()[:4]))
+    return time.perf_counter(), busy, own
 
 
 class CPULoad:
     """Cores that programs other than this run and its children use, in the spans between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._started: _Counters | None = None
+        self._started: tuple[float, float, float] | None = None
         self._seconds = self._others = 0.0
 
     def start(self) -> None:
@@ -199,10 +189,10 @@ class CPULoad:
     def stop(self) -> None:
         """End the span; without one, nothing happens."""
         if self._started is not None:
-            now, before = _read(), self._started
+            seconds, busy, own = (now - before for now, before in zip(_read(), self._started, strict=True))
             self._started = None
-            self._seconds += now.clock - before.clock
-            self._others += now.busy - before.busy - (now.own - before.own)
+            self._seconds += seconds
+            self._others += busy - own
 
     def take(self) -> float | None:
         """Cores that others used in the spans since the last call; None if these were too short to tell."""

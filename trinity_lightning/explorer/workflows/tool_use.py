@@ -13,6 +13,7 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import OPENING, ToolCall, parse_tool_calls
+from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.workflows.environments import Environment, StepResult
 from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, EpisodeWorkflow
@@ -175,6 +176,17 @@ class ToolEnvironment:
         if len(text) > self._max_result_length:
             text = f"{text[: self._max_result_length]}... (cut)"
         return {"role": "tool", "name": name, "content": text}
+
+
+# The one of conf/workflow/tool_use.yaml; its docstring is for the model.
+def calculate(expression: str) -> str:
+    """Works out an arithmetic expression.
+
+    Args:
+        expression: numbers with + - * / // % and brackets
+    """
+    value, _ = evaluate(expression)
+    return str(value.numerator if value.denominator == 1 else float(value))
 
 
 # -- the workflow -----------------------------------------------------------------------------------------------------
