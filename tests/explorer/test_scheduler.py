@@ -849,7 +849,28 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(caplog: pytest.LogCaptureF
     assert f"task 3/4: {expected}" in caplog.text
 
 
-def test_a_task_goes_to_the_engine_with_the_fewest_runs_under_way() -> None:
+def test_a_task_goes_to_the_engine_with_the_fewest_tokens_under_way() -> None:
+    long, short = "1+1=" * 1000, "1+1="
+
+    async def body(scheduler: Scheduler) -> None:
+        async def ask(workflow: Any) -> list[Experience]:
+            await workflow.model.generate(workflow.task.raw_task["prompt"])
+            return await slow(1.0)(workflow)
+
+        def make(prompt: str, answer: int, runs: int) -> Any:
+            return scripted(ask, raw_task={"prompt": prompt}, rollout_args={"max_tokens": answer}, repeat_times=runs)
+
+        tasks = [(long, 8, 1), (short, 8, 2), (short, 64, 1), (short, 8, 1)]
+        scheduler.schedule([make(*each) for each in tasks], 1)
+        await scheduler.get_results(1)
+        engines: list[Any] = [runner.model for runner in scheduler.runners[:2]]
+        assert [[call["prompt"] for call in engine.calls] for engine in engines] == [[long], [short] * 4]
+        assert not any(scheduler._load.values())
+
+    running(body, models=2, runner_per_model=3)
+
+
+def test_of_tasks_that_are_alike_each_engine_has_as_many_runs() -> None:
     async def body(scheduler: Scheduler) -> None:
         async def ask(workflow: Any) -> list[Experience]:
             await workflow.model.generate("1+1=")

@@ -33,6 +33,7 @@ _Work = asyncio.Task[tuple[Status, list[Experience], int]]
 _FINAL_ERRORS = (ConfigError, PromptTooLongError)
 # If the first tasks to end are this many, and each failed in its reward functions, the others are given up.
 _ENOUGH_FAILURES = 16
+CHARACTERS = 4  # of a token, about
 _TIMES = ("time_per_task", "task_run_time")
 _STEP = re.compile(r"[0-9]+")
 
@@ -275,7 +276,7 @@ class Scheduler:
             for i in range(config.runners * len(rollout_model))
         ]
         self._idle = list(self.runners)
-        self._load = Counter[int]()  # runs under way, by engine: each of a step may take as many tokens
+        self._load = Counter[int]()  # tokens under way, by engine
         self._queue: list[tuple[BatchKey, int, Chunk, ScheduledTask]] = []
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
@@ -432,14 +433,14 @@ class Scheduler:
         return [Chunk(task, task.batch_id, first, min(size, runs - first)) for first in range(0, runs, size)]
 
     def _dispatch(self) -> None:
-        """Give queued chunks to idle runners, of the engine that has the fewest runs under way."""
+        """Give queued chunks to idle runners, of the engine that has the fewest tokens under way."""
         while self._started and self._idle and self._queue:
             *_, chunk, scheduled = heapq.heappop(self._queue)
             if not scheduled.is_unfinished:
                 continue
             runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # of equal ones, idle the longest
             self._idle.remove(runner)
-            self._load[id(runner.model)] += chunk.repeat_times
+            self._load[id(runner.model)] += _tokens(chunk, runner.model)
             work = asyncio.create_task(self._run(runner, chunk, self._times.limit(scheduled)))
             scheduled.running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
@@ -452,7 +453,7 @@ class Scheduler:
     def _finish(self, runner: RunnerWrapper, chunk: Chunk, scheduled: ScheduledTask, work: _Work) -> None:
         scheduled.running.discard(work)
         self._idle.append(runner)
-        self._load[id(runner.model)] -= chunk.repeat_times
+        self._load[id(runner.model)] -= _tokens(chunk, runner.model)
         wanted = scheduled.is_unfinished
         if wanted:
             status, experiences = _result_of(chunk, work)
@@ -515,6 +516,14 @@ class Scheduler:
     def _check_started(self) -> None:
         if not self._started:
             raise RuntimeError("the scheduler is not started, nothing would ever finish: await start() first.")
+
+
+def _tokens(chunk: Chunk, model: InferenceModel) -> int:
+    """About how many tokens the requests of these runs have: prompts, by their text, and what may be answered."""
+    task, context = chunk.task, model.max_model_len
+    prompt = task.raw_task.get("messages") or task.raw_task.get("prompt") or ""
+    response = task.rollout_args.get("max_tokens") or context
+    return chunk.repeat_times * min(len(str(prompt)) // CHARACTERS + response, context)
 
 
 def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
