@@ -205,6 +205,7 @@ def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
         compile_layers=config.model.compile,
         gradient_checkpointing=config.model.gradient_checkpointing,
         attn_implementation=config.model.attn_implementation,
+        lora=config.model.lora,
         planned_tokens=None if plan is None else plan.micro_batch_tokens,
     )
 

@@ -54,6 +54,9 @@ class Evaluation:
     def _weights(self, path: Path) -> tuple[int, WeightStream]:
         """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
         step, weights = checkpoint_weights(path)
+        if any(".lora_" in name for name in weights.shapes):  # adapters alone
+            trained = PolicyModule.load_from_checkpoint(path, map_location="cpu", weights_only=True, model=self.model)
+            weights = WeightStream.of(trained.policy.adapter.merged().items())
         if all(engine.capabilities.shares_weights for engine in self.engines):
             return step, weights
         return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))

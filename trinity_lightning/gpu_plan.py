@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
@@ -30,11 +31,11 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import gpus_that_train
 from trinity_lightning.config.training import MIXED, SHARDS, WeightDtype, strategy_of, trains_together
-from trinity_lightning.config.values import AUTO
+from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.policy import resumed_budget
+from trinity_lightning.trainer.policy import BUDGET
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,17 @@ def with_memory_plan(
             raise
         logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
         return planned(config, gpus, tokens)
+
+
+def resumed_budget(checkpoint: str | Path) -> int:
+    """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`.
+
+    Raises:
+        ConfigError: the checkpoint is of an earlier version.
+    """
+    state = contents(checkpoint).get("policy", {})
+    check_version(state, (BUDGET,), "the policy")
+    return state[BUDGET]
 
 
 def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:

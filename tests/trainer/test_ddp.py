@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.policy import Weights, assert_same_gradients, batch_of, fit, make_policy
 from support.replicas import (
+    ADAPTERS,
     CASES,
     DTYPES,
     PAIRS,
@@ -45,6 +46,9 @@ STEP = ("actor/grad_norm", "actor/lr", "actor/bad_steps")  # by which each rank 
 CUT = ("actor/micro_batches", "perf/computed_tokens", "perf/padding_ratio", "perf/shared_prefix")
 
 
+ALL = [(kind, case) for kind in STRATEGIES for case in CASES if (kind, case) != ("fsdp2", ADAPTERS)]
+
+
 @pytest.fixture(scope="module")
 def alone() -> Alone:
     """What one process finds of a case."""
@@ -72,8 +76,7 @@ def checkpoints(found: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
     return lambda name: AtomicCheckpointIO().load_checkpoint(folder / f"{name}.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("case", [name for name in CASES if name != "bfloat16"])
+@pytest.mark.parametrize(("kind", "case"), [each for each in ALL if each[1] != "bfloat16"])
 def test_two_processes_train_as_one(found: Found, alone: Alone, case: str, kind: str) -> None:
     one, together = alone(case), found[0][kind][case]
     torch.testing.assert_close(together["losses"], one["losses"], rtol=1e-5, atol=1e-7, equal_nan=True)
@@ -86,8 +89,7 @@ def test_two_processes_train_as_one(found: Found, alone: Alone, case: str, kind:
         assert mine.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "case"), ALL)
 def test_all_ranks_have_the_same_bits(found: Found, case: str, kind: str) -> None:
     first, *others = (each[kind][case] for each in found)
     for other in others:

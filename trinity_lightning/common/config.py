@@ -18,6 +18,7 @@ from trinity_lightning.config.training import AlgorithmConfig as AlgorithmConfig
 from trinity_lightning.config.training import Dropout as Dropout
 from trinity_lightning.config.training import KLConfig as KLConfig
 from trinity_lightning.config.training import Layout as Layout
+from trinity_lightning.config.training import LoRAConfig as LoRAConfig
 from trinity_lightning.config.training import ModelConfig as ModelConfig
 from trinity_lightning.config.training import OptimizerConfig as OptimizerConfig
 from trinity_lightning.config.training import RolloutCorrectionConfig as RolloutCorrectionConfig

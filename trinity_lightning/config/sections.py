@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -60,6 +60,15 @@ class Section:
             if name not in known:
                 raise ConfigError(unknown_key(f"{cls._key}{name}", known))
         return super().__new__(cls)
+
+
+def plain(section: Any) -> dict[str, Any]:
+    """A section as a checkpoint holds it, which is read without pickle: a dict, names instead of enumerations."""
+
+    def names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value.name if isinstance(value, Enum) else value for name, value in items}
+
+    return asdict(section, dict_factory=names)
 
 
 S = TypeVar("S", bound=Section)

@@ -5,14 +5,14 @@ from typing import Any
 
 from trinity_lightning.config.engines import capabilities_of
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import MIXED
+from trinity_lightning.config.training import MIXED, LoRAConfig
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 
 
 def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
-    check_shards_of(trainer.get("precision"), run.model.compile)
+    check_shards_of(trainer.get("precision"), run.model.compile, run.model.lora)
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
         raise ConfigError(
@@ -27,8 +27,8 @@ def check_distributed_checkpoint(given: Any) -> None:
         raise ConfigError(f"trainer.strategy.save_distributed_checkpoint is {given!r}: give true, false or {AUTO}.")
 
 
-def check_shards_of(precision: Any, compile_layers: bool) -> None:
-    """Refuse mixed precision, and layers that are compiled; a ConfigError."""
+def check_shards_of(precision: Any, compile_layers: bool, lora: LoRAConfig) -> None:
+    """Refuse mixed precision, layers that are compiled, and adapters; a ConfigError."""
     if precision in MIXED:
         raise ConfigError(
             f"trainer.precision is {precision}: trainer=fsdp2 computes in bfloat16 over float32 shards by "
@@ -36,3 +36,5 @@ def check_shards_of(precision: Any, compile_layers: bool) -> None:
         )
     if compile_layers:
         raise ConfigError("model.compile=true is not for layers in shards: leave it out, or choose trainer=ddp.")
+    if lora.r is not None:
+        raise ConfigError("model.lora is not for layers in shards: leave it out, or choose trainer=ddp.")

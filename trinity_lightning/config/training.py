@@ -1,8 +1,9 @@
 """The typed sections that say what is trained and how, and the settings of Lightning's Trainer that go with them."""
 
+import importlib.util
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -46,6 +47,56 @@ class Layout(Enum):
     shared_prefix = "shared_prefix"
 
 
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class LoRAConfig(Section, key="model.lora"):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained in place of the model's weights: the extra `lora`.
+
+    Attributes:
+        r: rank of the adapters, which take about ten times the learning rate of full training (optimizer.lr); null:
+            there are none, and all weights are trained.
+        alpha: adapters are scaled by alpha / r; null: twice the rank.
+        targets: which linear layers have one, by the last part of their names, such as [q_proj, v_proj]; `all-linear`:
+            all but the head.
+        dropout: share of its inputs that an adapter does not see in training. It differs from device to device and with
+            how a batch is cut, rows share no prefixes, and the first ratio of a step is not 1.
+        rslora: scale by alpha / sqrt(r) (arXiv 2312.03732).
+
+    Raises:
+        ConfigError: a number out of its range, settings of an adapter without its rank, or peft is not installed.
+    """
+
+    r: int | None = None
+    alpha: int | None = None
+    targets: Any = ALL_LINEAR
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("r", "alpha"):
+            whole_number(f"model.lora.{name}", getattr(self, name), least=1, optional=True)
+        number("model.lora.dropout", self.dropout, least=0, most=0.9)
+        named = isinstance(self.targets, list) and self.targets and all(isinstance(each, str) for each in self.targets)
+        if self.targets != ALL_LINEAR and not named:
+            raise ConfigError(
+                f"model.lora.targets is {self.targets!r}; give {ALL_LINEAR}, or names such as [q_proj,v_proj]."
+            )
+        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if self.r is None and given:
+            raise ConfigError(
+                f"model.lora.{given[0]} is given without a rank: there are adapters if model.lora.r is set."
+            )
+        if self.r is not None and importlib.util.find_spec("peft") is None:
+            raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
+
+    @property
+    def scale(self) -> int:
+        """Alpha, settled."""
+        return 2 * (self.r or 0) if self.alpha is None else self.alpha
+
+
 @dataclass
 class ModelConfig(Section, key="model"):
     """The policy.
@@ -61,6 +112,7 @@ class ModelConfig(Section, key="model"):
             compiler on a CPU. Attention runs between the graphs; weights keep their names.
         gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
         attn_implementation: passed to transformers; `sdpa` works everywhere.
+        lora: adapters that are trained in place of the weights.
     """
 
     name: str = MISSING
@@ -69,6 +121,7 @@ class ModelConfig(Section, key="model"):
     compile: bool = False
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass

@@ -7,7 +7,7 @@ equal, hence the *drill*: once, before the first step, both sides are given pert
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity_lightning.errors import WeightSyncError
+from trinity_lightning.sync.stream import in_parts
 
 # 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
 PROBE_TEXT = (
@@ -101,11 +102,18 @@ def perturbed(model: nn.Module) -> Iterator[Callable[[float], None]]:
     The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host. Of
     a model in shards (`trainer.fsdp.Shards`), all ranks perturb theirs.
     """
-    if (shards := getattr(model, "shards", None)) is not None:
-        with shards.perturbed() as perturb:
+    if (parts := in_parts(model)) is not None:
+        with parts.perturbed() as perturb:
             yield perturb
-        return
-    parameters = [parameter.detach() for parameter in model.parameters()]
+    else:
+        with perturbed_tensors(model.parameters()) as perturb:
+            yield perturb
+
+
+@contextmanager
+def perturbed_tensors(parameters: Iterable[Tensor]) -> Iterator[Callable[[float], None]]:
+    """The same of these parameters."""
+    parameters = [parameter.detach() for parameter in parameters]
     saved = [parameter.to("cpu", copy=True) for parameter in parameters]
 
     def perturb(scale: float) -> None:

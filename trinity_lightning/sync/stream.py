@@ -3,10 +3,11 @@
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +83,32 @@ def weight_stream(model: nn.Module) -> WeightStream:
     """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
 
     The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale. Of a model in
-    shards (`trainer.fsdp.Shards`), each is put together as it is sent.
+    shards (`trainer.fsdp.Shards`), each is put together as it is sent; adapters (`trainer.adapter.Adapter`) are merged.
     """
-    shards = getattr(model, "shards", None)
-    if shards is not None:
-        return as_checkpoint(shards.parameters(), model, shards.whole)
+    if (parts := in_parts(model)) is not None:
+        return as_checkpoint(parts.parameters(), model, parts.whole)
     return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
+
+
+class Parts(Protocol):
+    """The weights of a model that has them in parts: shards, or frozen weights and adapters."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Tensors of the names and shapes of the whole weights."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """A weight, put together."""
+        ...
+
+    def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
+        """As `sync.proof.perturbed`."""
+        ...
+
+
+def in_parts(model: nn.Module) -> Parts | None:
+    """The parts of a model's weights; None if it has them whole."""
+    return getattr(model, "shards", None) or getattr(model, "adapter", None)
 
 
 def parameter_stream(model: nn.Module) -> WeightStream:

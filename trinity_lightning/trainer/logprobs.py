@@ -66,7 +66,7 @@ class Projection(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
+        ctx.save_for_backward(hidden if weight.requires_grad else None)
         ctx.weight = weight  # as above
         return hidden @ weight.T
 

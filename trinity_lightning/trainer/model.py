@@ -214,7 +214,7 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     if model.device.type not in ("cpu", "cuda"):
         return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
     if has_dropout(model):
-        return "has dropout (model.dropout=keep), which would drop a shared prefix for all of its rows alike"
+        return "has dropout (model.dropout, model.lora.dropout), which would drop a shared prefix for all of its rows"
     return _fault_of_sharing(model, function)
 
 
@@ -224,11 +224,11 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
     """What is wrong with shared prefixes when they are tried; None if nothing is.
 
     Two random responses to one prompt have to have the same log-probabilities and gradient in both layouts: the
-    gradient of one parameter; if none but embeddings is trained, log-probabilities alone are compared.
+    gradient of one parameter, whether it is trained or not.
     """
     tokens = _random_tokens(model, CHECKED_TOKENS // 2)
     batch = OptimizerBatch.of([Experience(tokens=row, prompt_length=CHECKED_TOKENS // 2) for row in tokens.cpu()], 0)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     probe = _probe(model)
 
     def with_gradient(model: Any, layout: Layout) -> tuple[Tensor, ...]:
@@ -249,8 +249,8 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
         shared = _tried(with_gradient, model, Layout.shared_prefix)
     finally:
         model.train(was_training)
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for parameter, before in trained.items():
+            parameter.requires_grad_(before)
     # A gradient is rounded in both passes of every layer.
     limits = (limit, limit, *(4 * _limit(model, gradient) for gradient in whole[2:]))
     if isinstance(shared, Exception):  # no property of the architecture, perhaps: kernels may have failed to compile
@@ -261,15 +261,15 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
 
 
 def _probe(model: Any) -> nn.Parameter | None:
-    """The trained parameter whose gradient is compared: the first vector, or else the first matrix.
+    """The parameter whose gradient is compared: the first vector, or else the first matrix; None: all are embeddings.
 
     A vector's gradient is small, and that of the first needs all layers. Not one of input and output embeddings, whose
     gradient is no result of the backward pass (`logprobs.lean_embeddings`).
     """
     embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}
-    trained = [each for each in model.parameters() if each.requires_grad and id(each) not in left_out]
-    return next((each for each in trained if each.ndim == 1), trained[0] if trained else None)
+    others = [each for each in model.parameters() if id(each) not in left_out]
+    return next((each for each in others if each.ndim == 1), others[0] if others else None)
 
 
 def _random_tokens(model: Any, alike: int) -> Tensor:

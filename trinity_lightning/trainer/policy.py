@@ -9,11 +9,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -24,19 +23,19 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.alone import ALONE, Alone, ranks_of
-from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.checkpoints import check_whole
-from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.config.sections import section_of
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
     HALF,
     AlgorithmConfig,
     Dropout,
     Layout,
+    LoRAConfig,
     OptimizerConfig,
     WeightDtype,
     check_trainer_settings,
@@ -68,6 +67,9 @@ from trinity_lightning.trainer.model import (
 from trinity_lightning.trainer.objective import Objective, describe_fault
 from trinity_lightning.trainer.optim import MasterWeights, adamw, learning_rate_schedule, parameter_groups
 from trinity_lightning.trainer.placement import WHOLE, Whole
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.adapter import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class PolicyModule(L.LightningModule):
         compile_layers: compile the model's layers with torch.compile when training starts.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
+        lora: adapters to be trained, and nothing else.
         planned_tokens: what algorithm.max_tokens_per_micro_batch=auto stands for by a memory plan; None: found out.
 
     Attributes:
@@ -129,6 +132,7 @@ class PolicyModule(L.LightningModule):
         compile_layers: bool = False,
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
+        lora: LoRAConfig | Mapping[str, Any] | None = None,
         planned_tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -136,11 +140,13 @@ class PolicyModule(L.LightningModule):
         self.model_name = model
         self.algorithm = section_of("algorithm", AlgorithmConfig, algorithm)
         self.optimizer_config = section_of("optimizer", OptimizerConfig, optimizer)
+        self.lora = section_of("model.lora", LoRAConfig, lora)
         self.objective = Objective(self.algorithm)
         if self.objective.caveat is not None:
             logger.warning(self.objective.caveat)
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
+        self.adapter: Adapter | None = None  # of the model, whose weights are not trained then
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
@@ -154,13 +160,14 @@ class PolicyModule(L.LightningModule):
         self._settled: _Settled | None = None
         arguments: dict[str, Any] = {
             "model": model,
-            "algorithm": _plain(self.algorithm),
-            "optimizer": _plain(self.optimizer_config),
+            "algorithm": plain(self.algorithm),
+            "optimizer": plain(self.optimizer_config),
             "dtype": WeightDtype(dtype).value,
             "dropout": Dropout(dropout).value,
             "compile_layers": compile_layers,
             "gradient_checkpointing": gradient_checkpointing,
             "attn_implementation": attn_implementation,
+            "lora": plain(self.lora),
             "planned_tokens": planned_tokens,
         }
         self.save_hyperparameters(arguments, logger=False)  # in checkpoints; a run's record has them already
@@ -205,11 +212,15 @@ class PolicyModule(L.LightningModule):
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""
         if self.model is None:
-            self.model = self._load_model().train()
-            lean_embeddings(self.model)
+            self.model = self._load_model()
+            if self.lora.r is not None:
+                from trinity_lightning.trainer.adapter import Adapter
+
+                self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))
+            lean_embeddings(self.policy.train())
             if self.hparams["gradient_checkpointing"]:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
-            if self.objective.needs_reference:
+            if self.objective.needs_reference and self.adapter is None:
                 # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
                 self._reference = [self._load_model().eval().requires_grad_(self.hparams["compile_layers"])]
 
@@ -246,7 +257,10 @@ class PolicyModule(L.LightningModule):
 
     @property
     def reference(self) -> Any:
-        """The frozen initial policy, where the objective has a KL term, else None; never in a checkpoint."""
+        """The frozen initial policy, where the objective has a KL term, else None; never in a checkpoint.
+
+        None, too, if adapters are trained: it is the policy without them.
+        """
         return self._reference[0] if self._reference else None
 
     @cached_property
@@ -340,7 +354,7 @@ class PolicyModule(L.LightningModule):
         schedule: Any = self.lr_schedulers()
         shares = self._shares(batch, rows, self._ranks.size)
         parts = [part for share in shares for part in share]
-        if self.hparams["dropout"] == Dropout.keep.value:
+        if self.hparams["dropout"] == Dropout.keep.value or self.lora.dropout:
             self._placement.seed_noise()
         try:
             losses, metrics = self._accumulate(batch, parts, self._placement.passes(shares))
@@ -460,7 +474,10 @@ class PolicyModule(L.LightningModule):
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
             if self.objective.needs_old_logprobs:
                 columns["old_logprobs"] = self._column(self.policy, experiences, self._ranks)
-            if self.reference is not None:
+            if self.adapter is not None and self.objective.needs_reference:
+                with self.adapter.off():
+                    columns["ref_logprobs"] = self._column(self.policy, experiences, self._ranks)
+            elif self.reference is not None:
                 columns["ref_logprobs"] = self._column(self.reference.to(self.device), experiences, self._ranks)
         return columns
 
@@ -497,24 +514,36 @@ class PolicyModule(L.LightningModule):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model and tokenizer as a folder that transformers, vLLM and TRL load."""
-        self.policy.save_pretrained(folder, state_dict=self._placement.state_dict(self.policy))
-        for weights in Path(folder).glob("*.safetensors"):  # which safetensors writes for this user alone
-            weights.chmod((Path(folder) / "config.json").stat().st_mode)
+        """Write model and tokenizer as a folder that transformers, vLLM and TRL load.
+
+        Adapters are merged into it, and written by themselves to `adapter` in it, which peft loads.
+        """
+        weights = self._placement.state_dict(self.policy) if self.adapter is None else self.adapter.merged()
+        self.policy.save_pretrained(folder, state_dict=weights)
+        if self.adapter is not None:
+            self.adapter.save(Path(folder) / "adapter")
+        for file in Path(folder).rglob("*.safetensors"):  # which safetensors writes for this user alone
+            file.chmod((Path(folder) / "config.json").stat().st_mode)
         self.tokenizer.save_pretrained(folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Counters and random states beside the weights."""
         kept = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)}
         checkpoint["policy"] = kept | {"rng": random_state()}
+        if self.adapter is not None:
+            self.adapter.leave_base_out(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the counters; random states are set once everything else that draws from them is set up.
 
         Raises:
             ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as
-                one group.
+                one group; or its adapters are not this policy's.
         """
+        if "adapter" in checkpoint or self.lora.r is not None:
+            from trinity_lightning.trainer.adapter import put_base_in
+
+            put_base_in(checkpoint, self)
         state = checkpoint["policy"]
         check_version(state, (*COUNTERS, BUDGET), "the policy")
         optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
@@ -568,23 +597,3 @@ class PolicyModule(L.LightningModule):
         if self._random_state is not None:
             restore_random_state(self._random_state)
             self._random_state = None
-
-
-def _plain(section: Any) -> dict[str, Any]:
-    """A section as a checkpoint holds it, which is read without pickle: a dict, names instead of enumerations."""
-
-    def names(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value.name if isinstance(value, Enum) else value for name, value in items}
-
-    return asdict(section, dict_factory=names)
-
-
-def resumed_budget(checkpoint: str | Path) -> int:
-    """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`.
-
-    Raises:
-        ConfigError: the checkpoint is of an earlier version.
-    """
-    state = contents(checkpoint).get("policy", {})
-    check_version(state, (BUDGET,), "the policy")
-    return state[BUDGET]
