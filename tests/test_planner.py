@@ -200,6 +200,16 @@ def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
     assert len(two.shares) == 2
 
 
+def test_a_machine_has_its_own_memory_for_its_own_processes() -> None:
+    given = (*(each.replace("trainer=cpu", "trainer=ddp") for each in CPU), "trainer.accelerator=cpu")
+    one = planned(*given, "trainer.devices=2", "algorithm.max_tokens_per_micro_batch=auto").shares
+    two = planned(
+        *given, "trainer.devices=2", "+trainer.num_nodes=2", "algorithm.max_tokens_per_micro_batch=auto"
+    ).shares
+    assert [each.memory for each in two] == [each.memory for each in one]
+    assert [each.devices for each in two] == [1, 3]
+
+
 def test_servers_on_one_device_share_its_speed() -> None:
     given = ("plan.device=H100-80GB", "engine=vllm_server")
     one, two, apart = (
@@ -237,7 +247,8 @@ def test_an_engine_with_the_trainers_weights_is_sent_none() -> None:
     ("overrides", "counted"),
     [
         (("plan.device=H100-80GB",), True),
-        (("plan.device=H100-80GB", "engine=transformers"), False),
+        (("plan.device=H100-80GB", "engine=transformers"), True),
+        (("plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[1]"), True),
         (("plan.device=H100-80GB", "+auxiliary_models.judge.engine.gpus=[1]"), False),
         (CPU, False),
     ],

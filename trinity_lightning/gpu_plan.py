@@ -16,6 +16,7 @@ from trinity_lightning.common.memory_plan import (
     MemoryPlan,
     Rollouts,
     auxiliary_server,
+    beside_others,
     plan,
     requests_at_once,
 )
@@ -114,7 +115,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     Raises:
         ConfigError: what shares the GPU does not fit on it together; servers use it and others too.
     """
-    config, beside = _with_auxiliary_shares(config, gpus.total)
+    config, beside = with_auxiliary_shares(config, gpus.total)
     if not capabilities_of(config.engine.name).is_vllm:
         return config, None
     requests = config.explorer.batch_size * config.explorer.repeat_times
@@ -124,7 +125,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     training = training_of(config, gpus.count)
     training = replace(training, tokens=training.tokens or tokens)
     if not _shares_the_gpu(engine):
-        return config, plan(shape, training, None, gpus.free - beside, gpus.host)
+        return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
     rollouts = replace(rollouts_of(config), beside=beside)
     found = plan(shape, training, rollouts, gpus.free, gpus.host)
     return replace(config, engine=planned_engine(engine, found, gpus.total)), found
@@ -139,7 +140,7 @@ def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
     return replace(engine, kv_cache_gb=engine.kv_cache_gb or before.get("kv_cache_gb"), sleep=sleep)
 
 
-def _with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
+def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
     """The servers of auxiliary models on the trainer's GPU with a share of it, and the bytes that they take of it.
 
     What `engine.args` says itself holds: of a share that is given there, that many bytes are taken.

@@ -14,6 +14,7 @@ from trinity_lightning.common.memory_plan import (
     WORKSPACES,
     MemoryPlan,
     Rollouts,
+    beside_others,
     cache_bytes,
     engine_alone,
     plan,
@@ -29,7 +30,7 @@ from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.gpu_plan import Gpus, planned, rollouts_of, trainers_of, training_of
+from trinity_lightning.gpu_plan import Gpus, planned, rollouts_of, trainers_of, training_of, with_auxiliary_shares
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.layout import GPU_TOKENS, tokens_that_fit, worth_sharing
@@ -255,8 +256,12 @@ def _on_gpus(
     machine, training = hardware.machine, training_of(run, hardware.machine.count)
 
     def rank_0(run: TrainConfig, training: Training) -> tuple[TrainConfig, MemoryPlan]:
-        run, found = planned(run, machine, training.tokens) if engines else (run, None)
-        return run, found or plan(shape, training, None, machine.free, machine.host)
+        if engines and capabilities_of(run.engine.name).is_vllm:
+            run, found = planned(run, machine, training.tokens)
+            if found is not None:
+                return run, found
+        run, beside = with_auxiliary_shares(run, machine.total) if engines else (run, 0)
+        return run, beside_others(plan(shape, training, None, machine.free - beside, machine.host), beside)
 
     run, first = rank_0(run, training)
     if devices == 1:
@@ -278,16 +283,17 @@ def _on_a_cpu(
 ) -> tuple[TrainConfig, list[Share]]:
     """Processes that share this machine's memory: what the others take is planned first, and rank 0 has the rest."""
     free, training = hardware.machine.free, replace(training_of(run, 1), on_cpu=True)
+    here = devices // int((run.trainer or {}).get("num_nodes", 1))  # on each machine
     if training.tokens is None:
-        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // devices))
+        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // here))
     rollouts: Rollouts | None = None
     if engines and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
         args = engine_args(run.model.name, run.engine, on_cpu=True)
         cache, at_once = args["kv_cache_memory_bytes"] / GIB, args["max_num_seqs"]
         run = replace(run, engine=replace(run.engine, kv_cache_gb=cache, max_num_seqs=at_once))
         rollouts = rollouts_of(run)
-    others = [plan(shape, training, None, free // devices, 0) for _ in range(1, min(devices, 2))]
-    free -= sum((devices - 1) * (each.device - each.left) for each in others)
+    others = [plan(shape, training, None, free // here, 0) for _ in range(1, min(devices, 2))]
+    free -= sum((here - 1) * (each.device - each.left) for each in others)
     return run, _ranks(devices, plan(shape, training, rollouts, free, 0), *others)
 
 
@@ -444,8 +450,8 @@ def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[st
 
 
 def _servers_left_out(run: TrainConfig, hardware: Hardware) -> dict[str, str]:
-    """The auxiliary models whose servers the plan does not count: it knows those beside trainer and vLLM on a GPU."""
-    counts = run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not hardware.on_cpu
+    """The auxiliary models whose servers the plan does not count: it knows those beside the trainer on a GPU."""
+    counts = run.buffer.has_rollouts and not hardware.on_cpu
     return {
         f"auxiliary_models.{name}": "the server of an auxiliary model is not counted"
         for name, model in run.auxiliary_models.items()

@@ -208,6 +208,14 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
     return next(enough, max(fitting, key=lambda way: way.kv_cache))
 
 
+def beside_others(found: MemoryPlan, others: int) -> MemoryPlan:
+    """The same plan, of a device of which servers of auxiliary models take so many bytes more."""
+    if not others:
+        return found
+    training, generating = ({**parts, BESIDE: others} for parts in (found.training, found.generating))
+    return replace(found, device=found.device + others, training=training, generating=generating)
+
+
 def _fitting(shape: ModelShape, rollouts: Rollouts | None, ways: Sequence[MemoryPlan]) -> list[MemoryPlan]:
     """Those with room for what they are made of, and for one request."""
     needed = 0 if rollouts is None else cache_bytes(shape, rollouts, 1)
