@@ -70,15 +70,15 @@ def main() -> None:
     driver = Driver([engine])
     driver.run(engine.load())
     requests = prompts(engine)
-    drivers = {
+    sides = {
         "async": lambda: run_async(engine, driver, requests),
         "llm_generate": lambda: run_llm(engine, requests),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in drivers}
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
     for round_number in range(ROUNDS + 1):  # the first warms up
-        for name, driver in drivers.items():
+        for name, side in sides.items():
             start = time.perf_counter()
-            tokens = driver()
+            tokens = side()
             if round_number:
                 speeds[name].append(tokens / (time.perf_counter() - start))
     median = {name: statistics.median(values) for name, values in speeds.items()}

@@ -1,10 +1,13 @@
 """The table of parts: every name leads to something, and the files of conf/ are of such names."""
 
 import pytest
+from support.compose import composed
 
 from trinity_lightning.config.hydra import CHOICES
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import options
+
+PRESETS = {"dapo", "dr_grpo"}  # choices of algorithm that are known under a name of their own
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, paths in PARTS.items() for name in paths])
@@ -14,4 +17,11 @@ def test_every_name_leads_to_a_part(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("group", "kind"), [(group, kind) for group, (kind, _) in CHOICES.items()])
 def test_a_choice_of_a_group_is_a_part_of_its_kind(group: str, kind: str) -> None:
-    assert set(options(group)) <= {*PARTS[kind], "none"}
+    assert set(options(group)) - PRESETS <= {*PARTS[kind], "none"}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_a_loss_with_settings_of_its_own(name: str) -> None:
+    algorithm = composed(f"algorithm={name}").algorithm
+    assert algorithm.policy_loss.name == "grpo"
+    assert algorithm != composed("algorithm=grpo").algorithm

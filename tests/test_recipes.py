@@ -22,19 +22,34 @@ def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: st
     assert done.returncode == 0, done.stdout[-4000:]
     [run] = folder.glob(f"outputs/{recipe}/*")
     with (run / "metrics.csv").open() as file:
-        [row] = [row for row in csv.DictReader(file) if row["actor/trained_rows"]]
-    assert float(row["actor/trained_rows"]) > 0
-    assert float(row["actor/logprob_diff/max"]) < 1e-3
+        updates = [row for row in csv.DictReader(file) if row["actor/trained_rows"]]
+    assert all(float(row["actor/trained_rows"]) > 0 for row in updates)
+    assert float(updates[0]["actor/logprob_diff/max"]) < 1e-3
     before = load_file(Path(resolve_model("tiny")) / "model.safetensors")
     after = load_file(run / "model" / "model.safetensors")
     assert any(not torch.equal(before[name], after[name]) for name in after)
     return run
 
 
-# The offline recipe: tests/test_offline_runs.py
-@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
+# The offline recipe: tests/test_offline_runs.py; data from the hub: below.
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name not in ("offline", "grpo_gsm8k")])
 def test_a_recipe_trains_one_step(recipe: str, run_train: RunTrain, tmp_path: Path) -> None:
     assert_trains(run_train, tmp_path, recipe)
+
+
+def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_path: Path) -> None:
+    sums = [{"question": f"What is {n} + 3?", "answer": f"{n} + 3 is {n + 3}.\n#### {n + 3}"} for n in range(4)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
+    files = (
+        "taskset.path=gsm8k.jsonl",
+        "eval_tasksets.gsm8k_test.path=gsm8k.jsonl",
+        "engine.max_model_len=512",
+        "eval_sampling.max_tokens=8",
+    )
+    run = assert_trains(run_train, tmp_path, "grpo_gsm8k", *files, "reward={math: 1.0, contains_digits: 1.0}")
+    rollouts = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
+    assert {"reward/math", "reward/contains_digits"} <= rollouts[0].keys()
+    assert "What is" in rollouts[0]["prompt"]
 
 
 def composed_of_ones_own(folder: Path, text: str) -> DictConfig:

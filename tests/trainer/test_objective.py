@@ -89,7 +89,7 @@ def test_losses_of_sequences_are_not_averaged_over_tokens(name: str) -> None:
     assert token_mean != pytest.approx(own_loss(name), rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name != "offline"])
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name not in ("offline", "dr_grpo")])
 def test_no_recipe_overrides_how_its_loss_is_averaged(recipe: str) -> None:
     assert algorithm_of(f"+recipe={recipe}").loss_agg_mode is None
 
@@ -103,8 +103,8 @@ def test_mix_leaves_the_usual_loss_its_own_average() -> None:
 
 def test_arguments_of_the_loss_need_no_plus_sign() -> None:
     config = algorithm_of("+recipe=dapo", "algorithm.policy_loss.args.dual_clip=null")
-    assert config.policy_loss.args == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": None}
-    expected = own_loss("ppo", clip_range_low=0.2, clip_range_high=0.28, dual_clip=None)
+    assert config.policy_loss.args == {"clip_range_high": 0.28, "dual_clip": None}
+    expected = own_loss("ppo", clip_range_high=0.28, dual_clip=None)
     assert loss_of(config) == pytest.approx(expected, rel=1e-6)
 
 
@@ -195,7 +195,7 @@ def against_engine(**settings: Any) -> AlgorithmConfig:
 
 
 @pytest.mark.parametrize("optimizer_steps", [1, 3])
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "topr", "sppo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "topr", "sppo", "dppo"])
 def test_the_ratio_is_against_the_engine(name: str, optimizer_steps: int) -> None:
     """However many optimizer steps there are, nothing is computed before the first."""
     objective = Objective(against_engine(policy_loss=name, optimizer_steps=optimizer_steps))
@@ -221,6 +221,31 @@ def test_gradients_against_the_engine_equal_the_naive_ones() -> None:
     expected = naive_grpo(tiny, experiences, old=padded(experiences, "logprobs"))  # whose weights are then 1
     assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5)
     assert_same_gradients(seen.steps[0], naive_gradients(tiny, expected))
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+def test_tokens_are_left_out_of_sequences_that_the_policy_moved_away_from(optimizer_steps: int) -> None:
+    """By what sampled them, not by the policy before the step; the totals still count them."""
+    config = AlgorithmConfig(optimizer_steps=optimizer_steps, off_policy_mask_threshold=0.05)
+    config.rollout_correction.level = "none"
+    logprobs, entropy, micro, batch, tokens, _ = inputs()
+    micro.columns["logprobs"] = logprobs + torch.linspace(-0.3, 0.5, len(logprobs))[:, None]
+    loss, metrics = Objective(config)(logprobs, entropy, micro, batch, tokens, tokens)
+    mask, advantages = micro.action_mask, micro.columns["advantages"]
+    moved = ((micro.columns["logprobs"] - logprobs) * mask).sum(-1) / mask.sum(-1).clamp(min=1) > 0.05
+    left_out = moved[:, None] & (advantages < 0)
+    old = micro.columns["old_logprobs"] if optimizer_steps > 1 else logprobs
+    expected, _ = POLICY_LOSS_FN.get("ppo")(
+        logprobs, old, mask, advantages.masked_fill(left_out, 0.0), num_tokens=tokens
+    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert metrics["off_policy_mask/frac"].item() == pytest.approx((left_out & mask).sum().item() / tokens)
+    assert 0 < metrics["off_policy_mask/frac"] < 1
+
+
+def test_a_loss_without_advantages_has_nothing_to_leave_out() -> None:
+    with pytest.raises(ConfigError, match=r"off_policy_mask_threshold .*'sft' trains on all"):
+        Objective(AlgorithmConfig(policy_loss="sft", off_policy_mask_threshold=0.1))
 
 
 @pytest.mark.parametrize("name", ["reinforce", "opmd", "sft"])

@@ -25,6 +25,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "asymre": "off_policy.asymre",
             "cispo": "ratio.cispo",
+            "dppo": "dppo.dppo",
             "grpo": "ppo.ppo",
             "gspo": "ratio.gspo",
             "mix": "mixed.mix",

@@ -193,6 +193,10 @@ class AlgorithmConfig(Section, key="algorithm"):
             are then clipped, and nothing is computed for several optimizer steps. It needs
             rollout_correction.level=none, as the ratio corrects already.
         rollout_correction: importance weights for the engine's mismatch.
+        off_policy_mask_threshold: leave tokens of negative advantage out of the loss in sequences that the policy has
+            moved away from by more than so many nats a token (DeepSeek-V3.2's sequence mask; 0.1 is a start). What
+            sampled is the engine, or, if its log-probabilities are not recorded, the policy before the step. null:
+            none is left out.
         optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
         inner_epochs: passes over them.
         layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
@@ -215,6 +219,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     entropy_coef: float = 0.0
     old_logprobs: str = "trainer"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    off_policy_mask_threshold: float | None = None
     optimizer_steps: int = 1
     inner_epochs: int = 1
     layout: Layout = Layout.auto
@@ -235,6 +240,7 @@ class AlgorithmConfig(Section, key="algorithm"):
                 "set algorithm.rollout_correction.level=none."
             )
         number("algorithm.entropy_coef", self.entropy_coef, least=0)
+        number("algorithm.off_policy_mask_threshold", self.off_policy_mask_threshold, least=0, optional=True)
         for name in ("optimizer_steps", "inner_epochs", "max_bad_steps"):
             whole_number(f"algorithm.{name}", getattr(self, name), least=1)
         if not isinstance(self.layout, Layout):  # a script may give its name

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
+from trinity_lightning.algorithm.correction import logprob_difference, off_policy_mask, rollout_correction
 from trinity_lightning.algorithm.kl import KL_FN, entropy_loss, kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
@@ -57,6 +57,11 @@ class Objective:
                 f"algorithm.old_logprobs=engine, and policy loss '{config.policy_loss.name}' has no ratio to them: set "
                 "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
             )
+        if config.off_policy_mask_threshold is not None and self._ignores_advantages:
+            raise ConfigError(
+                "algorithm.off_policy_mask_threshold leaves out tokens of negative advantage, and policy loss "
+                f"'{config.policy_loss.name}' trains on all, whatever their advantage: leave it out."
+            )
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
         self.needs_reference = self._has_kl or _requires_reference(self._policy_loss)
         self.needs_entropy = config.entropy_coef != 0
@@ -93,7 +98,18 @@ class Objective:
         mask, config = micro.action_mask, self._config
         trainer = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
         advantages, metrics = self._corrected(self._advantages(micro), micro, trainer, sampled_tokens)
-        old = self._engine(micro, trainer) if self._against_engine else trainer
+        sampled = self._engine(micro, trainer)
+        old = sampled if self._against_engine else trainer
+        if config.off_policy_mask_threshold is not None:
+            keep, mask_metrics = off_policy_mask(
+                logprobs,
+                sampled,
+                mask,
+                advantages,
+                threshold=config.off_policy_mask_threshold,
+                num_tokens=computed_tokens,
+            )
+            advantages, metrics = advantages * keep, metrics | mask_metrics
         totals: dict[str, Any] = {
             "num_tokens": batch.num_tokens,
             "num_sequences": batch.num_sequences,

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from trinity_lightning.algorithm.correction import rollout_correction
+from trinity_lightning.algorithm.correction import off_policy_mask, rollout_correction
 from trinity_lightning.algorithm.kl import kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 
@@ -96,7 +96,7 @@ def trl_loss(trainer, t, monkeypatch, on_policy, **settings):
     """TRL's loss and its gradient with respect to the log-probabilities."""
     defaults = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0}
     defaults |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": False, "delta": None}
-    defaults["use_bias_correction_kl"] = False
+    defaults |= {"use_bias_correction_kl": False, "off_policy_mask_threshold": None}
     for name, value in (defaults | settings).items():
         target = trainer.args if name in ("delta", "use_bias_correction_kl") else trainer
         monkeypatch.setattr(target, name, value)
@@ -117,18 +117,21 @@ def trl_loss(trainer, t, monkeypatch, on_policy, **settings):
         inputs["old_per_token_logps"] = t.old
     if settings.get("use_vllm"):
         old = t.logprobs if on_policy else t.old
+        inputs["sampling_per_token_logps"] = t.samp
         inputs["importance_sampling_ratio"] = torch.exp((old - t.samp) * t.mask).clamp(max=2.0)
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.detach(), leaf.grad
 
 
-def our_loss(t, name, on_policy, kl=None, correct=False, **args):
+def our_loss(t, name, on_policy, kl=None, correct=False, drift=None, **args):
     leaf = t.logprobs.clone().requires_grad_()
     old = leaf.detach() if on_policy else t.old
     advantages = t.advantages[:, None].expand(B, R)
     if correct:
         advantages = advantages * rollout_correction(old, t.samp, t.mask)[0]
+    if drift is not None:
+        advantages = advantages * off_policy_mask(leaf, t.samp, t.mask, advantages, threshold=drift)[0]
     loss_fn = create_policy_loss(name, **args)
     loss, _ = loss_fn(leaf, old, t.mask, advantages, max_response_length=MAX_COMPLETION)
     if kl is not None:
@@ -169,6 +172,10 @@ CASES = {
     "rollout_correction": (
         {"use_vllm": True, "vllm_importance_sampling_correction": True},
         {"name": "grpo", "dual_clip": None, "correct": True, **GRPO_MODE},
+    ),
+    "off_policy_mask": (
+        {"use_vllm": True, "vllm_importance_sampling_correction": True, "off_policy_mask_threshold": 0.05},
+        {"name": "grpo", "dual_clip": None, "correct": True, "drift": 0.05, **GRPO_MODE},
     ),
 }
 

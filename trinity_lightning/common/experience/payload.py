@@ -267,6 +267,8 @@ def _take_field(name: str, chunks: list[Any], count: int, reader: Reader) -> tup
             raise ExperienceFormatError(f"metadata: {name} of dtype {dtype}, which is no integer.")
         if type(row_lengths) is not list:  # bytes would be a list here, a number there
             raise ExperienceFormatError(f"metadata: the row lengths of {name} are no list.")
+        if indices is None and len(chunks) == 1 and len(row_lengths) == count:  # the usual case, in bulk
+            return reader.take_rows(f"{name}.{dtype}", row_lengths), np.array(row_lengths, dtype=np.int64)
         rows = np.arange(count) if indices is None else np.array(indices, dtype=np.int64)
         if len(rows) != len(row_lengths) or np.any(np.diff(rows, prepend=-1) <= 0):
             raise ExperienceFormatError(f"metadata: {name} has {len(row_lengths)} rows for {len(rows)} experiences.")
