@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from support.compose import composed
 
 from trinity_lightning.config.checks import validate
+from trinity_lightning.config.engines import SENT
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluate import _send_as_folder
 
@@ -68,13 +69,21 @@ REFUSED = {
         (*SERVER, "synchronizer=nccl", "+engine.args.weight_transfer_config={backend: ipc}"),
         "sets weight_transfer_config .*leave it out of engine.args",
     ),
+    "a second weight transfer on one GPU": (
+        (*SERVER, "synchronizer=ipc", "+engine.args.worker_extension_cls=my.Extension"),
+        "synchronizer=ipc sets worker_extension_cls .*leave it out of engine.args",
+    ),
+    "memory of this process": (
+        ("synchronizer=ipc",),
+        "engine=vllm by memory: set synchronizer=memory",
+    ),
     "a group with an engine of this process": (
         ("synchronizer=nccl",),
         "engine=vllm by memory: set synchronizer=memory",
     ),
     "servers by memory": (
         (*SERVER, "synchronizer=memory"),
-        "by checkpoint or nccl: set synchronizer=checkpoint",
+        "by checkpoint or nccl or ipc: set synchronizer=checkpoint",
     ),
     "rollouts ahead, uncorrected": (
         (*AHEAD, "algorithm.rollout_correction.level=none"),
@@ -323,8 +332,29 @@ def test_nccl_wants_gpus(there: int, arguments: tuple[str, ...], message: str, m
         validate(configured(*NCCL, *arguments))
 
 
-def test_an_evaluation_sends_weights_as_a_folder() -> None:
-    config = configured(*NCCL)
+@pytest.mark.parametrize(
+    ("there", "arguments", "message"),
+    [
+        (0, (), "sends weights within a GPU, and this process sees none: take synchronizer=checkpoint"),
+        (1, ("trainer.accelerator=cpu",), "trainer.accelerator is cpu: take synchronizer=checkpoint"),
+        (2, (URLS,), "engine.urls names servers that run already: take synchronizer=nccl or checkpoint"),
+        (2, ("engine.gpus=[1]",), r"engine.gpus is \[1\], .* the trainer's GPU \(0\): leave engine.gpus out"),
+        (1, (), None),
+        (2, ("engine.gpus=[0]", "trainer=fsdp2", "trainer.devices=2"), None),
+    ],
+)
+def test_ipc_wants_the_trainers_gpu(
+    there: int, arguments: tuple[str, ...], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        validate(configured(*SERVER, "synchronizer=ipc", *arguments))
+
+
+@pytest.mark.parametrize("method", SENT)
+def test_an_evaluation_sends_weights_as_a_folder(method: str) -> None:
+    config = configured(*SERVER, f"synchronizer={method}")
     _send_as_folder(config)
     assert config.synchronizer.method == "auto"
     validate(config)

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
 from trinity_lightning.config.checks import validate
+from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.config.targets import check_targets
 from trinity_lightning.errors import ConfigError
@@ -71,7 +72,7 @@ def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
 
 def _send_as_folder(config: DictConfig) -> None:
     """An evaluation is no sync: checkpoints reach servers as a folder, also if training sends without one."""
-    if config.synchronizer.method == "nccl":
+    if config.synchronizer.method in SENT:
         if config.engine.urls and config.synchronizer.folder is None:
             raise ConfigError(
                 "an evaluation gives the servers of engine.urls their weights as a folder: set synchronizer=checkpoint "

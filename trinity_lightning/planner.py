@@ -20,7 +20,7 @@ from trinity_lightning.common.memory_plan import (
     plan,
 )
 from trinity_lightning.common.model_memory import ModelShape, Training
-from trinity_lightning.config.engines import PARALLEL, TRAINER_GPU, capabilities_of, check_one_device
+from trinity_lightning.config.engines import PARALLEL, SENT, TRAINER_GPU, capabilities_of, check_one_device
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -423,7 +423,7 @@ def _sync_gb(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> float:
     """10^9 bytes a second that weights are sent with."""
     if asked.sync_gb is not None:
         return asked.sync_gb
-    if capabilities_of(run.engine.name).overlaps_training and run.synchronizer.method != "nccl":
+    if capabilities_of(run.engine.name).overlaps_training and run.synchronizer.method not in SENT:
         return FOLDER_GB
     return CPU_GB if hardware.on_cpu else GPU_GB
 

@@ -104,7 +104,11 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
     flags, environment = VLLMServerEngine._flags, VLLMServerEngine._environment
     path = os.pathsep.join([str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])])
     extension = ["--worker-extension-cls", "support.nccl_stand_in_worker.Extension"]
-    patch(VLLMServerEngine, "_flags", lambda self, model: [*flags(self, model), *(extension if self.nccl else [])])
+
+    def flags_with_extension(self: VLLMServerEngine, model: str) -> list[str]:
+        return [*flags(self, model), *(extension if self.sync_method == "nccl" else [])]
+
+    patch(VLLMServerEngine, "_flags", flags_with_extension)
     patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
     patch(nccl, "check_device", lambda device: None)
 
@@ -117,5 +121,5 @@ if __name__ == "__main__":
 
     patch = pytest.MonkeyPatch().setattr  # which refuses a name that is not there
     install_in_trainer(patch)
-    patch(servers, "_check_nccl", lambda *_: None)
+    patch(servers, "_check_gpu_to_gpu", lambda *_: None)
     train.main()

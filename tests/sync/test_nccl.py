@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, check_device
-from trinity_lightning.sync.stream import Shape, WeightStream, weight_stream
+from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, _once, announcement, check_device
+from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
 TEXT = [7, 30, 41, 12, 5, 97, 58]
@@ -53,7 +53,7 @@ def servers(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     logs = tmp_path_factory.mktemp("servers")
     cores = sorted(os.sched_getaffinity(0))
     engines = [
-        VLLMServerEngine("tiny", nccl=True, cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
+        VLLMServerEngine("tiny", sync_method="nccl", cores=[cores[i % len(cores)]], log=logs / f"{i}.log", **SETTINGS)
         for i in range(2)
     ]
 
@@ -136,7 +136,7 @@ class Receiver(VLLMServerEngine):
     """Stands in for a server, which vLLM cannot mend once a sync was cut off: a thread that joins and receives."""
 
     def __init__(self) -> None:
-        super().__init__("tiny", nccl=True, **SETTINGS)
+        super().__init__("tiny", sync_method="nccl", **SETTINGS)
         self._weight_shapes, self._dtype = weight_stream(tiny_model()).shapes, torch.float32
         self.received: list[Tensor] = []
         self.ended: BaseException | None = None
@@ -165,15 +165,15 @@ class Receiver(VLLMServerEngine):
             self.link.destroy()
 
     async def receive_weights(
-        self, shapes: Mapping[str, Shape], version: int, again: Callable[[], Awaitable[None]]
+        self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
     ) -> None:
         self.again = again
-        link = self.link
+        link, [announced] = self.link, [each async for each in updates]
         assert link is not None
 
         def receive() -> None:
             try:
-                for shape in shapes.values():
+                for shape in announced["shapes"]:
                     link.broadcast(tensor := torch.empty(shape), src=0)
                     self.received.append(tensor)
             except BaseException as error:
@@ -263,7 +263,7 @@ def test_servers_that_died_at_once_are_sent_what_they_had_and_join_again(driver:
 async def joined_by(kind: type[ServerClient], there: VLLMServerEngine) -> None:
     """A group with that server, asked by another kind of client."""
     assert there._address is not None
-    other = VLLMServerEngine("tiny", nccl=True, **SETTINGS)
+    other = VLLMServerEngine("tiny", sync_method="nccl", **SETTINGS)
     other._client, other._weight_shapes = kind(there._address), there.weight_shapes
     try:
         await joined(connected([other], lambda: weight_stream(tiny_model())))
@@ -284,9 +284,9 @@ def nothing() -> WeightStream:
     return WeightStream.of([])
 
 
-@pytest.mark.parametrize("nccl", [[False], [True, False], []])
-def test_servers_that_take_weights_in_different_ways(nccl: list[bool]) -> None:
-    engines = [VLLMServerEngine("tiny", nccl=each, **SETTINGS) for each in nccl]
+@pytest.mark.parametrize("methods", [["checkpoint"], ["nccl", "checkpoint"], ["ipc"], []])
+def test_servers_that_take_weights_in_different_ways(methods: list[str]) -> None:
+    engines = [VLLMServerEngine("tiny", sync_method=each, **SETTINGS) for each in methods]
     with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl"):
         WeightGroup(engines, torch.device("cuda"), nothing)
 
@@ -311,10 +311,11 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypat
             return {"success": True}
 
     async def talk() -> None:
-        engine = VLLMServerEngine("tiny", nccl=True, **SETTINGS)
-        engine._client, engine._dtype = Listening(str(tmp_path / "socket")), torch.bfloat16
+        engine = VLLMServerEngine("tiny", sync_method="nccl", **SETTINGS)
+        engine._client = Listening(str(tmp_path / "socket"))
         await engine.join_group(group.invitation(2))
-        await engine.receive_weights({"a.weight": (2, 3), "b": (4,)}, 8, again=engine.load)
+        update = announcement({"a.weight": (2, 3), "b": (4,)}, torch.bfloat16)
+        await engine.receive_weights(_once(update), 8, again=engine.load)
         assert engine.model_version == 8
         await engine.shutdown()
 

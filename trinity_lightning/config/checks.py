@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trinity_lightning.config.engines import (
     CAPABILITIES,
     ENGINE_KEYS,
+    SENT,
+    SET_BY,
     Capabilities,
     EngineSleep,
     capabilities_of,
@@ -256,12 +258,12 @@ def _check_accelerator(trainer: Mapping[str, Any]) -> None:
 
 def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse engines, runners and models that are not there, or do not go together."""
-    can, nccl = capabilities_of(run.engine.name), run.synchronizer.method == "nccl"
+    can, sent = capabilities_of(run.engine.name), run.synchronizer.method in SENT
     if can.is_vllm and not run.engine.urls:
         require_vllm()
     _check_engine(run, can)
     _check_synchronizer(run, can)
-    if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or nccl:
+    if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or sent:
         from trinity_lightning.config.servers import check_servers
 
         check_servers(run, can, trainer)
@@ -312,10 +314,11 @@ def _check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         raise ConfigError(
             f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
         )
-    if method == "nccl" and "weight_transfer_config" in engine.args:
+    taken = [name for name in SET_BY.get(method, ()) if name in engine.args]
+    if taken:
         raise ConfigError(
-            "synchronizer=nccl sets weight_transfer_config of the servers itself: leave it out of engine.args, or "
-            "take synchronizer=checkpoint."
+            f"synchronizer={method} sets {taken[0]} of the servers itself: leave it out of engine.args, or take "
+            "synchronizer=checkpoint."
         )
 
 

@@ -11,7 +11,10 @@ from trinity_lightning.config.sections import Section
 from trinity_lightning.config.values import number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
 
-SYNC_METHODS = ("auto", "memory", "checkpoint", "nccl")
+# Ways by which weights are sent to servers without a file, and the arguments of vLLM that each sets.
+SET_BY = {"nccl": ("weight_transfer_config",), "ipc": ("weight_transfer_config", "worker_extension_cls")}
+SENT = tuple(SET_BY)
+SYNC_METHODS = ("auto", "memory", "checkpoint", *SENT)
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
@@ -54,7 +57,7 @@ CAPABILITIES = {
     "vllm_server": Capabilities(
         overlaps_training=True,
         picklable=True,
-        sync_methods=("checkpoint", "nccl"),
+        sync_methods=("checkpoint", *SENT),
         keys=("dtype", "max_num_seqs", "kv_cache_gb", "args", "urls", "servers", "cpu_cores", "gpus"),
         is_vllm=True,
     ),
@@ -168,8 +171,9 @@ class SynchronizerConfig(Section, key="synchronizer"):
     """How the trainer's weights reach the engine, and how that is checked.
 
     Attributes:
-        method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads, or
-            `nccl`, from GPU to GPU without one. `auto` is memory or checkpoint, whichever the engine takes.
+        method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads,
+            `nccl`, from GPU to GPU, or `ipc`, within the trainer's GPU, if servers that are started here use it. `auto`
+            is memory; for servers ipc if they are on the trainer's GPU, else checkpoint.
         folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory (/dev/shm), if servers
             are started here and there is room, else in the run's folder.
         check_interval: syncs between probes; the first sync is always probed.
@@ -195,9 +199,9 @@ class SynchronizerConfig(Section, key="synchronizer"):
         one_of("synchronizer.method", self.method, SYNC_METHODS)
         whole_number("synchronizer.check_interval", self.check_interval, least=1)
         number("synchronizer.sync_timeout", self.sync_timeout, above=0)
-        if self.folder is not None and self.method == "nccl":
+        if self.folder is not None and self.method in SENT:
             raise ConfigError(
-                "synchronizer.folder is of synchronizer=checkpoint, not of synchronizer=nccl: leave it out."
+                f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={self.method}: leave it out."
             )
 
 

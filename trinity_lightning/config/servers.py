@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from trinity_lightning.config.engines import (
     PARALLEL,
+    SENT,
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
@@ -120,8 +121,8 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
     for key, engine in {"engine": run.engine, **engines}.items():
         if engine.gpus:
             check_gpus_apart(key, engine.gpus, gpus_that_train(trainer, gpu_count()), gpu_count())
-    if run.synchronizer.method == "nccl":
-        _check_nccl(run.engine, can, trainer.get("accelerator", AUTO))
+    if run.synchronizer.method in SENT:
+        _check_gpu_to_gpu(run.synchronizer.method, run.engine, can, trainer.get("accelerator", AUTO))
 
 
 def _check_policy_servers(run: TrainConfig) -> None:
@@ -203,12 +204,34 @@ def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int)
         )
 
 
-def _check_nccl(engine: EngineConfig, can: Capabilities, accelerator: str) -> None:
-    require_vllm()  # its sending end
+def _check_gpu_to_gpu(method: str, engine: EngineConfig, can: Capabilities, accelerator: str) -> None:
+    if method == "nccl":
+        require_vllm()  # its sending end
     there = gpu_count()
     if there == 0 or accelerator == "cpu":
         why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
-        raise ConfigError(f"synchronizer=nccl sends weights from GPU to GPU, and {why}: take synchronizer=checkpoint.")
+        how = "from GPU to GPU" if method == "nccl" else "within a GPU"
+        raise ConfigError(f"synchronizer={method} sends weights {how}, and {why}: take synchronizer=checkpoint.")
+    if method == "nccl":
+        _check_nccl(engine, can, there)
+    else:
+        _check_ipc(engine)
+
+
+def _check_ipc(engine: EngineConfig) -> None:
+    if engine.urls:
+        raise ConfigError(
+            "synchronizer=ipc shares memory of the trainer's GPU with servers that are started here, and engine.urls "
+            "names servers that run already: take synchronizer=nccl or checkpoint."
+        )
+    if engine.gpus and set(engine.gpus) != {TRAINER_GPU}:
+        raise ConfigError(
+            f"engine.gpus is {engine.gpus}, and synchronizer=ipc shares memory of the trainer's GPU ({TRAINER_GPU}): "
+            "leave engine.gpus out, or take synchronizer=nccl."
+        )
+
+
+def _check_nccl(engine: EngineConfig, can: Capabilities, there: int) -> None:
     if engine.urls or "gpus" not in can.keys:  # its GPUs are not this run's to give
         return
     if there == 1:

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.engines import SynchronizerConfig
+from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
@@ -111,7 +111,7 @@ class SyncPolicy:
 
     def join(self) -> None:
         """Once the engines are up: connect the trainer with them, if weights are sent without a file."""
-        if self.config.method == "nccl":
+        if self.config.method in SENT:
             self._run_in_time(self.explorer.setup_weight_sync_group())
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:

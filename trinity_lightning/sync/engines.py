@@ -12,6 +12,7 @@ from trinity_lightning.config.values import nearest
 from trinity_lightning.sync.stream import Shape, WeightStream
 
 if TYPE_CHECKING:
+    from trinity_lightning.sync.ipc import SharedMemory
     from trinity_lightning.sync.nccl import WeightGroup
 
 
@@ -55,20 +56,23 @@ class PolicyEngines(Generic[E]):
         self._keeps_copy = keeps_copy
         self._given: WeightStream | None = None
         self._restored: tuple[dict[str, Tensor], int] | None = None
-        self._group: WeightGroup | None = None
+        self._group: WeightGroup | SharedMemory | None = None
 
     async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
-        """Send weights over NCCL from now on; see `WeightGroup` for errors.
+        """Send weights without a file from now on; see `WeightGroup` and `SharedMemory` for errors.
 
         Args:
             shapes: of what is going to be sent; None: as the trainer's weights are.
         """
-        from trinity_lightning.sync.nccl import WeightGroup
+        if any(getattr(model, "sync_method", None) == "ipc" for model in self.models):
+            from trinity_lightning.sync.ipc import SharedMemory as Group
+        else:
+            from trinity_lightning.sync.nccl import WeightGroup as Group
 
         stream = self._trainers()
         device = next((tensor.device for _, tensor in stream), torch.device("cpu"))
         self.leave()
-        self._group = WeightGroup(self.models, device, self._present)
+        self._group = Group(self.models, device, self._present)
         await self._group.form(stream.shapes if shapes is None else shapes)
 
     def leave(self) -> None:

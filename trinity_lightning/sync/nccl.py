@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ END_SECONDS = 1.0  # for a server to say why, if the sender has only seen a conn
 class Server(Protocol):
     """A vLLM server that can be sent weights, as `VLLMServerEngine` is one."""
 
-    nccl: bool
+    sync_method: str
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -108,8 +108,28 @@ class Server(Protocol):
     async def join_group(self, invitation: Mapping[str, Any]) -> None: ...
 
     async def receive_weights(
-        self, shapes: Mapping[str, Shape], version: int, again: Callable[[], Awaitable[None]]
+        self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
     ) -> None: ...
+
+
+def servers_of(models: Sequence[InferenceModel], method: str) -> list[Server]:
+    """The servers, which were all started to be sent weights by that method; a ConfigError if one was not."""
+    servers: list[Any] = [model for model in models if getattr(model, "sync_method", None) == method]
+    if not servers or len(servers) < len(models):
+        raise ConfigError(
+            f"weights are sent to servers that were started for it: engine=vllm_server with synchronizer={method}. In "
+            "this process weights go by memory, to other servers as a folder."
+        )
+    return servers
+
+
+def announcement(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Any]:
+    """What vLLM's requests say of tensors that are sent in that dtype."""
+    return {
+        "names": list(shapes),
+        "dtype_names": [str(dtype).removeprefix("torch.")] * len(shapes),
+        "shapes": [list(shape) for shape in shapes.values()],
+    }
 
 
 class WeightGroup:
@@ -133,7 +153,7 @@ class WeightGroup:
     def __init__(
         self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
     ) -> None:
-        self._servers = _servers(models)
+        self._servers = servers_of(models, "nccl")
         check_device(device)
         self._device = device
         self._held = held
@@ -207,7 +227,9 @@ class WeightGroup:
 
     async def _deliver(self, group: NCCLGroup, servers: Sequence[Server], stream: WeightStream, version: int) -> None:
         receiving = [
-            server.receive_weights(stream.shapes, version, again=partial(self._send_again, server, version))
+            server.receive_weights(
+                _once(announcement(stream.shapes, server.dtype)), version, partial(self._send_again, server, version)
+            )
             for server in servers
         ]
         try:
@@ -233,14 +255,8 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def _servers(models: Sequence[InferenceModel]) -> list[Server]:
-    servers: list[Any] = [model for model in models if getattr(model, "nccl", False)]
-    if not servers or len(servers) < len(models):
-        raise ConfigError(
-            "a group for weights needs servers that were started for it: engine=vllm_server with synchronizer=nccl. In "
-            "this process weights go by memory, to other servers as a folder."
-        )
-    return servers
+async def _once(update: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    yield update
 
 
 def _broadcast(group: NCCLGroup, stream: WeightStream, dtype: torch.dtype) -> None:

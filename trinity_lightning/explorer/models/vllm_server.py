@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ class VLLMServerEngine(Engine):
         config: the engine's knobs; keyword arguments override its fields.
         url: of a server that runs already, such as http://node7:8000.
         weights: where weights are written for it; engines that share one read the same files.
-        nccl: whether a server started here can also be sent its weights, over NCCL (see `WeightGroup`), as one of a url
-            can if it was started so.
+        sync_method: how its weights reach it: `checkpoint`, a folder that any server reads too; or sent, by `nccl` (see
+            `WeightGroup`), as to one of a url if it was started so, or `ipc` (see `SharedMemory`).
         cores: CPU cores for a server started here, if there is no GPU; None: all that this process may use.
         gpus: those that a server started here may use; None: as this process sees them.
         log: where a server started here writes its output.
@@ -101,15 +101,15 @@ class VLLMServerEngine(Engine):
         """Servers that share their weights' files; those that are started here, each with its cores and GPUs."""
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
-        chosen, nccl = config.synchronizer.folder, config.synchronizer.method == "nccl"
+        chosen, method = config.synchronizer.folder, config.synchronizer.method
         weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
         if engine.urls:
-            return [cls(name, engine, url=url, weights=weights, nccl=nccl) for url in engine.urls]
+            return [cls(name, engine, url=url, weights=weights, sync_method=method) for url in engine.urls]
         cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
         gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
         logs = [folder / f"vllm_server_{i}.log" for i in range(engine.servers)]
         return [
-            cls(name, engine, weights=weights, nccl=nccl, cores=cores[i], gpus=gpus[i], log=logs[i])
+            cls(name, engine, weights=weights, sync_method=method, cores=cores[i], gpus=gpus[i], log=logs[i])
             for i in range(engine.servers)
         ]
 
@@ -120,7 +120,7 @@ class VLLMServerEngine(Engine):
         *,
         url: str | None = None,
         weights: WeightFolder | None = None,
-        nccl: bool = False,
+        sync_method: str = "checkpoint",
         cores: list[int] | None = None,
         gpus: list[int] | None = None,
         log: Path | None = None,
@@ -134,7 +134,7 @@ class VLLMServerEngine(Engine):
         self._model = model
         self._url = url
         self._weights = weights
-        self.nccl = nccl
+        self.sync_method = sync_method
         self._cores = cores
         self._gpus = gpus
         self._log = log
@@ -214,7 +214,8 @@ class VLLMServerEngine(Engine):
         if self._url is not None:
             await self._check_settings(self._url)
         if self._again is not None:
-            await self._again()
+            async with asyncio.timeout(START_SECONDS):
+                await self._again()
         if self._process is not None:
             self._process.publish()
 
@@ -246,8 +247,12 @@ class VLLMServerEngine(Engine):
     def _flags(self, path: str) -> list[str]:
         arguments = _parallel_args(self._gpus, self._config)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
-        if self.nccl:
+        if self.sync_method == "nccl":
             arguments["weight_transfer_config"] = {"backend": "nccl"}
+        elif self.sync_method == "ipc":
+            from trinity_lightning.sync.ipc import BACKEND, WORKER
+
+            arguments |= {"weight_transfer_config": {"backend": BACKEND}, "worker_extension_cls": WORKER}
         return _command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
     def _environment(self) -> dict[str, str]:
@@ -389,7 +394,7 @@ class VLLMServerEngine(Engine):
         if self._weights is None:
             self._weights = WeightFolder(memory=MEMORY if self._url is None else None)
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
-        self._again = partial(self._update, [_reload(folder)], version)
+        self._again = partial(self._reload, folder, version)
         try:
             await self._again()
         except WeightSyncError:
@@ -397,14 +402,22 @@ class VLLMServerEngine(Engine):
                 raise
             await self.load()  # starts it again, with these weights
 
-    async def _update(self, requests: Sequence[tuple[str, dict[str, Any]]], version: int) -> None:
-        """Requests that change the weights, and the end of what the old ones have computed."""
+    async def _reload(self, folder: Path, version: int) -> None:
+        """Have the workers read their weights from a folder."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._change("/collective_rpc", body)
+        await self._changed(version)
+
+    async def _change(self, path: str, body: Mapping[str, Any]) -> Any:
+        """A request that changes the weights."""
         try:
-            for path, body in requests:
-                await self._running().post(path, body)
-            reset = await self._running().post("/reset_prefix_cache?reset_running_requests=true", {})
+            return await self._running().post(path, body)
         except (RolloutError, ValueError) as error:
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
+
+    async def _changed(self, version: int) -> None:
+        """They are those of a version: end what the old ones have computed."""
+        reset = await self._change("/reset_prefix_cache?reset_running_requests=true", {})
         if not (isinstance(reset, dict) and reset.get("success")):
             raise WeightSyncError(
                 f"the vLLM server kept its cache of prompts, which the old weights have computed: it answered {reset}. "
@@ -412,7 +425,7 @@ class VLLMServerEngine(Engine):
             )
         self._model_version = version
 
-    # -- weights that are sent, which `WeightGroup` drives -------------------------------------------------------------
+    # -- weights that are sent, which `WeightGroup` and `SharedMemory` drive -------------------------------------------
 
     async def workers(self) -> int:
         """How many processes of the server hold weights."""
@@ -428,25 +441,23 @@ class VLLMServerEngine(Engine):
         await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
     async def receive_weights(
-        self, shapes: Mapping[str, Shape], version: int, again: Callable[[], Awaitable[None]]
+        self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
     ) -> None:
-        """Take over the weights that the trainer sends, one after the other in this order, in the engine's dtype.
+        """Take over the weights that the trainer sends.
 
         Args:
-            shapes: of the weights.
+            updates: vLLM's announcement of each part of them; asked for the next once it has taken over the one before.
             version: theirs.
             again: sends them once more, if the server is started again.
 
         Raises:
             WeightSyncError: the server failed.
         """
-        announced = {
-            "names": list(shapes),
-            "dtype_names": [str(self._dtype).removeprefix("torch.")] * len(shapes),
-            "shapes": [list(shape) for shape in shapes.values()],
-        }
-        update = ("/update_weights", {"update_info": announced})
-        await self._update([("/start_weight_update", {}), update, ("/finish_weight_update", {})], version)
+        await self._change("/start_weight_update", {})
+        async for update in updates:
+            await self._change("/update_weights", {"update_info": update})
+        await self._change("/finish_weight_update", {})
+        await self._changed(version)
         self._again = again
 
 
@@ -468,11 +479,6 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
             text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
             flags += [f"--{flag}", text]
     return flags
-
-
-def _reload(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The request that has the workers read their weights from a folder."""
-    return "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:
