@@ -10,7 +10,7 @@ from support.runs import ROOT
 pytestmark = pytest.mark.slow
 
 # LD_PRELOAD too: vLLM sets it where an engine ran in this process, and the library is there before Python is.
-SET = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD")
+SET = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE", "CUDA_DEVICE_ORDER", "LD_PRELOAD")
 
 
 def run(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -23,13 +23,17 @@ def run(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, ["3000", "1"]),
-        ({"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}, ["7", "0"]),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, ["None", "1"]),
+        ({}, ["3000", "1", "PCI_BUS_ID"]),
+        (
+            {"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"},
+            ["7", "0", "FASTEST_FIRST"],
+        ),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ["None", "1", "PCI_BUS_ID"]),
     ],
 )
 def test_importing_the_package_sets_what_the_user_has_not(variables: dict[str, str], expected: list[str]) -> None:
-    code = "import os, trinity_lightning; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'THP_MEM_ALLOC_ENABLE')))"
+    names = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE", "CUDA_DEVICE_ORDER")
+    code = f"import os, trinity_lightning; print(*map(os.environ.get, {names}))"
     assert run(code, **variables).stdout.split() == expected
 
 

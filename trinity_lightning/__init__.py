@@ -8,6 +8,9 @@ import os
 __version__ = "0.1.0.dev0"
 
 # What libraries read when they are loaded, hence here; a value of your own stays.
+# A GPU has one number in all processes of a run, and nvidia-smi's: Lightning sets this too, but when the trainer's has
+# been given its GPUs, so that servers would count others where they are not all alike.
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 # libgomp's threads spin 300,000 turns (about 16 ms) at a barrier before they sleep, and while something else runs too
 # they hold the core that the thread they wait for needs. 3,000 turns outlast the gaps between torch's operations: a
 # quiet machine loses next to nothing. What is gained depends on how the kernel deals the cores. Seconds of a training

@@ -4,6 +4,7 @@ import io
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from trinity_lightning.common.random_state import random_state, restore_random_state
@@ -26,3 +27,12 @@ def test_draws_repeat_after_a_state_went_through_a_file():
         assert expected[0] != expected[1]
     finally:
         restore_random_state(before)
+
+
+def test_states_of_more_gpus_than_there_are_now(monkeypatch: pytest.MonkeyPatch):
+    before, given = random_state(), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.extend)
+    restore_random_state(before | {"cuda": [torch.tensor([gpu]) for gpu in range(4)]})
+    assert [int(state) for state in given] == [0, 1]

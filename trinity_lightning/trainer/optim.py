@@ -172,7 +172,7 @@ class HostMemory:
                 self._buffers[i:] = [torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)]
             self._buffers[i].copy_(tensor.detach(), non_blocking=True)
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # before the sources of the copies are freed
+            torch.cuda.synchronize(self._device)  # before the sources of the copies are freed
         for tensor, buffer in zip(tensors, self._buffers, strict=False):
             tensor.data = buffer
 

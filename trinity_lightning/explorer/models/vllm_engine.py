@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class VLLMEngine(InProcessEngine):
         super().__init__(self._config.max_model_len)
         self._model = model
         self._engine: Any = None
-        self._random_stream = torch.Generator().manual_seed(0).get_state()
+        self._random_streams: list[torch.Tensor] = []  # the engine's own, of each of torch's generators
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
 
     async def sleep(self) -> None:
@@ -220,8 +220,8 @@ class VLLMEngine(InProcessEngine):
         self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": bool(chosen.get("stop"))} | chosen))
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
-        # vLLM samples at least one token.
-        self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        # vLLM samples at least one token; on a GPU it would draw a seed from NumPy's generator.
+        self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
 
     def _submit(self, request_id: str, token_ids: list[int], **sampling: Any) -> None:
         from vllm import SamplingParams
@@ -267,17 +267,19 @@ class VLLMEngine(InProcessEngine):
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:
-        """Every step draws from torch's global generator, seeded requests or not: keep the trainer's out of it.
+        """Every step draws from torch's global generators, seeded requests or not: keep the trainer's out of it.
 
         How many steps there are is a matter of timing, and a run must not depend on it.
         """
-        trainers = torch.get_rng_state()
-        torch.set_rng_state(self._random_stream)
+        generators = [torch.default_generator, *torch.cuda.default_generators]
+        trainers = [each.get_state() for each in generators]
+        own = self._random_streams or [torch.Generator(each.device).manual_seed(0).get_state() for each in generators]
+        _set_states(generators, own)
         try:
             yield
         finally:
-            self._random_stream = torch.get_rng_state()
-            torch.set_rng_state(trainers)
+            self._random_streams = [each.get_state() for each in generators]
+            _set_states(generators, trainers)
 
     def _take_weights(self, stream: WeightStream) -> None:
         try:
@@ -309,6 +311,11 @@ class VLLMEngine(InProcessEngine):
 
             destroy_model_parallel()
             destroy_distributed_environment()
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def _model_of(worker: Any) -> Any:
