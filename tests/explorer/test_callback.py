@@ -235,7 +235,7 @@ def test_what_is_left_to_evaluate_of_a_finished_run_is_evaluated_on_the_policys_
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.ready = progress.started = progress.processed = progress.completed = 1  # as a checkpoint restores it
     trainer.fit(PolicyModule("tiny", dtype="fp32"), datamodule=ExperienceDataModule("grpo"))
-    assert places == ["device", "CPU", "device", "evaluation"]
+    assert places == ["device", "CPU", "device", "evaluation", "CPU"]
 
 
 class Expensive(TransformersEngine):

@@ -1,7 +1,7 @@
 """The weights that are sent are those that `save_pretrained` writes: of models whose experts are fused, too."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_experts
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.sync import stream as streams
-from trinity_lightning.sync.stream import parameter_shapes, weight_stream
+from trinity_lightning.sync.stream import parameter_shapes, weight_stream, while_sent
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -101,3 +101,16 @@ def test_an_expert_is_streamed_as_it_is_now() -> None:
     sent = dict(stream)
     assert (sent["model.layers.1.block_sparse_moe.experts.2.w2.weight"] == 3.0).all()
     assert not (sent["model.layers.0.block_sparse_moe.experts.2.w2.weight"] == 3.0).all()
+
+
+def test_what_is_still_read_of_a_sync_that_was_given_up_is_refused() -> None:
+    model, read = MODELS["llama"](), []
+    with suppress(TimeoutError), while_sent(weight_stream(model)) as sent:
+        reading = iter(sent)
+        read.append(next(reading))
+        raise TimeoutError
+    with pytest.raises(WeightSyncError, match="was given up"):
+        read.extend(reading)
+    assert len(read) == 1
+    with while_sent(weight_stream(model)) as sent:
+        assert [name for name, _ in sent] == list(sent.shapes)

@@ -39,3 +39,13 @@ def test_a_thread_that_still_sends_weights_when_the_run_has_failed_is_refused() 
     shards.module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
     with pytest.raises(WeightSyncError, match="not sent any further"):
         shards.gather("model.norm.weight")
+
+
+def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
+    """As the other ranks gather theirs: `meta` is the device of a policy here."""
+    ranks: Any = SimpleNamespace(size=2, wait=lambda begin, at: None)
+    shards, (policy, moment) = object.__new__(Shards), (torch.ones(2, 3, device=place) for place in ("meta", "cpu"))
+    shards.ranks = ranks
+    shards._parameters = {"weight": SimpleNamespace(to_local=lambda: policy)}
+    held: Any = SimpleNamespace(shape=(4, 3), dtype=torch.float32, to_local=lambda: moment)
+    assert shards.gathered(held).device.type == "meta"

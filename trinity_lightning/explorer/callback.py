@@ -220,11 +220,11 @@ class ExplorerCallback(L.Callback):
         Only now is it known that there is no training: Lightning restores its loops behind `on_fit_start`, and has
         taken the policy to the CPU.
         """
-        if self._ended < epochs_of(trainer).processed:
+        if trainer.strategy.broadcast(self._ended < epochs_of(trainer).processed):
             trainer.strategy.model_to_device()
             self._end_step(trainer)
-            pl_module.cpu()
-        trainer.strategy.barrier()
+            trainer.strategy.barrier()  # the others may be asked for their shares of the weights until here
+            trainer.strategy.teardown()  # again: the policy moves to the host
 
     def _fill(self, trainer: L.Trainer) -> None:
         """Have the step of this epoch ready to be trained on, unless it is; its metrics are one row of the loggers."""

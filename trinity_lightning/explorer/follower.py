@@ -37,5 +37,8 @@ class ExplorerFollower(L.Callback):
         let_monitor(trainer, pl_module, {})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Rank 0 may evaluate, and need this rank's share of the weights."""
-        trainer.strategy.barrier()
+        """Rank 0 may evaluate, and need this rank's share of the weights on the device: see ExplorerCallback."""
+        if trainer.strategy.broadcast(None):
+            trainer.strategy.model_to_device()
+            trainer.strategy.barrier()
+            trainer.strategy.teardown()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.values import nearest
-from trinity_lightning.sync.stream import Shape, WeightStream
+from trinity_lightning.sync.stream import Shape, WeightStream, while_sent
 
 if TYPE_CHECKING:
     from trinity_lightning.sync.ipc import SharedMemory
@@ -90,10 +90,11 @@ class PolicyEngines(Generic[E]):
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every engine these weights; a server that is started again before the next ones reads them once more."""
-        if self._group is not None:
-            await self._group.send(stream, version)
-        else:
-            await asyncio.gather(*(model.sync_weights(stream, version) for model in self.models))
+        with while_sent(stream) as sent:
+            if self._group is not None:
+                await self._group.send(sent, version)
+            else:
+                await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
         self.version, self._given = version, stream
 
     def _present(self) -> WeightStream:

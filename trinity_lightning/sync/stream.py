@@ -2,8 +2,9 @@
 
 import copy
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -45,6 +46,30 @@ class WeightStream:
             return named_tensors
         gathered = list(named_tensors)
         return cls({name: tuple(tensor.shape) for name, tensor in gathered}, lambda: iter(gathered))
+
+
+@contextmanager
+def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
+    """The stream for one sync. If that ends early, by its time limit say, a thread that still reads it is refused.
+
+    Else it would go on to read weights that are trained again; and of a policy in shards (`trainer.fsdp.Shards`), take
+    part in rounds of all processes at the same time as the thread that trains or saves.
+    """
+    given_up = threading.Event()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        source = iter(stream)
+        while not given_up.is_set():
+            if (named := next(source, None)) is None:
+                return
+            yield named
+        raise WeightSyncError("the weight sync was given up: its weights are not read any further.")
+
+    try:
+        yield WeightStream(stream.shapes, tensors)
+    except BaseException:
+        given_up.set()
+        raise
 
 
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:

@@ -309,10 +309,13 @@ class Shards(Replicas):
         return self._optimizer.state[held[self._order.index(name)]][moment]
 
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
-        """The whole of it, rounded to a dtype first; all ranks ask. `at`: what an error calls it."""
+        """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
+
+        Moments of rank 0 alone may be on the host (`trainer.optim.HostMemory`), and the others send theirs by the GPU.
+        """
         rows, *shape = tensor.shape
-        local = tensor.to_local().detach()
-        own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=local.device)
+        local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
+        own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
         own[: len(local)] = local
         whole = own.new_empty(len(own) * self.ranks.size, *shape)
         self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own), at)
