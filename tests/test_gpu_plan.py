@@ -37,6 +37,7 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
     assert rollouts_of(given) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
     assert rollouts_of(config(name="vllm_server", servers=3)).servers == 3
+    assert rollouts_of(config(speculative=4)).drafted == 4
 
 
 def test_without_a_gpu_there_is_no_plan() -> None:

@@ -152,6 +152,18 @@ REFUSED = {
         ("+engine.args.speculative_config={method: ngram, num_speculative_tokens: 3}",),
         "engine.args.speculative_config: without a GPU.*wrong log-probabilities: leave it out",
     ),
+    "n-grams on a CPU": (("engine.speculative=4",), "engine.speculative: without a GPU.*wrong log-probabilities"),
+    "n-grams of a judge on a CPU": (
+        (JUDGE, "auxiliary_models.judge.engine.speculative=4"),
+        "judge.engine.speculative: wit",
+    ),
+    "n-grams twice": (
+        ("engine.speculative=4", "+engine.args.speculative_config={method: ngram, num_speculative_tokens: 3}"),
+        "engine.args.speculative_config too: leave one out",
+    ),
+    "n-grams of servers elsewhere": ((*SERVER, URLS, "engine.speculative=4"), "engine.speculative"),
+    "no n-grams": (("engine.speculative=0",), "engine.speculative is 0; give a whole number of 1 or more"),
+    "n-grams without an engine": (("engine=transformers", "engine.speculative=4"), "engine.speculative is of vLLM"),
     "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep is of engine=vllm.*vllm_server"),
     "sleep without a GPU": (("engine.sleep=always",), "vLLM sleeps on a GPU only.*leave it auto"),
     "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder is of .*not of engine=vllm"),
@@ -295,6 +307,13 @@ def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) 
         validate(configured("trainer=gpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     validate(configured("trainer=gpu"))
+
+
+def test_n_grams_on_a_gpu_are_not_refused_but_with_min_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    validate(configured("engine.speculative=4"))
+    with pytest.raises(ConfigError, match=r"eval_sampling.min_p: vLLM has no speculative decoding"):
+        validate(configured("engine.speculative=4", "eval_sampling.min_p=0.1"))
 
 
 def test_a_quantised_checkpoint_is_not_trained(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
             requests=0,
             max_num_seqs=engine.max_num_seqs,
             kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+            drafted=engine.speculative or 0,
         )
         cache, size = auxiliary_server(shape, rollouts)
         args = {"gpu_memory_utilization": round(size / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
@@ -227,6 +228,7 @@ def rollouts_of(config: TrainConfig) -> Rollouts:
         requests=config.explorer.batch_size * config.explorer.repeat_times,
         max_num_seqs=engine.max_num_seqs,
         kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+        drafted=engine.speculative or 0,
         sleep=sleeps[engine.sleep],
         servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
     )

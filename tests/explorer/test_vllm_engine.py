@@ -17,6 +17,7 @@ from support.tiny_model import tiny_model
 from support.tiny_vllm import driven_engine, standing_still, tiny_engine
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import (
     ConfigError,
@@ -25,7 +26,7 @@ from trinity_lightning.errors import (
     WeightSyncError,
 )
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.models.vllm_engine import VLLMEngine, engine_args
 from trinity_lightning.sync.stream import weight_stream
 
 pytestmark = pytest.mark.usefixtures("needs_vllm")
@@ -71,6 +72,15 @@ def test_a_model_is_not_spread_over_devices_from_within_a_process() -> None:
 def test_a_cpu_does_not_decode_speculatively() -> None:
     with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
         VLLMEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
+
+
+def test_vllm_reads_how_n_grams_are_proposed() -> None:
+    from vllm.config import SpeculativeConfig
+
+    arguments = engine_args("model", EngineConfig(speculative=3), on_cpu=False)["speculative_config"]
+    assert set(arguments) <= set(SpeculativeConfig.__dataclass_fields__)
+    assert (arguments["method"], arguments["num_speculative_tokens"]) == ("ngram", 3)
+    assert "speculative_config" not in engine_args("model", EngineConfig(), on_cpu=False)
 
 
 def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:

@@ -156,6 +156,22 @@ def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
     assert engine.model_version == 0
 
 
+def test_a_server_that_does_not_take_its_weights_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect() -> None:
+        engine = VLLMServerEngine("tiny", url="http://nowhere")
+        engine._again = lambda: asyncio.sleep(3600)
+        for name in ("_until_healthy", "_check_model", "_check_settings"):
+            monkeypatch.setattr(engine, name, lambda _: asyncio.sleep(0))
+        try:
+            await engine._connect()
+        finally:
+            await engine.shutdown()
+
+    monkeypatch.setattr(vllm_server, "START_SECONDS", 0.05)
+    with pytest.raises(RolloutError, match=r"was started again, and did not take its weights again within 0.05 s"):
+        asyncio.run(connect())
+
+
 def test_a_server_on_a_cpu_does_not_decode_speculatively() -> None:
     with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
         VLLMServerEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
@@ -337,8 +353,14 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
 def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, reload = tiny_model(0.7), vllm_server._reload
-    monkeypatch.setattr(vllm_server, "_reload", lambda folder: kill(engine) or reload(folder))
+    model, change = tiny_model(0.7), engine._change
+
+    def dying(path: str, body: Any) -> Any:
+        monkeypatch.setattr(engine, "_change", change)
+        kill(engine)
+        return change(path, body)
+
+    monkeypatch.setattr(engine, "_change", dying)
     driver.run(engine.sync_weights(weight_stream(model), 12))
     assert engine.model_version == 12
     assert driver.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)

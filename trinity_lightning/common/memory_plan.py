@@ -61,6 +61,7 @@ class Rollouts:
             two use the same memory to compute with. Servers never sleep.
         beside: bytes that servers of auxiliary models take of the device.
         gpus: GPUs that an engine is split over (tensor parallelism).
+        drafted: tokens that speculative decoding proposes for a request at once.
 
     Raises:
         ConfigError: a server that is to sleep.
@@ -75,6 +76,7 @@ class Rollouts:
     servers: int = 0
     beside: int = 0
     gpus: int = 1
+    drafted: int = 0
 
     def __post_init__(self) -> None:
         if self.sleep and self.servers:
@@ -307,7 +309,7 @@ def _working(shape: ModelShape, rollouts: Rollouts) -> int:
     width = rollouts.width
     split = 4 * shape.intermediate + shape.query_width + 2 * shape.key_width
     layer = BATCHED_TOKENS * width * (split // rollouts.gpus + 4 * shape.hidden)
-    return layer + rollouts.at_once * shape.vocabulary * (width + 4 * FLOAT)
+    return layer + rollouts.at_once * (1 + rollouts.drafted) * shape.vocabulary * (width + 4 * FLOAT)
 
 
 def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:

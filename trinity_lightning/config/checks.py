@@ -294,7 +294,9 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     run.explorer.check_engine(label, can)
     run.explorer.check_runners(label, can)
     if can.is_vllm:
-        check_speculation("engine", engine.args)
+        check_speculation("engine", engine)
+    if engine.speculative and run.eval_sampling.min_p:
+        raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
     if can.is_vllm and not can.overlaps_training:
         check_one_device(engine.args)
     if engine.sleep is EngineSleep.always and not gpu_count():

@@ -53,12 +53,12 @@ class Capabilities:
 # Of the built-in engines, known before anything heavy is imported; their classes take theirs from here.
 CAPABILITIES = {
     "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs",)),
-    "vllm": Capabilities(keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "args"), is_vllm=True),
+    "vllm": Capabilities(keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "speculative", "args"), is_vllm=True),
     "vllm_server": Capabilities(
         overlaps_training=True,
         picklable=True,
         sync_methods=("checkpoint", *SENT),
-        keys=("dtype", "max_num_seqs", "kv_cache_gb", "args", "urls", "servers", "cpu_cores", "gpus"),
+        keys=("dtype", "max_num_seqs", "kv_cache_gb", "speculative", "args", "urls", "servers", "cpu_cores", "gpus"),
         is_vllm=True,
     ),
 }
@@ -121,8 +121,11 @@ class EngineConfig(Section, key="engine"):
             their own what vLLM finds free.
         sleep: of `vllm` on a GPU: whether its weights move to the host and its cache is given up while the trainer
             trains: `auto` (if the memory plan finds no room otherwise), `always` or `never`.
-        args: further arguments of vLLM's EngineArgs, by their own names (`speculative_config` is refused without a GPU,
-            and was not tried on one), or whatever an engine of your own reads.
+        speculative: of vLLM on a GPU: so many tokens at most that followed the last few earlier in the prompt or the
+            response are proposed at once, and kept as far as the policy draws them (n-gram speculative decoding); null:
+            none. Distribution and log-probabilities are the same, by vLLM's source; a seed draws other tokens than
+            without, which may depend on the batch too. Not tried on a GPU yet, and refused without one.
+        args: further arguments of vLLM's EngineArgs, by their own names, or whatever an engine of your own reads.
         urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
         servers: of `vllm_server`: how many are started here.
         cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
@@ -141,6 +144,7 @@ class EngineConfig(Section, key="engine"):
     max_num_seqs: int | None = None
     kv_cache_gb: float | None = None
     sleep: EngineSleep = EngineSleep.auto
+    speculative: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
     urls: list[str] = field(default_factory=list)
     servers: int = 1
@@ -151,7 +155,7 @@ class EngineConfig(Section, key="engine"):
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         for name in ("max_model_len", "servers"):
             whole_number(f"engine.{name}", getattr(self, name), least=1)
-        for name in ("max_num_seqs", "cpu_cores"):
+        for name in ("max_num_seqs", "cpu_cores", "speculative"):
             whole_number(f"engine.{name}", getattr(self, name), least=1, optional=True)
         number("engine.kv_cache_gb", self.kv_cache_gb, above=0, optional=True)
         for each in self.urls:
@@ -222,14 +226,18 @@ def check_one_device(args: Mapping[str, Any]) -> None:
             )
 
 
-def check_speculation(key: str, args: Mapping[str, Any]) -> None:
+def check_speculation(key: str, engine: EngineConfig) -> None:
     """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
 
     With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
     the log-probability 0; only greedy decoding was exact.
     """
-    if "speculative_config" in args and not gpu_count():
+    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
+    asked = [name for name, value in names.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{key}.speculative is of n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and not gpu_count():
         raise ConfigError(
-            f"{key}.args.speculative_config: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
             "depending on the batch, and gives wrong log-probabilities: leave it out."
         )

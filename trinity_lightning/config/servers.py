@@ -127,7 +127,7 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
 
 def _check_policy_servers(run: TrainConfig) -> None:
     engine = run.engine
-    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "args")
+    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
     if engine.urls and (given := engine.changed(*started)):
         raise ConfigError(
             f"engine.urls names servers that run already, and engine.{given[0]} is of servers that are started here: "
@@ -247,7 +247,7 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int) -> None:
 
 
 def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int) -> None:
-    check_speculation(f"{key}.engine", model.engine.args)
+    check_speculation(f"{key}.engine", model.engine)
     _check_gpus(f"{key}.engine", model.engine, servers=1)
     _check_cores(f"{key}.engine", model.engine, servers=1, sync_offset=sync_offset)
     if model.url is None:

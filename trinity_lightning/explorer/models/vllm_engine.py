@@ -57,6 +57,9 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     cache = CPU_CACHE_GB if on_cpu and config.kv_cache_gb is None else config.kv_cache_gb
     if cache is not None:
         arguments["kv_cache_memory_bytes"] = int(cache * GIB)
+    if config.speculative:
+        drafts = {"num_speculative_tokens": config.speculative, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        arguments["speculative_config"] = {"method": "ngram", **drafts}
     if EngineSleep(config.sleep) is EngineSleep.always:
         arguments["enable_sleep_mode"] = True
     if on_cpu:
@@ -104,7 +107,7 @@ class VLLMEngine(InProcessEngine):
         require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         check_one_device(self._config.args)
-        check_speculation("engine", self._config.args)
+        check_speculation("engine", self._config)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._engine: Any = None

@@ -129,7 +129,7 @@ class VLLMServerEngine(Engine):
         if url is None:
             require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
-        check_speculation("engine", self._config.args)
+        check_speculation("engine", self._config)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._url = url
@@ -214,8 +214,11 @@ class VLLMServerEngine(Engine):
         if self._url is not None:
             await self._check_settings(self._url)
         if self._again is not None:
-            async with asyncio.timeout(START_SECONDS):
-                await self._again()
+            try:
+                await asyncio.wait_for(self._again(), START_SECONDS)
+            except TimeoutError as error:
+                late = f"did not take its weights again within {START_SECONDS:g} s"
+                raise RolloutError(f"the vLLM server was started again, and {late}.") from error
         if self._process is not None:
             self._process.publish()
 
