@@ -131,6 +131,7 @@ def test_what_fails_on_the_way_leaves_what_was_there(tmp_path: Path, before: str
         torch.save({"epoch": 1}, target)
     elif before == "a folder":
         save(target, some_tensors(), 1)
+    (tmp_path / ".it.ckpt.tmp").write_bytes(b"of a file that a kill left")
     with pytest.raises(OSError, match="disk full"):
         fill_half(target)
     assert sorted(each.name for each in tmp_path.iterdir()) == ([] if before == "nothing" else ["it.ckpt"])

@@ -13,6 +13,7 @@ from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 def test_what_is_written_is_read_back_in_a_folder_made_for_it(tmp_path):
     io, path = AtomicCheckpointIO(), tmp_path / "new" / "it.ckpt"
+    path.with_name(".it.ckpt.tmp").mkdir(parents=True)  # which a kill left within a checkpoint in shards
     io.save_checkpoint({"weight": torch.arange(3.0), "step": 4, "payload": b"\x00\x01"}, path)
     read = io.load_checkpoint(path, weights_only=True)
     assert read["weight"].tolist() == [0.0, 1.0, 2.0]

@@ -33,13 +33,14 @@ def put_in_place(temporary: Path, target: Path) -> None:
     """Rename a file or a folder, whatever is there; a kill in between may leave what was there as `.NAME.old`."""
     old = target.with_name(f".{target.name}.old")
     if target.is_dir() or (temporary.is_dir() and target.exists()):  # no system call replaces those
-        _remove(old)
+        remove(old)
         target.rename(old)
     temporary.replace(target)
-    _remove(old)
+    remove(old)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all in it, or nothing."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

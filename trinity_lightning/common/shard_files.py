@@ -7,7 +7,6 @@ it, with a tensor on the meta device in place of each of those. They are found b
 
 import io
 import pickle
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from trinity_lightning.common.files import put_in_place
+from trinity_lightning.common.files import put_in_place, remove
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import ConfigError
 
@@ -40,13 +39,13 @@ _ALLOWED = {
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which takes the place of the target at the end; if anything fails it is removed."""
     temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         put_in_place(temporary, target)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
 
 
 def write(folder: Path, shares: Mapping[str, Tensor], ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from trinity_lightning.common.checkpoints import contents, whole
-from trinity_lightning.common.files import put_in_place
+from trinity_lightning.common.files import put_in_place, remove
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -30,7 +30,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is written over
+        temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
+        remove(temporary)
         try:
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
