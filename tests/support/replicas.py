@@ -26,6 +26,7 @@ from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import weight_stream
+from trinity_lightning.trainer import fsdp
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
@@ -231,6 +232,24 @@ def failed(folder: Path, rank: int, place: str, **trainer: Any) -> dict[str, Any
     return {"error": None}
 
 
+def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
+    """How often the weights of a layer, or of what is in none, are put together for one pass; and the layers."""
+    count, gather = 0, fsdp._Gather.__call__
+
+    def counted(*arguments: Any, **settings: Any) -> None:
+        nonlocal count
+        count += 1
+        gather(*arguments, **settings)
+
+    policy = make_policy(model={"gradient_checkpointing": checkpointing})
+    fsdp._Gather.__call__ = counted  # type: ignore[method-assign]
+    try:
+        fit(policy, [batch_of(make_experiences(RANKS))], **trainer)
+    finally:
+        fsdp._Gather.__call__ = gather  # type: ignore[method-assign]
+    return {"gathers": count, "layers": len(layers_of(policy.policy))}
+
+
 # -- what rank 0 asks for alone ----------------------------------------------------------------------------------------
 
 
@@ -343,6 +362,7 @@ def _main(file: str) -> None:
     folder, found = Path(file).parent, {}
     cases = CASES | {f"asked {dtype}": partial(asked, dtype) for dtype in DTYPES}
     cases |= {"noise": noise, "noise again": noise}
+    cases |= {"gathers": partial(gathers, False), "gathers, recomputed": partial(gathers, True)}
     for way in STRATEGIES:
         here = {name: case for name, case in cases.items() if (way, name) != ("fsdp2", ADAPTERS)}
         found[way] = {name: case(**settings(way)) for name, case in here.items()}

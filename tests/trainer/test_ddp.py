@@ -140,6 +140,14 @@ def test_each_of_two_processes_holds_half(found: Found) -> None:
     assert max(halves) < 0.51 * sum(halves)
 
 
+@pytest.mark.parametrize("case", ["gathers", "gathers, recomputed"])
+def test_a_layer_is_put_together_once_in_each_direction_recomputed_or_not(found: Found, case: str) -> None:
+    """transformers recomputes a layer with the hooks of `fully_shard`, which then find it whole already."""
+    for each in found:
+        counted = each["fsdp2"][case]
+        assert counted["gathers"] == 2 * counted["layers"] + 1
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("rank", range(RANKS))
