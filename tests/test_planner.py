@@ -259,6 +259,20 @@ def test_servers_of_auxiliary_models_are_counted_or_named(overrides: tuple[str, 
     assert ("auxiliary_models.judge" in found.assumed) is not counted
 
 
+def test_adapters_alone_have_an_optimizer_and_cost_no_gradient_of_the_weights() -> None:
+    whole, adapters = (
+        planned("plan.device=H100-80GB", "algorithm.kl.coef=0.01", recipe=name) for name in ("grpo", "lora")
+    )
+    assert REFERENCE in whole.shares[0].memory.training
+    assert REFERENCE not in adapters.shares[0].memory.training
+    assert adapters.shares[0].memory.training[MOMENTS] < whole.shares[0].memory.training[MOMENTS] / 25
+    assert "adapters" in adapters.model
+    assert adapters.seconds["training"] == pytest.approx(whole.seconds["training"] * 3 / 4, rel=1e-6)
+    with pytest.raises(ConfigError) as refused:
+        planned("plan.device=L4", "plan.memory_gb=2", recipe="lora")
+    assert "fsdp2" not in str(refused.value)
+
+
 def test_all_ranks_are_planned_with_the_tokens_that_they_agree_on(folder: Any) -> None:
     small = QWEN_7B | {"num_hidden_layers": 4}
     given = ("trainer=ddp", "trainer.devices=2", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2]")
@@ -335,8 +349,8 @@ def test_the_page_shows_what_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "FOLDER" / "config.json").write_text(json.dumps(QWEN_7B))
     monkeypatch.chdir(tmp_path)
     for command, output in zip(commands, outputs, strict=True):
-        _, *overrides = command.replace("\\\n", " ").split()
-        assert as_text(planned(*overrides)) == output
+        recipe, *overrides = command.replace("\\\n", " ").split()
+        assert as_text(planned(*overrides, recipe=recipe.removeprefix("+recipe="))) == output
 
 
 def test_the_command_prints_a_plan_and_leaves_no_folder(run_train: RunTrain, tmp_path: Path) -> None:

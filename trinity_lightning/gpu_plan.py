@@ -201,15 +201,36 @@ def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
 def training_of(config: TrainConfig, gpus: int) -> Training:
     """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
     settings = config.trainer or {}
+    adapters, adapter_width = adapters_of(config)
     return Training(
         width=4 if config.model.dtype is WeightDtype.fp32 or settings.get("precision") in MIXED else 2,
         longest_row=config.engine.max_model_len,
         tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
-        reference=Objective(config.algorithm).needs_reference,
+        reference=Objective(config.algorithm).needs_reference and not adapters,  # the policy without them is it
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
+        adapters=adapters,
+        adapter_width=adapter_width,
     )
+
+
+def adapters_of(config: TrainConfig) -> tuple[int, int]:
+    """Parameters of the policy's adapters, and the numbers that they keep of a token; 0 if it has none.
+
+    An adapter keeps what it brings its input down to; with dropout, its own input and what was dropped of it, too.
+    """
+    lora = config.model.lora
+    if lora.r is None:
+        return 0, 0
+    from trinity_lightning.trainer.adapter import Adapter  # peft, an extra
+
+    model = skeleton(str(resolve_model(config.model.name)))
+    Adapter(model, lora, config.model.name)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    down = [each for name, each in trained.items() if ".lora_A." in name]  # [rank, input]
+    kept = sum(len(each) + (2 * each.shape[1] if lora.dropout else 0) for each in down)
+    return sum(each.numel() for each in trained.values()), kept
 
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:

@@ -30,7 +30,15 @@ from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.gpu_plan import Gpus, planned, rollouts_of, trainers_of, training_of, with_auxiliary_shares
+from trinity_lightning.gpu_plan import (
+    Gpus,
+    adapters_of,
+    planned,
+    rollouts_of,
+    trainers_of,
+    training_of,
+    with_auxiliary_shares,
+)
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.layout import GPU_TOKENS, tokens_that_fit, worth_sharing
@@ -140,7 +148,7 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
         training = training_flops(run, size, work) / (hardware.flops * computing) / asked.training_share
         seconds = {**_rollout_parts(run, asked, step, hardware, engines, shares, shape, size), "training": training}
     return RunPlan(
-        model=f"{run.model.name}: {shape.parameters / 1e9:.3g} billion parameters, {run.model.dtype.value}",
+        model=_described(run, shape),
         parameters=shape.parameters,
         hardware=hardware,
         shares=shares,
@@ -154,6 +162,12 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
         seconds=seconds,
         assumed=_assumed(run, asked, hardware),
     )
+
+
+def _described(run: TrainConfig, shape: ModelShape) -> str:
+    adapters, _ = adapters_of(run)
+    trained = f", {adapters / 1e9:.3g} billion of adapters" if adapters else ""
+    return f"{run.model.name}: {shape.parameters / 1e9:.3g} billion parameters{trained}, {run.model.dtype.value}"
 
 
 def _model(name: str) -> Any:
@@ -358,7 +372,9 @@ def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
     """Operations of a step's training, with those that checkpointing repeats and those of further forward passes."""
     objective = Objective(run.algorithm)
     forwards = objective.needs_reference + objective.needs_old_logprobs
-    passes = run.algorithm.inner_epochs * (1 + FORWARD * run.model.gradient_checkpointing) + FORWARD * forwards
+    # With adapters no gradient of the weights is computed: as many operations as of a forward pass.
+    backward = FORWARD * (run.model.gradient_checkpointing - (run.model.lora.r is not None))
+    passes = run.algorithm.inner_epochs * (1 + backward) + FORWARD * forwards
     return size.training_flops(work) * passes
 
 

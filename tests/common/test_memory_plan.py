@@ -1,12 +1,14 @@
 """Memory plans: what is counted is what real models take, and no plan promises more than the device has."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compose import composed
 from support.shapes import QWEN_1_5B, QWEN_3B, SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -15,8 +17,10 @@ from trinity_lightning.common.memory_plan import (
     CACHE,
     CUDA_CONTEXT,
     GATHERED,
+    GRADIENTS,
     MASTERS,
     MOMENTS,
+    POLICY,
     WORKSPACES,
     Rollouts,
     auxiliary_server,
@@ -26,8 +30,11 @@ from trinity_lightning.common.memory_plan import (
 )
 from trinity_lightning.common.model_memory import ModelShape, Training, activations, layer_bytes
 from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.gpu_plan import adapters_of
 from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.adapter import Adapter
 
 HOST = 200 * GIB
 
@@ -64,6 +71,37 @@ def test_what_autograd_saves_is_counted(dtype: torch.dtype, attention: str, chec
     model.to(dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    training = Training(dtype.itemsize, length, eager=attention == "eager")
+    layers, last_norm = (
+        SMALL["num_hidden_layers"],
+        (4 + dtype.itemsize) * SMALL["hidden_size"],
+    )  # the head saves the rest
+    layer = SMALL["hidden_size"] * dtype.itemsize if checkpointing else layer_bytes(ModelShape.of(model), training)
+    assert saved_by(model, rows, length) == pytest.approx(rows * length * (layers * layer + last_norm), rel=0.03)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_adapters_have_is_counted(dropout: float, tmp_path: Path) -> None:
+    """Of activations a little more than there is: norms save less if their weights are frozen."""
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL))  # pyright: ignore[reportCallIssue]
+    model.config.save_pretrained(tmp_path)
+    config = typed_config(composed("+recipe=lora", f"model.name={tmp_path}", f"model.lora.dropout={dropout}"))
+    adapters, width = adapters_of(config)
+    shape, training = ModelShape.of(model), Training(2, 200, adapters=adapters, adapter_width=width)
+    Adapter(model.bfloat16().train(), config.model.lora, "")
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert weight_states(shape, training) == {
+        POLICY: 2 * shape.parameters + 2 * trained,
+        MASTERS: 4 * trained,
+        MOMENTS: 8 * trained,
+        GRADIENTS: 4 * trained,
+    }
+    expected = 2 * 200 * SMALL["num_hidden_layers"] * layer_bytes(shape, training)
+    assert 0.75 * expected < saved_by(model, 2, 200) < expected
+
+
+def saved_by(model: Any, rows: int, length: int) -> int:
+    """Bytes that autograd saves in a forward pass, without the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -76,14 +114,8 @@ def test_what_autograd_saves_is_counted(dtype: torch.dtype, attention: str, chec
     tokens = torch.zeros(rows, length, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    training = Training(dtype.itemsize, length, eager=attention == "eager")
-    layers, last_norm = (
-        SMALL["num_hidden_layers"],
-        (4 + dtype.itemsize) * SMALL["hidden_size"],
-    )  # the head saves the rest
-    layer = SMALL["hidden_size"] * dtype.itemsize if checkpointing else layer_bytes(ModelShape.of(model), training)
-    assert sum(saved.values()) == pytest.approx(rows * length * (layers * layer + last_norm), rel=0.03)
     assert states.requires_grad
+    return sum(saved.values())
 
 
 def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:

@@ -159,18 +159,20 @@ def _listed(parts: Mapping[str, int]) -> str:
 def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """Bytes that a device of the trainer keeps for each of its states; gradients are float32, whatever the weights are.
 
-    Weights of 2 bytes have float32 masters in the optimizer. In shards (trainer/fsdp.py) the float32 weights are the
-    policy itself: each device gathers the layer that it computes with and the next one, in `width` bytes, and what is
-    in no layer. Gradients of a micro-batch are whole until they are added up, a layer's in `width` bytes, those of what
-    is in no layer in float32, and are copied to float32 to be sent.
+    Weights of 2 bytes have float32 masters in the optimizer. Where adapters are trained, they have all of these, and
+    the weights nothing. In shards (trainer/fsdp.py) the float32 weights are the policy itself: each device gathers the
+    layer that it computes with and the next one, in `width` bytes, and what is in no layer. Gradients of a micro-batch
+    are whole until they are added up, a layer's in `width` bytes, those of what is in no layer in float32, and are
+    copied to float32 to be sent.
     """
     each, width = -(-shape.parameters // training.shards), training.width
+    trained = training.adapters or each
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
     states = {
-        POLICY: (FLOAT if split else width) * each,
-        MASTERS: FLOAT * each if width < FLOAT and not split else 0,
-        MOMENTS: 2 * FLOAT * each,
-        GRADIENTS: FLOAT * each,
+        POLICY: (FLOAT if split else width) * each + width * training.adapters,
+        MASTERS: FLOAT * trained if width < FLOAT and not split else 0,
+        MOMENTS: 2 * FLOAT * trained,
+        GRADIENTS: FLOAT * trained,
         REFERENCE: width * each if training.reference else 0,
         GATHERED: (width + 2 * FLOAT) * shape.outside + (3 * width + FLOAT) * layer if split else 0,
     }
@@ -394,8 +396,9 @@ def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way
         ("model.gradient_checkpointing=true takes {} less", replace(training, checkpointing=True), rollouts, tokens),
         ("without a reference (algorithm.kl.coef=0) {} less", replace(training, reference=False), rollouts, tokens),
         ("model.dtype=bf16 takes {} less", replace(training, width=2), rollouts, tokens),
-        _more_shards(training, rollouts, tokens),
     ]
+    if not training.adapters:
+        options.append(_more_shards(training, rollouts, tokens))
     if training.tokens:
         fewer = "algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens take up to {} less"
         options.append((fewer, training, rollouts, training.longest_row))

@@ -101,6 +101,8 @@ class Training:
         eager: whether attention keeps its weights, which takes the square of the length.
         shards: devices that weights, moments and reference are split over (trainer=fsdp2).
         on_cpu: whether it computes on a CPU.
+        adapters: parameters of adapters (model.lora), which are trained in place of the weights; 0: there are none.
+        adapter_width: numbers of each token that adapters keep for the backward pass, all layers together.
     """
 
     width: int
@@ -111,6 +113,8 @@ class Training:
     eager: bool = False
     shards: int = 1
     on_cpu: bool = False
+    adapters: int = 0
+    adapter_width: int = 0
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> int:
@@ -119,7 +123,7 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
     result, and of the feed-forward part gate, its activation, the other branch and their product. Eager attention
     also saves keys and values once for every head, and of each head a weight of every token of the row: in float32, and
-    rounded if they are.
+    rounded if they are. Adapters save `adapter_width` numbers besides.
     """
     width = training.width
     norms = 2 * (FLOAT + 2 * width) * shape.hidden
@@ -127,14 +131,15 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     if training.eager:
         weight = FLOAT + (width if width < FLOAT else 0)
         attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
-    return norms + attention + 4 * width * shape.intermediate
+    return norms + attention + 4 * width * shape.intermediate + width * -(-training.adapter_width // shape.layers)
 
 
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     """Bytes that a forward and backward pass over so many computed tokens takes at its peak, gradients aside.
 
     One chunk of logits is kept, and one computed again. On a CPU the gradients of embeddings and head are added up
-    where they lie; elsewhere autograd makes that of the largest tensor, which is then cast to float32.
+    where they lie; elsewhere autograd makes that of the largest tensor, which is then cast to float32, unless only
+    adapters are trained.
     """
     width, layer = training.width, layer_bytes(shape, training)
     saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
@@ -143,4 +148,4 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     sizes = (CHUNK_BYTES, BLOCK_BYTES, 0) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES, width + FLOAT)
     chunk, block, gradient = sizes
     head = min(width * tokens * shape.vocabulary, 2 * chunk) + 3 * block
-    return tokens * (saved + rest) + head + gradient * shape.largest
+    return tokens * (saved + rest) + head + (0 if training.adapters else gradient * shape.largest)
