@@ -209,6 +209,32 @@ def test_nobody_waits_for_long_and_all_learn_the_reason(fault: str) -> None:
                 assert "did not answer in time" in reasons[1 - rank]
 
 
+def test_an_error_that_reads_like_sigterm_is_none() -> None:
+    def work(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            raise ValueError("nobody sent it: SIGTERM")
+        rolling_out(ranks)
+
+    found = together(work, size=2)[0]
+    assert type(found) is RankError
+
+
+def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits is heard of, however long it waits."""
+    monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(ranks_module, "SILENT_SECONDS", 1.0)
+
+    def work(ranks: Ranks) -> None:
+        if ranks.rank == 0:
+            rolling_out(ranks, 1.5)
+        ranks.exchange(None, patient=True)
+        rolling_out(ranks)  # rank 1 is in no round
+
+    error = together(work, size=2)[0]
+    assert isinstance(error, RankError)
+    assert str(error) == "rank 1 did not answer for 1 s: killed, or cut off."
+
+
 def test_errors_of_several_ranks_at_once_keep_their_own() -> None:
     def work(ranks: Ranks) -> None:
         ranks.exchange(None)

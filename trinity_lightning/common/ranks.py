@@ -1,10 +1,11 @@
 """The processes that train one policy together: they exchange values in rounds, and an error of one ends all."""
 
 import contextlib
+import json
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +15,29 @@ from torch import Tensor, nn
 from trinity_lightning.common.alone import Alone, T
 from trinity_lightning.errors import RankError, RankTerminatedError
 
-Answer = tuple[Any, str | None, str]  # what a rank hands in to a round: a value, its error, and which round it is at
-
 CALL = "a call"
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
 LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits for others
 CAUSE_SECONDS = 1.0
 BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
-FAILED = "failed"  # the reason of the rank that failed first, in the store
-SIGTERM = "SIGTERM"  # the reason of a rank that was sent it
+BEAT_SECONDS = 5.0  # between two beats of a rank that waits for rank 0
+SILENT_SECONDS = 30.0  # without a beat, and rank 0, which rolls out, ends the run
+FAILED, BEATS = "failed", "beats"  # in the store: the failure that came first; beats of each rank
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank has failed by: its error, or SIGTERM, which it was sent."""
+
+    rank: int
+    reason: str
+    terminated: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.reason}"
+
+
+Answer = tuple[Any, Failure | None, str]  # what a rank hands in to a round: a value, what it failed by, which round
 
 
 @dataclass
@@ -52,15 +67,21 @@ class Ranks(Alone):
     serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
+    _beaten: float = 0.0  # when this rank last sent a beat, or rank 0 last looked for some
+    _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank 0's: beats of others, and since when
 
     def failure(self) -> RankError | None:
-        """Why the run has to end, if another rank has said so, or a process of this machine has died."""
+        """Why the run has to end, if another rank has said so, or has died: on another machine, SILENT_SECONDS ago."""
+        silent = None
         try:
-            said = self.store is not None and self.store.check([FAILED]) and self.store.get(FAILED).decode()
+            if self.store is not None:
+                if self.store.check([FAILED]):
+                    return _error([Failure(**json.loads(self.store.get(FAILED)))])
+                silent = self._silent()
         except RuntimeError as error:
-            said = f"rank 0 has ended, or what started it ({error})"
-        reason = said or self.lost()
-        return None if reason is None else _error(reason)
+            return RankError(f"rank 0 has ended, or what started it ({error})")
+        reason = self.lost() or silent
+        return None if reason is None else RankError(reason)
 
     def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
         """What every rank hands in, by rank; tensors are of the CPU.
@@ -70,9 +91,9 @@ class Ranks(Alone):
         while True:
             answers = self._round((value, None, at), PATIENCE if patient and self.rank else self.timeout)
             called = self._served(answers)
-            if failed := _failed(answers):
+            if failures := _failures(answers):
                 self._known = True
-                raise _error(failed)
+                raise _error(failures)
             if not called:
                 break
         if len({place for *_, place in answers}) > 1:
@@ -88,10 +109,10 @@ class Ranks(Alone):
         """
         if self.rank > 0:
             return
-        failed = _failed(self._round(((name, arguments, saving), None, CALL), self.timeout))
-        self._known = self._known or bool(failed)
-        if failed and not saving:
-            raise _error(failed)
+        failures = _failures(self._round(((name, arguments, saving), None, CALL), self.timeout))
+        self._known = self._known or bool(failures)
+        if failures and not saving:
+            raise _error(failures)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """What rank `source` hands in, however large and however late."""
@@ -131,20 +152,45 @@ class Ranks(Alone):
         self._ended = True
         try:
             if not self._known:
-                by_signal = isinstance(error, SystemExit) and self.terminated()
-                reason = SIGTERM if by_signal else f"{type(error).__name__}: {error}".removesuffix(": ")
-                self._report(reason)
-                self._served(self._round((None, reason, ""), PATIENCE if self.rank else self.timeout))
+                failure = Failure(self.rank, f"{type(error).__name__}: {error}".removesuffix(": "))
+                if isinstance(error, SystemExit) and self.terminated():
+                    failure = self._sigterm
+                self._report(failure)
+                self._served(self._round((None, failure, ""), PATIENCE if self.rank else self.timeout))
             while self._served(self._round((None, None, ""), self.timeout)):
                 pass
         except RankError:
             return  # another process has ended: there is nobody to tell
 
-    def _report(self, reason: str) -> None:
+    @property
+    def _sigterm(self) -> Failure:
+        return Failure(self.rank, "SIGTERM", terminated=True)
+
+    def _report(self, failure: Failure) -> None:
         """Let `failure` say it on the other ranks, if nothing else came before it."""
         if self.store is not None:
             with contextlib.suppress(RuntimeError):  # its process has ended, which is what this rank hears next
-                self.store.compare_set(FAILED, "", f"rank {self.rank}: {reason}")
+                self.store.compare_set(FAILED, "", json.dumps(asdict(failure)))
+
+    def _beat(self) -> None:
+        """Let rank 0 know, which may be rolling out, that this rank waits for it."""
+        if self.rank > 0 and self.store is not None and time.monotonic() > self._beaten + BEAT_SECONDS:
+            self._beaten = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # as above
+                self.store.add(f"{BEATS}/{self.rank}", 1)
+
+    def _silent(self) -> str | None:
+        """Which ranks have not sent a beat for SILENT_SECONDS while rank 0 rolled out and they had to wait for it."""
+        now = time.monotonic()
+        if self.rank > 0 or now < self._beaten + BEAT_SECONDS:
+            return None
+        self._beaten, heard = now, self._heard
+        for rank in range(1, self.size):
+            beats = self.store.add(f"{BEATS}/{rank}", 0)
+            if beats != heard.get(rank, (None, now))[0]:
+                heard[rank] = beats, now
+        silent = [f"rank {rank}" for rank, (_, since) in heard.items() if now > since + SILENT_SECONDS]
+        return f"{', '.join(silent)} did not answer for {SILENT_SECONDS:g} s: killed, or cut off." if silent else None
 
     def _served(self, answers: Sequence[Answer]) -> bool:
         """Whether rank 0 called: done, unless it does not go on itself because a rank has failed."""
@@ -152,13 +198,14 @@ class Ranks(Alone):
         if self.rank == 0 or place != CALL:
             return False
         name, arguments, saving = request
-        if saving or not _failed(answers):
+        if saving or not _failures(answers):
             self.serve(name, arguments)
         return True
 
     def _round(self, answer: Answer, timeout: timedelta) -> list[Answer]:
         data = pickle.dumps(answer)
         place = answer[2] or "its end"
+        self._heard = {}  # nobody sends beats while it computes
         lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout, place)]
         answers = self._gathered(_padded(data, max(lengths)), self.timeout, place)
         return [_unpickled(each[:length]) for each, length in zip(answers, lengths, strict=True)]
@@ -176,8 +223,10 @@ class Ranks(Alone):
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # of LOOK: what became of the work says its own wait
                 work.wait(LOOK)
-            if not work.is_completed() and self.terminated():
-                self._report(SIGTERM)
+            if not work.is_completed():
+                self._beat()
+                if self.terminated():
+                    self._report(self._sigterm)
         return work
 
     def wait(self, begin: Callable[[], Any], at: str) -> None:
@@ -197,15 +246,15 @@ class Ranks(Alone):
         return cause
 
 
-def _error(reason: str) -> RankError:
-    """What ends this rank, for reasons of others."""
-    terminated = all(each.endswith(f": {SIGTERM}") for each in reason.split("; "))
-    return (RankTerminatedError if terminated else RankError)(reason)
+def _error(failures: Sequence[Failure]) -> RankError:
+    """What ends this rank, for failures of others."""
+    kind = RankTerminatedError if all(each.terminated for each in failures) else RankError
+    return kind("; ".join(map(str, failures)))
 
 
-def _failed(answers: Iterable[Answer]) -> str:
-    """What ranks have failed by, or nothing."""
-    return "; ".join(f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(answers) if error is not None)
+def _failures(answers: Iterable[Answer]) -> list[Failure]:
+    """What ranks have failed by, by rank."""
+    return [failure for _, failure, _ in answers if failure is not None]
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
