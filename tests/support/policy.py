@@ -122,11 +122,11 @@ class Weights(L.Callback):
             self.after_first = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
 
 
-def make_policy(optimizer=None, dtype="fp32", model=None, **algorithm):
-    """The tiny model, without clipping, 64 tokens a micro-batch; `model`: further arguments of PolicyModule."""
+def make_policy(optimizer=None, dtype="fp32", model=None, name="tiny", **algorithm):
+    """The model of that name, without clipping, 64 tokens a micro-batch; `model`: further arguments of PolicyModule."""
     settings = {"max_grad_norm": None, "max_tokens_per_micro_batch": 64} | algorithm
     optimizer = optimizer or OptimizerConfig(lr=1e-3)
-    return PolicyModule("tiny", AlgorithmConfig(**settings), optimizer, dtype=dtype, **(model or {}))
+    return PolicyModule(name, AlgorithmConfig(**settings), optimizer, dtype=dtype, **(model or {}))
 
 
 def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):

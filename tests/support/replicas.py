@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from support.policy import Gradients, Prepare, batch_of, fit, groups, local, make_experiences, make_policy, whole
+from support.runs import Commands
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
@@ -119,12 +121,12 @@ def with_experts() -> list[list[Experience]]:
 RARE = 1  # a token
 
 
-def rarely() -> list[list[Experience]]:
-    """RARE is in one row of each item."""
-    items = ragged()
-    for item in items:
+def rarely(items: int = 3) -> list[list[Experience]]:
+    """RARE is in one row of each of the first items."""
+    found = ragged()
+    for item in found[:items]:
         item[1].tokens[0] = RARE
-    return items
+    return found
 
 
 def add_rare_vectors(policy: PolicyModule) -> None:
@@ -181,6 +183,18 @@ def move_adapters(policy: PolicyModule) -> None:
             nn.init.normal_(parameter, std=0.1)
 
 
+def of_shape(config: PretrainedConfig) -> Callable[..., dict[str, Any]]:
+    """A fit of a model of that configuration, whose weights are random."""
+
+    def case(**trainer: Any) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            return trained(ragged(), name=folder)(**trainer)
+
+    return case
+
+
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
 ADAPTERS = "adapters"  # which shards do not have
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -195,10 +209,22 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "experts": trained(with_experts(), policy_loss={"name": "mix", "args": {"mu": 0.25}}),
     "a bad step": trained(broken()),
     "recomputed activations": trained(ragged(), model={"gradient_checkpointing": True}),
+    "no gradient on the way": trained(rarely(items=1), change=add_rare_vectors),
     "a checkpoint on the way": trained(ragged(), callbacks=[Saves]),
     ADAPTERS: trained(ragged(), change=move_adapters, model={"lora": LoRAConfig(r=2)}),
     "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16", max_tokens_per_micro_batch=24),
 }
+
+# SmolLM2 is three times as wide. Rows of the vocabulary and experts cannot be divided evenly.
+SIZES = {"vocab_size": 499, "tie_word_embeddings": True}
+SMOLLM2 = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
+EXPERTS = {"hidden_size": 24, "head_dim": 8, "num_attention_heads": 3, "num_key_value_heads": 1, "num_experts": 5}
+EXPERTS |= {"intermediate_size": 32, "moe_intermediate_size": 20, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+SHAPES = {
+    "SmolLM2": of_shape(LlamaConfig(**SIZES, **SMOLLM2, num_hidden_layers=3)),
+    "mixture of experts": of_shape(Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=2)),
+}
+MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, and what they do
 
 
 PLACES = ("between items", "within one")
@@ -312,7 +338,8 @@ PAIRS = [("one", way) for way in WAYS] + [(way, "one") for way in WAYS] + [("fol
 
 def settings(way: str) -> dict[str, Any]:
     """The Trainer's."""
-    return {} if way == "one" else {"devices": RANKS, "strategy": WAYS[way](timeout=60)}
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return {} if way == "one" else {"devices": ranks, "strategy": WAYS[way](timeout=60)}
 
 
 def write(file: Path, way: str, dtype: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
@@ -337,28 +364,33 @@ def write_again(folder: Path, way: str) -> None:
         write(folder / f"{before}-later-{way}.ckpt", way, before=folder / f"{before}-fp32.ckpt", epochs=2)
 
 
-def start(folder: Path) -> list[dict[str, dict[str, dict[str, Any]]]]:
+def start(folder: Path, run_train: Commands, ranks: int = RANKS) -> list[dict[str, dict[str, dict[str, Any]]]]:
     """What every rank has found of all cases by strategy, by rank, each in a process of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=1))
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
-    shared |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    shared |= {"LOCAL_WORLD_SIZE": str(RANKS), "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.replicas", str(folder / f"{rank}.pt")],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    shared |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(ranks)}
+    processes, files = [], [folder / f"{rank}.pt" for rank in range(ranks)]
+    for rank, file in enumerate(files):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}).items():
+                patch.setenv(name, value)
+            (folder / str(rank)).mkdir()
+            processes.append(run_train.start(folder / str(rank), str(file), program="support.replicas"))
     try:
-        assert [process.wait(240) for process in processes] == [0] * RANKS
+        for rank, process in enumerate(processes):
+            assert process.wait(240) == 0, (folder / str(rank) / "stdout").read_text()[-4000:]
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 def _main(file: str) -> None:
+    os.chdir(Path(file).parent)  # the folder of the run, for all ranks
+    if (more := MORE.get(int(os.environ["WORLD_SIZE"]))) is not None:
+        cases = {name: (SHAPES | CASES)[name] for name in more}
+        torch.save({way: {name: case(**settings(way)) for name, case in cases.items()} for way in STRATEGIES}, file)
+        return
     folder, found = Path(file).parent, {}
     cases = CASES | {f"asked {dtype}": partial(asked, dtype) for dtype in DTYPES}
     cases |= {"noise": noise, "noise again": noise}

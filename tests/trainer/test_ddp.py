@@ -17,9 +17,11 @@ from support.replicas import (
     ADAPTERS,
     CASES,
     DTYPES,
+    MORE,
     PAIRS,
     PLACES,
     RANKS,
+    SHAPES,
     SMOOTH,
     STRATEGIES,
     asked,
@@ -29,6 +31,7 @@ from support.replicas import (
     write_again,
     write_first,
 )
+from support.runs import Commands
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import ddp
@@ -52,7 +55,7 @@ ALL = [(kind, case) for kind in STRATEGIES for case in CASES if (kind, case) != 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
     """What one process finds of a case."""
-    return cache(lambda case: CASES[case]())
+    return cache(lambda case: (CASES | SHAPES)[case]())
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +65,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
+def found(folder: Path, run_train: Commands) -> Found:
     """What two processes find; a checkpoint of one process is there for them to read."""
     write_first(folder, "one")
-    return start(folder)
+    return start(folder, run_train)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> Callable[[int], Found]:
+    """What more processes find, by their number."""
+    return cache(lambda ranks: start(tmp_path_factory.mktemp("more"), run_train, ranks))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +87,20 @@ def checkpoints(found: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
 
 @pytest.mark.parametrize(("kind", "case"), [each for each in ALL if each[1] != "bfloat16"])
 def test_two_processes_train_as_one(found: Found, alone: Alone, case: str, kind: str) -> None:
-    one, together = alone(case), found[0][kind][case]
+    assert_same(found[0][kind][case], alone(case))
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in MORE.items() for case in cases])
+def test_more_processes_train_as_one(
+    more: Callable[[int], Found], alone: Alone, ranks: int, case: str, kind: str
+) -> None:
+    for each in more(ranks):
+        assert_same(each[kind][case], alone(case))
+
+
+def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
+    """Losses, gradients, weights and metrics but for the order of float32 sums."""
     torch.testing.assert_close(together["losses"], one["losses"], rtol=1e-5, atol=1e-7, equal_nan=True)
     for mine, expected in zip(together["gradients"], one["gradients"], strict=True):
         assert_same_gradients(mine, expected)

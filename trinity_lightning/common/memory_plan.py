@@ -40,7 +40,7 @@ SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 LIBRARIES, VLLM_LIBRARIES, CPU_RESERVE = (int(gb * 1e9) for gb in (0.5, 0.4, 0.3))
 
 POLICY, MASTERS, MOMENTS, GRADIENTS = "policy", "masters", "Adam's moments", "gradients"
-REFERENCE, GATHERED = "reference", "gathered layers"
+REFERENCE, GATHERED = "reference", "gathered layers and gradients"
 ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights", "key-value cache"
 GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
 CONTEXTS, RESERVE = "servers' contexts", "libraries, workspaces and fragments"

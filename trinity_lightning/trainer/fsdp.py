@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -191,12 +192,16 @@ class Shards(Replicas):
         self._saved: list[Tensor] = []  # of the drill
         self._asking, self._thread = threading.Lock(), threading.get_ident()
         self._used: set[Any] = set()  # models that have begun a pass
+        self._trained: set[str] = set()  # parameters that a pass of this optimizer batch had a gradient of
+        self._watched: set[int] = set()  # what those gradients are of, while it is whole
+        self._passes_left = 0  # before those of nothing
         references = [] if module.reference is None else [module.reference]
         for model in (module.policy, *references):
             self._shard(model, trained=model is module.policy)
         self.refresh()
 
     def _shard(self, model: Any, trained: bool) -> None:
+        names = {module: f"{name}." for name, module in model.named_modules()}
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*reversed(layers_of(model)), model):
             if trained:
@@ -209,6 +214,8 @@ class Shards(Replicas):
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_reduce_scatter_unused_params(True)  # an expert that no row of this rank came to
+            if trained and part is not model:
+                part.register_forward_pre_hook(partial(self._watch, names[part]))  # when the layer is whole
         kind = type(model)
         model.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda model: model.shards.dtype)})
         model.shards = self
@@ -243,15 +250,54 @@ class Shards(Replicas):
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
         """As many on every rank: each gathers weights, which takes all."""
         own = shares[self.ranks.rank]
+        self._trained, self._passes_left = set(), len(own)
         return [*own, *[None] * (max(map(len, shares)) - len(own))]
 
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """As a forward pass of the sharded model, which the head is part of."""
         self._used.add(model)
+        self._passes_left -= 1
         return model.token_logprobs(function, *arguments)
 
+    def _watch(self, prefix: str, part: Any, *arguments: Any) -> None:
+        """Note of which parameters a part that is whole, of the names that begin so, will have a gradient."""
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=prefix + name: self._note(name))
+
+    def _note(self, name: str) -> None:
+        if self._passes_left >= 0:  # a pass of nothing has gradients of zeros
+            self._trained.add(name)
+
+    def begin_pass(self, model: Any) -> None:
+        """Have gradients of what is in no layer, which is whole now, added up in float32 within a pass, as one device.
+
+        They are added up over tokens and blocks of the head.
+        """
+        lean = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.grad_dtype = torch.float32
+                gradient_of(parameter)  # of all of them: torch sends gradients of one dtype
+                if any(parameter is each for each in lean):  # no hook is called for those (`logprobs`)
+                    self._note(name)
+        self._watch("", model)
+
     def _add_up_gradients(self, model: Any) -> None:
-        """Each backward pass has done so, and this rank keeps its share of the sums."""
+        """Each backward pass has done so, with zeros where there was no gradient: if no rank had one, there is none.
+
+        The optimizer passes over such a parameter, as on one device: it would decay, and go on by its momentum.
+        """
+        named = dict(model.named_parameters())
+        found = self.ranks.exchange([name in self._trained for name in named])
+        for parameter, *trained in zip(named.values(), *found, strict=True):
+            if not any(trained):
+                parameter.grad = None
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's shares."""
+        return {name: each.to_local() for name, each in super().gradients(model).items() if isinstance(each, DTensor)}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
         """As `Whole.clip`, of the gradient that all ranks hold together."""
@@ -470,12 +516,7 @@ class Shards(Replicas):
 
 
 def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the `LogprobFn` yields, within a forward pass of the model: what is in no layer is whole.
-
-    The gradients of that are added up within a pass, over tokens and blocks of the head: in float32, as on one device.
-    """
-    for parameter in model.parameters() if torch.is_grad_enabled() else ():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.grad_dtype = torch.float32
-            gradient_of(parameter)  # of all of them: torch sends gradients of one dtype
+    """What the `LogprobFn` yields, within a forward pass of the model: what is in no layer is whole."""
+    if torch.is_grad_enabled():
+        model.shards.begin_pass(model)
     return function(model, *arguments)

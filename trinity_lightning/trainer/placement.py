@@ -41,9 +41,11 @@ class Whole:
 
     def faulty_gradients(self, model: nn.Module) -> list[str]:
         """Names of the parameters whose gradients are not finite."""
-        # Of a model in shards, what this process holds.
-        gradients = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in model.named_parameters())
-        return [name for name, each in gradients if each is not None and not each.isfinite().all()]
+        return [name for name, gradient in self.gradients(model).items() if not gradient.isfinite().all()]
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """What this process has of them, by the names of the parameters."""
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def end_step(self) -> None:
         """The optimizer has taken its step."""
