@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked import Forked
-from support.runs import SMALL, RunTrain, only, rows, same_metrics, steps_done, wait_for
+from support.runs import SMALL, TRAIN, Commands, only, rows, same_metrics, steps_done, wait_for
 
 STEPS = 8  # many quick ones: a run is to be ended in the middle
 # The groups of a step that teach nothing are replaced, in rounds of further rollouts. With one runner this engine's
@@ -19,14 +19,17 @@ STEPS = 8  # many quick ones: a run is to be ended in the middle
 RUN = ("+recipe=grpo", *SMALL, f"steps={STEPS}", "engine=transformers", "add_strategy=[dapo,grpo]", "optimizer.lr=1e-3")
 RUN += ("explorer.repeat_times=2", "explorer.runner_per_model=1", "algorithm.optimizer_steps=2")
 RUN += ("buffer.keep=true", "callbacks.checkpoint.every_n_epochs=1", "name=run")
-VLLM = ("+recipe=grpo", *SMALL, "steps=2", "algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "save_model=false")
+VLLM = ("+recipe=grpo", *SMALL, f"steps={STEPS}", "add_strategy=[dapo,grpo]", "explorer.repeat_times=2", "name=run")
+VLLM += ("algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "callbacks.checkpoint.every_n_epochs=1")
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, "steps=4", "explorer.batch_size=4", "name=run")
 ON_TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
 TWO = ("trainer=ddp", *ON_TWO)
+SHARDS = ("trainer=fsdp2", *ON_TWO)
+TRAINERS = {"ddp": TWO, "fsdp2": SHARDS}
 SAME = ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/trained_rows")
 
 
-def finished(run_train: RunTrain, folder: Path, *arguments: str) -> Path:
+def finished(run_train: Commands, folder: Path, *arguments: str) -> Path:
     """The folder of a run that came to its end."""
     done = run_train(folder, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -53,26 +56,33 @@ def equal(folder: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished(run_train, tmp_path_factory.mktemp("one"), *RUN)
 
 
 @pytest.fixture(scope="module")
-def two(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished(run_train, tmp_path_factory.mktemp("two"), *RUN, *TWO)
 
 
 @pytest.fixture(scope="module")
-def with_vllm(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_vllm(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished(run_train, tmp_path_factory.mktemp("vllm"), *VLLM)
 
 
-@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
-def test_two_processes_train_as_one(with_vllm: Path, trainer: str, run_train: RunTrain, tmp_path: Path) -> None:
-    done = run_train(tmp_path, *VLLM, f"trainer={trainer}", *ON_TWO)
+@pytest.fixture(scope="module")
+def ahead(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(run_train, tmp_path_factory.mktemp("ahead"), *AHEAD)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_two_processes_train_as_one(with_vllm: Path, trainer: str, run_train: Commands, tmp_path: Path) -> None:
+    done = run_train(tmp_path, *VLLM, *TRAINERS[trainer])
     assert done.returncode == 0, done.stdout[-4000:]
-    assert done.stdout.count("step 2/2") == 1
-    alike(only(tmp_path, "outputs/*/*"), with_vllm)
+    assert done.stdout.count(f"step 2/{STEPS}") == 1
+    folder = only(tmp_path, "outputs/*/*")
+    alike(folder, with_vllm)
+    assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(folder))
 
 
 def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path) -> None:
@@ -80,13 +90,14 @@ def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path)
     assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(two))
 
 
-def test_stored_experiences_are_trained_on_as_by_one(two: Path, run_train: RunTrain, tmp_path: Path) -> None:
+def test_stored_experiences_are_trained_on_as_by_one(two: Path, run_train: Commands, tmp_path: Path) -> None:
     offline = ("+recipe=offline", "model=tiny", "logger=csv", "buffer.batch_size=4", f"buffer.path={two}/experiences")
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder, devices in zip(folders, ((), TWO), strict=True):
-        folder.mkdir()
-        finished(run_train, folder, *offline, "steps=4", *devices)
-    alike(*(only(folder, "outputs/*/*") for folder in reversed(folders)))
+    found = []
+    for name, devices in {"one": (), **TRAINERS}.items():
+        (tmp_path / name).mkdir()
+        found.append(finished(run_train, tmp_path / name, *offline, "steps=4", *devices))
+    for folder in found[1:]:
+        alike(folder, found[0])
 
 
 def of_torchrun(rank: int) -> dict[str, str]:
@@ -101,59 +112,72 @@ def of_srun(rank: int) -> dict[str, str]:
     return {**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
 
 
+Machines = Callable[..., list[tuple[int, str]]]
+
+
+@pytest.fixture
+def machines(run_train: Commands, tmp_path: Path) -> Machines:
+    """Exit code and output of a process for each of two machines, with the environment that a launcher gives it."""
+
+    def start(launcher: Callable[[int], dict[str, str]], *arguments: str) -> list[tuple[int, str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        nodes = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "+trainer.num_nodes=2")
+        folders = [tmp_path / str(rank) for rank in range(2)]
+        runs = []
+        for rank, folder in enumerate(folders):
+            folder.mkdir()
+            runs.append(run_train.start(folder, *arguments, *nodes, **meeting, **launcher(rank)))
+        return [(run.wait(120), (folder / "stdout").read_text()) for run, folder in zip(runs, folders, strict=True)]
+
+    return start
+
+
 @pytest.mark.parametrize("launcher", [of_torchrun, of_srun])
 def test_two_machines_train_as_one(
-    launcher: Callable[[int], dict[str, str]],
-    one: Path,
-    run_train: RunTrain,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launcher: Callable[[int], dict[str, str]], machines: Machines, one: Path, tmp_path: Path
 ) -> None:
-    """As far as one machine can show it: a process for each, with the environment that a launcher gives it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    nodes = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "+trainer.num_nodes=2")
-    runs = []
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        with monkeypatch.context() as patch:
-            for name, value in (meeting | launcher(rank)).items():
-                patch.setenv(name, value)
-            folder = f"hydra.run.dir={tmp_path}/outputs/first"
-            runs.append(run_train.start(tmp_path / str(rank), *RUN, *nodes, folder))  # type: ignore[attr-defined]
-    for rank, run in enumerate(runs):
-        assert run.wait(120) == 0, (tmp_path / str(rank) / "stdout").read_text()[-4000:]
+    """As far as one machine can show it."""
+    for code, printed in machines(launcher, *RUN, f"hydra.run.dir={tmp_path}/outputs/first"):
+        assert code == 0, printed[-4000:]
     alike(tmp_path / "outputs/first", one)
+
+
+def test_torchrun_itself_starts_two_processes_that_train_as_one(one: Path, run_train: Commands, tmp_path: Path) -> None:
+    launcher = ("--standalone", "--nproc_per_node=2", "-m", TRAIN)
+    folder = tmp_path / "first"
+    done = run_train(tmp_path, *launcher, *RUN, *TWO, f"hydra.run.dir={folder}", program="torch.distributed.run")
+    assert done.returncode == 0, done.stdout[-4000:]
+    alike(folder, one)
+
+
+def test_machines_with_a_folder_of_their_own_each_are_refused(machines: Machines, tmp_path: Path) -> None:
+    for code, printed in machines(of_srun, *RUN):
+        assert code == 2, printed[-4000:]
+        assert f"rank 1 has {tmp_path}/1/outputs/run/" in printed
+        assert "give all the same, which all machines share, such as hydra.run.dir=/shared" in printed
 
 
 # -- what ends a run ---------------------------------------------------------------------------------------------------
 
 
-def followers(run_train: RunTrain, run: Forked) -> list[psutil.Process]:
-    """The processes of other ranks; between them and the warm process is one that waits for their end."""
-    at_work = run_train.at_work()  # type: ignore[attr-defined]
-    [waiting] = {each.pid for each in at_work if each.pid == psutil.Process(run.pid).ppid()}
-    warm = psutil.Process(waiting).ppid()
-    return [each for each in at_work if each.ppid() not in (warm, run.pid) and each.pid != run.pid]
-
-
 def ended(
-    run_train: RunTrain, folder: Path, steps: int, strike: Callable[[Forked, int], None], *arguments: str
+    run_train: Commands, folder: Path, steps: int, strike: Callable[..., None], *arguments: str
 ) -> tuple[int, str]:
-    """A run that is struck, (rank 0, process of rank 1), after so many steps: its exit code and what it printed."""
-    run = run_train.start(folder, *arguments)  # type: ignore[attr-defined]
+    """A run that is struck, (rank 0, process of rank 1 if any), after so many steps: exit code and what it printed."""
+    run = run_train.start(folder, *arguments)
     wait_for(lambda: steps_done(folder, "run") >= steps, run)
-    family = followers(run_train, run)
-    assert len(family) == 1
-    strike(run, family[0].pid)
+    family = run_train.followers(run)
+    assert len(family) == ("trainer.devices=2" in arguments)
+    strike(run, *(each.pid for each in family))
     code = run.wait(60)
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
     assert steps_done(folder, "run") < STEPS
     return code, (folder / "stdout").read_text()
 
 
-def terminate(run: Forked, follower: int) -> None:
+def terminate(run: Forked, *followers: int) -> None:
     run.send_signal(signal.SIGTERM)  # rank 0 passes it on
 
 
@@ -176,7 +200,7 @@ def interrupt(run: Forked, follower: int) -> None:
 
 
 def test_a_run_goes_on_with_the_same_bits_after_whatever_ended_it(
-    two: Path, run_train: RunTrain, tmp_path: Path
+    two: Path, run_train: Commands, tmp_path: Path
 ) -> None:
     strikes = {
         1: (terminate, 143, "stopped in step"),
@@ -194,30 +218,39 @@ def test_a_run_goes_on_with_the_same_bits_after_whatever_ended_it(
     equal(finished(run_train, tmp_path, *RUN, *TWO, *resume), two)
 
 
-def test_a_run_on_two_processes_goes_on_with_one(one: Path, run_train: RunTrain, tmp_path: Path) -> None:
-    code, printed = ended(run_train, tmp_path, 2, interrupt, *RUN, *TWO)
-    assert (code, "Resume with" in printed) == (1, True), printed[-4000:]
-    alike(finished(run_train, tmp_path, *RUN, "ckpt_path=last"), one)
+def test_a_run_goes_on_with_any_number_of_processes_and_either_trainer(
+    with_vllm: Path, run_train: Commands, tmp_path: Path
+) -> None:
+    """From each of three to each of the others."""
+    nothing_of_it = "nothing can be saved without the shares of all processes"
+    strikes = {
+        1: ((), terminate, 143, "stopped in step"),
+        2: (TWO, interrupt, 1, "stopped in step"),
+        3: (SHARDS, terminate, 143, "stopped in step"),
+        4: ((), terminate, 143, "stopped in step"),
+        5: (SHARDS, kill_a_follower, 1, nothing_of_it),
+        7: (TWO, terminate_a_follower, 143, "rank 1: SIGTERM"),
+    }
+    for steps, (devices, strike, expected, message) in strikes.items():
+        resume = ("ckpt_path=last",) if steps > 1 else ()
+        code, printed = ended(run_train, tmp_path, steps, strike, *VLLM, *devices, *resume)
+        assert code == expected, printed[-4000:]
+        assert message in printed, printed[-4000:]
+        assert "Resume with" in printed
+    alike(finished(run_train, tmp_path, *VLLM, "ckpt_path=last"), with_vllm)
 
 
-def test_a_run_on_one_process_goes_on_with_two(one: Path, run_train: RunTrain, tmp_path: Path) -> None:
-    finished(run_train, tmp_path, *RUN, "steps=3")
-    alike(finished(run_train, tmp_path, *RUN, *TWO, "ckpt_path=last"), one)
-
-
-def test_a_server_beside_two_processes_that_is_killed_is_started_again(run_train: RunTrain, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    expected = finished(run_train, folders[0], *AHEAD)
-    run = run_train.start(folders[1], *AHEAD, *TWO)  # type: ignore[attr-defined]
-    wait_for(lambda: steps_done(folders[1], "run") >= 1, run)
-    servers = [each for each in followers(run_train, run) if os.getsid(each.pid) == each.pid]
-    assert servers
-    os.killpg(servers[0].pid, signal.SIGKILL)
-    assert run.wait(120) == 0, (folders[1] / "stdout").read_text()[-4000:]
-    assert "died and is started again" in (folders[1] / "stdout").read_text()
-    alike(only(folders[1], "outputs/*/*"), expected)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_server_beside_two_processes_that_is_killed_is_started_again(
+    ahead: Path, trainer: str, run_train: Commands, tmp_path: Path
+) -> None:
+    run = run_train.start(tmp_path, *AHEAD, *TRAINERS[trainer])
+    wait_for(lambda: steps_done(tmp_path, "run") >= 1, run)
+    (server,) = run_train.servers()
+    os.killpg(server.pid, signal.SIGKILL)
+    assert run.wait(120) == 0, (tmp_path / "stdout").read_text()[-4000:]
+    assert "died and is started again" in (tmp_path / "stdout").read_text()
+    alike(only(tmp_path, "outputs/*/*"), ahead)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -234,7 +267,7 @@ def test_what_several_processes_cannot_do_is_refused(
     arguments: tuple[str, ...],
     environment: dict[str, str],
     message: str,
-    run_train: RunTrain,
+    run_train: Commands,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

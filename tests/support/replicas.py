@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -183,13 +182,13 @@ def move_adapters(policy: PolicyModule) -> None:
             nn.init.normal_(parameter, std=0.1)
 
 
-def of_shape(config: PretrainedConfig) -> Callable[..., dict[str, Any]]:
-    """A fit of a model of that configuration, whose weights are random."""
+def of_shape(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """A fit of a model of that kind of configuration, whose weights are random."""
 
     def case(**trainer: Any) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(kind(**sizes)).save_pretrained(folder)
             return trained(ragged(), name=folder)(**trainer)
 
     return case
@@ -216,13 +215,13 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 # SmolLM2 is three times as wide. Rows of the vocabulary and experts cannot be divided evenly.
-SIZES = {"vocab_size": 499, "tie_word_embeddings": True}
-SMOLLM2 = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
-EXPERTS = {"hidden_size": 24, "head_dim": 8, "num_attention_heads": 3, "num_key_value_heads": 1, "num_experts": 5}
-EXPERTS |= {"intermediate_size": 32, "moe_intermediate_size": 20, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+SIZES = {"vocab_size": 499, "tie_word_embeddings": True, "num_hidden_layers": 3}
+SMOLLM2 = SIZES | {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
+EXPERTS = SIZES | {"hidden_size": 24, "head_dim": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
+EXPERTS |= {"num_experts": 5, "moe_intermediate_size": 20, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
 SHAPES = {
-    "SmolLM2": of_shape(LlamaConfig(**SIZES, **SMOLLM2, num_hidden_layers=3)),
-    "mixture of experts": of_shape(Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=2)),
+    "SmolLM2": of_shape(LlamaConfig, SMOLLM2),
+    "mixture of experts": of_shape(Qwen3MoeConfig, EXPERTS),
 }
 MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, and what they do
 
@@ -338,8 +337,7 @@ PAIRS = [("one", way) for way in WAYS] + [(way, "one") for way in WAYS] + [("fol
 
 def settings(way: str) -> dict[str, Any]:
     """The Trainer's."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return {} if way == "one" else {"devices": ranks, "strategy": WAYS[way](timeout=60)}
+    return {} if way == "one" else {"devices": int(os.environ["WORLD_SIZE"]), "strategy": WAYS[way](timeout=60)}
 
 
 def write(file: Path, way: str, dtype: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
@@ -371,11 +369,9 @@ def start(folder: Path, run_train: Commands, ranks: int = RANKS) -> list[dict[st
     shared |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(ranks)}
     processes, files = [], [folder / f"{rank}.pt" for rank in range(ranks)]
     for rank, file in enumerate(files):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}).items():
-                patch.setenv(name, value)
-            (folder / str(rank)).mkdir()
-            processes.append(run_train.start(folder / str(rank), str(file), program="support.replicas"))
+        (folder / str(rank)).mkdir()
+        own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(run_train.start(folder / str(rank), str(file), program="support.replicas", **own))
     try:
         for rank, process in enumerate(processes):
             assert process.wait(240) == 0, (folder / str(rank) / "stdout").read_text()[-4000:]

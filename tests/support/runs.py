@@ -61,10 +61,10 @@ class Commands:
             output.seek(0)
             return subprocess.CompletedProcess([program, *arguments], code, output.read())
 
-    def start(self, folder: Path, *arguments: str, program: str = TRAIN) -> Forked:
-        """The same command, at work; its output goes to the file `stdout`."""
+    def start(self, folder: Path, *arguments: str, program: str = TRAIN, **variables: str) -> Forked:
+        """The same command, at work, with further environment variables; its output goes to the file `stdout`."""
         with (folder / "stdout").open("w") as output:
-            return Forked(self.address, [program, *arguments], folder, environment(), output)
+            return Forked(self.address, [program, *arguments], folder, environment() | variables, output)
 
     @property
     def address(self) -> str:
@@ -82,6 +82,19 @@ class Commands:
     def at_work(self) -> list[psutil.Process]:
         """The processes forked off, and those that they started."""
         return [] if self._warm is None else psutil.Process(self._warm.pid).children(recursive=True)
+
+    def followers(self, run: Forked) -> list[psutil.Process]:
+        """The processes of a run's other ranks, if no other run is at work."""
+        return [each for each in self._forked() if each.pid not in (run.pid, os.getsid(each.pid))]
+
+    def servers(self) -> list[psutil.Process]:
+        """The servers at work."""
+        return [each for each in self._forked() if each.pid == os.getsid(each.pid)]
+
+    def _forked(self) -> list[psutil.Process]:
+        """Between each and the warm process is one that waits for its end."""
+        waiting = [] if self._warm is None else psutil.Process(self._warm.pid).children()
+        return [each for parent in waiting for each in parent.children()]
 
     def close(self) -> None:
         """End the warm process."""

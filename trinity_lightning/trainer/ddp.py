@@ -4,11 +4,14 @@ import itertools
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -65,6 +68,28 @@ class ReplicaStrategy(DDPStrategy):
         address, near = (where.main_address, where.main_port), self.num_nodes == 1
         self.ranks = join(address, apart, self.root_device, timeout, next(_MEETINGS), near)
         self.placement = Replicas(self.ranks)
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        """Refuse ranks that do not see the folder of rank 0: checkpoints would be missed, or another run's be read.
+
+        Raises:
+            ConfigError: names them.
+        """
+        module = self.lightning_module
+        if module is None:
+            return
+        folder = Path(module.trainer.default_root_dir)
+        marks = self.global_rank == 0 and folder.is_dir()
+        with tempfile.NamedTemporaryFile(dir=folder) if marks else nullcontext() as mark:
+            name = self.ranks.broadcast(Path(mark.name).name if mark else None)
+            found = self.ranks.exchange((str(folder), name is None or (folder / name).exists()))
+        strange = [f"rank {rank} has {where}" for rank, (where, seen) in enumerate(found) if not seen]
+        if strange:
+            raise ConfigError(
+                f"the folder of the run is {found[0][0]} on rank 0, and {', '.join(strange)}, which is another one: "
+                "give all the same, which all machines share, such as hydra.run.dir=/shared/outputs/first."
+            )
 
     def _terminated(self) -> bool:
         module = self.lightning_module
