@@ -13,7 +13,7 @@ from _rollouts import Rollout
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
 WARM_UP = 4  # steps until buffers and compiled primitives are there
@@ -65,6 +65,7 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
     accelerator: str = "cpu",
     compile_layers: bool = False,
+    lora: LoRAConfig | None = None,
 ) -> None:
     """One optimizer step a batch; the iterator goes on when it is done."""
 
@@ -93,4 +94,4 @@ def fit(
         enable_model_summary=False,
         callbacks=list(callbacks),
     )
-    trainer.fit(PolicyModule(model, algorithm, dtype=dtype, compile_layers=compile_layers), Data())
+    trainer.fit(PolicyModule(model, algorithm, dtype=dtype, compile_layers=compile_layers, lora=lora), Data())

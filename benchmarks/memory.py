@@ -1,17 +1,20 @@
 """What the memory of a training run is made of: its parts are loaded one after the other, then it trains.
 
-    python benchmarks/memory.py [--model smollm2] [--tokens 512] [--steps 6]
+    python benchmarks/memory.py [--model smollm2] [--tokens 512] [--steps 6] [--lora RANK]
 
 One process, as `+recipe=grpo` has it: libraries, vLLM, the policy in bfloat16; then steps over 8 groups of 8 rollouts
 (45 + 2 to 25 tokens) of changing lengths, in micro-batches of so many computed tokens. `gb` is what each part takes
 while the trainer trains, in GB (10^9 bytes): libraries and vLLM by how much the process grew with them, its cache given
 back; weights, masters, moments, gradients and activations (what autograd saves of one micro-batch) by the size of their
-tensors; the rest of the peak is what is computed with, and what the allocator lost. Prints one JSON line.
+tensors; the rest of the peak is what is computed with, and what the allocator lost. With `--lora` adapters are
+trained, of that rank. Prints one JSON line.
 """
 
 import argparse
 import json
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import trinity_lightning  # noqa: F401  first: torch and OpenMP read what it sets when they are loaded
@@ -26,7 +29,7 @@ from torch import Tensor
 from trinity_lightning.build import build  # noqa: F401  imports all that a run does
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.engines import EngineDtype
-from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.monitor.machine import GB, MemoryMeter, resident_gb
@@ -38,11 +41,13 @@ class Parts(L.Callback):
 
     Attributes:
         tensors: GB by name.
+        checkpoint: GB of a checkpoint.
         meter: the peaks, by number of the step.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, float] = {}
+        self.checkpoint = 0.0
         self.meter = MemoryMeter(interval=0.02)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -77,8 +82,11 @@ class Parts(L.Callback):
         self.tensors["gradients"] = _gb(p.grad for p in pl_module.policy.parameters() if p.grad is not None)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """What the optimizer keeps."""
+        """What the optimizer keeps, and what is kept of it all."""
         self.meter.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save_checkpoint(file := Path(folder) / "it.ckpt", weights_only=False)
+            self.checkpoint = file.stat().st_size / GB
         optimizer: Any = trainer.optimizers[0]
         if isinstance(optimizer, MasterWeights):
             self.tensors |= {"masters": _gb(optimizer.masters), "moments": _gb(optimizer.moments)}
@@ -94,7 +102,7 @@ def batches(steps: int, vocabulary: int) -> Iterator[OptimizerBatch]:
         yield batch_of(CASES["short"].rollouts(8, 8, vocabulary, seed))
 
 
-def measure(model: str, tokens: int, steps: int) -> dict[str, Any]:
+def measure(model: str, tokens: int, steps: int, rank: int | None) -> dict[str, Any]:
     gb = {"libraries": resident_gb()}
     engine = VLLMEngine(model, dtype=EngineDtype.bf16, max_model_len=256)
     driver = Driver([engine])
@@ -104,7 +112,7 @@ def measure(model: str, tokens: int, steps: int) -> dict[str, Any]:
     parts = Parts()
     vocabulary = len(engine.tokenizer)
     algorithm = AlgorithmConfig(max_tokens_per_micro_batch=tokens)
-    fit(model, batches(steps, vocabulary), algorithm=algorithm, callbacks=[parts])
+    fit(model, batches(steps, vocabulary), algorithm=algorithm, callbacks=[parts], lora=LoRAConfig(rank))
     driver.run(engine.shutdown())
     driver.close()
     peak = parts.meter.peak_gb
@@ -114,8 +122,10 @@ def measure(model: str, tokens: int, steps: int) -> dict[str, Any]:
         "benchmark": "memory",
         "model": model,
         "tokens": tokens,
+        "lora": rank,
         "gb": {name: round(size, 3) for name, size in gb.items()},
         "peak_gb": round(peak, 2),
+        "checkpoint_gb": round(parts.checkpoint, 3),
         "step_peaks_gb": [round(each, 2) for each in parts.meter.by_part.values()],
     }
 
@@ -125,8 +135,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--lora", type=int, default=None)
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.model, arguments.tokens, arguments.steps)))
+    print(json.dumps(measure(arguments.model, arguments.tokens, arguments.steps, arguments.lora)))
 
 
 if __name__ == "__main__":

@@ -266,6 +266,8 @@ def _size(weight: Tensor) -> float:
         (["model.lora.alpha=8"], "model.lora.alpha is given without a rank"),
         (["model.lora.r=4", "model.lora.targets=[]"], "give all-linear, or names such as"),
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
+        (["model.lora.r=4", "synchronizer.lora=adapter"], "leave it merged"),
+        (["model.lora.r=4", "synchronizer.lora=adapter", "+engine.args.quantization=fp8"], "leave it merged"),
         (["model.lora.r=4", "trainer=fsdp2", "trainer.devices=2"], "model.lora is not for layers in shards"),
     ],
 )

@@ -7,6 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from trinity_lightning.config.training import LoRAConfig
+from trinity_lightning.trainer.adapter import Adapter
 from trinity_lightning.trainer.flops import ModelSize, Work, attended, peak_flops
 from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded
 
@@ -34,6 +36,15 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     # Attention without a kernel of its own computes all pairs, and masks half of them.
     work = Work(tokens=rows * width, predicted=rows * width, pairs=rows * width**2)
     assert ModelSize.of(model).training_flops(work) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_weights_that_only_adapters_are_trained_of_have_no_gradient() -> None:
+    model, (rows, width) = small_qwen(tied=False), (3, 40)
+    Adapter(model, LoRAConfig(r=1), "small")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(rows, width, dtype=torch.int64)).logits.sum().backward()
+    work = Work(tokens=rows * width, predicted=rows * width, pairs=rows * width**2)
+    assert ModelSize.of(model).training_flops(work) == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
 def test_a_token_is_multiplied_by_its_experts_only() -> None:

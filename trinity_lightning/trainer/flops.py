@@ -80,11 +80,13 @@ class ModelSize:
         body: those of the layers; of a mixture's experts the share that a token is sent to.
         head: those of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
         attention: width of all queries of a token, over all layers that attend.
+        frozen: whether only adapters are trained: a frozen weight has no gradient.
     """
 
     body: int
     head: int
     attention: int
+    frozen: bool = False
 
     @classmethod
     def of(cls, model: Any) -> "ModelSize":
@@ -98,12 +100,15 @@ class ModelSize:
             for name, parameter in model.named_parameters()
             if id(parameter) not in tables
         )
-        return cls(round(body), head.numel(), _attention_width(config))
+        return cls(round(body), head.numel(), _attention_width(config), frozen=not head.requires_grad)
 
     def training_flops(self, work: Work) -> int:
-        """Operations of forward and backward: 6 a token and weight; 4 + 8 a pair and unit of the queries' width."""
+        """Operations of forward and backward: 6 a token and weight; 4 + 8 a pair and unit of the queries' width.
+
+        4 a frozen weight: adapters are so small that they count as one.
+        """
         weights = self.body * work.tokens + self.head * work.predicted
-        return 6 * weights + 12 * self.attention * work.pairs
+        return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs
 
 
 def _expert_share(config: Any) -> float:
