@@ -22,7 +22,7 @@ PUBLIC = {
     "buffer.pipeline": "ExperiencePipeline",
     "common.config": (
         "AlgorithmConfig BufferConfig Dropout DynamicTimeoutConfig EngineConfig EngineDtype EngineSleep ExplorerConfig "
-        "Layout ModelConfig OptimizerConfig OverRolloutConfig SamplingConfig TrainConfig WeightDtype"
+        "Layout LoRAConfig ModelConfig OptimizerConfig OverRolloutConfig SamplingConfig TrainConfig WeightDtype"
     ),
     "common.experience": (
         "CustomField EID Experience ExperienceError ExperienceFormatError Experiences from_hf_datasets "
