@@ -214,7 +214,10 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     if model.device.type not in ("cpu", "cuda"):
         return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
     if has_dropout(model):
-        return "has dropout (model.dropout, model.lora.dropout), which would drop a shared prefix for all of its rows"
+        return (
+            "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
+            "prefix for all of its rows alike"
+        )
     return _fault_of_sharing(model, function)
 
 
