@@ -295,7 +295,9 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("plan.device=H100",), "unknown plan.device 'H100'.*Known: A10, "),
+        (("plan.device=H100",), "unknown plan.device 'H100'. Did you mean 'H100-80GB'.*Known: A10, "),
+        (("plan=L4",), "plan is 'L4', and has keys: give plan.device=L4"),
+        (("plan.device=L4", "plan.memory_gb=1000"), "plan.memory_gb is 1000, and L4 has 22 GiB"),
         (("plan.device=L4", "trainer=cpu"), "plan.device is L4, and trainer.accelerator is cpu: leave one of them out"),
         (("plan.training_share=2",), "plan.training_share is 2"),
         (("plan.device=H200", "trainer=ddp", "trainer.devices=two"), "trainer.devices is two: give how many train"),

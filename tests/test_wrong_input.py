@@ -41,6 +41,7 @@ BY_THE_COMMAND = {
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
     "a number for a name": (["+recipe=grpo", "engine=3"], ["GROUP=NAME, such as engine=vllm"]),
+    "folder of a run that is a file": (["+recipe=grpo", "hydra.run.dir=taken"], ["hydra.run.dir:", "'taken'"]),
     "another primary file": (["--config-name", "grpo"], ["leave out --config-name", "+recipe=NAME"]),
 }
 
@@ -309,6 +310,27 @@ REFUSED = {
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy=fsdp"],
         ["trainer.strategy=fsdp", "trainer=ddp"],
     ),
+    "a taskset under another key": (
+        ["+recipe=grpo", "eval_tasksets.addition_heldout.order=upwards"],
+        ["unknown eval_tasksets.addition_heldout.order 'upwards'", "Known: by_difficulty, easy_to_hard"],
+    ),
+    "a size of what has one": (
+        ["+recipe=grpo", "taskset=dataset", "taskset.path=org/name", "taskset.size=5"],
+        ["taskset.size is of taskset.source=reasoning_gym, not dataset", "taskset.split='train[:100]'"],
+    ),
+    "a split of what has none": (
+        ["+recipe=grpo", "taskset=reasoning_gym", "taskset.split=test"],
+        ["taskset.split is test, and reasoning_gym has no splits"],
+    ),
+    "an argument of a workflow that has none": (
+        ["+recipe=grpo", "+workflow.args.foo=1"],
+        ["unknown workflow.args of MathWorkflow: 'foo'", "Known: system_prompt."],
+    ),
+    "distillation without a teacher": (
+        ["+recipe=grpo", "add_strategy=on_policy_distill"],
+        ["workflow=math asks none", "choose workflow=on_policy_distill", "+auxiliary_models.teacher.model=FOLDER"],
+    ),
+    "a key of another command": (["+recipe=grpo", "plan.device=L4"], ["python -m trinity_lightning.plan"]),
     "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
 }
@@ -330,6 +352,7 @@ except SystemExit as stop:
 def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     """At once: before anything that takes seconds is imported."""
     arguments, expected = BY_THE_COMMAND[case]
+    (tmp_path / "taken").touch()
     done = subprocess.run(
         [sys.executable, "-c", DOOR, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )

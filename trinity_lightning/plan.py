@@ -15,6 +15,7 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_anywhere
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import config_dir
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_models, check_objective
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def plan(config: DictConfig) -> "RunPlan":
     Raises:
         ConfigError: a value that cannot work, or what does not fit, with numbers and the knobs that help.
     """
+    if not isinstance(config.plan, DictConfig):
+        raise ConfigError(f"plan is {config.plan!r}, and has keys: give plan.device={config.plan}.")
     with open_dict(config):
         asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
     run = check_anywhere(config)
@@ -113,9 +116,9 @@ def _gib(size: int) -> str:
 def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
-        wants_json = config.plan.json
+        show = as_json if OmegaConf.select(config, "plan.json") else as_text
         found = plan(config)
-    print(as_json(found) if wants_json else as_text(found))
+    print(show(found))
 
 
 def register() -> None:

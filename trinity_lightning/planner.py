@@ -173,8 +173,8 @@ def _described(run: TrainConfig, shape: ModelShape) -> str:
 def _model(name: str) -> Any:
     try:
         return skeleton(str(resolve_model(name)))
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever a wrong config provokes in transformers
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ConfigError(f"model.name: '{name}' has no config that transformers can read: {reason}") from error
 
 
@@ -192,6 +192,8 @@ def gpu_of(asked: PlanConfig, accelerator: str) -> tuple[str, Gpu] | None:
             raise ConfigError(f"plan.device is {asked.device}, and trainer.accelerator is cpu: leave one of them out.")
         if asked.device not in GPUS:
             raise ConfigError(unknown_name("plan.device", asked.device, GPUS))
+        if (asked.memory_gb or 0) > (most := GPUS[asked.device].gib):
+            raise ConfigError(f"plan.memory_gb is {asked.memory_gb:g}, and {asked.device} has {most:g} GiB: give less.")
         return asked.device, GPUS[asked.device]
     if accelerator == "cpu" or not torch.cuda.is_available():
         return None

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_checkpoint
-from trinity_lightning.config.checks import validate
+from trinity_lightning.config.checks import validate, workflow_arguments
 from trinity_lightning.config.models import check_on_hub
 from trinity_lightning.config.schema import TrainConfig, config_dir
 from trinity_lightning.config.targets import check_targets
@@ -45,6 +45,7 @@ def check(config: DictConfig) -> None:
     check_models(run)
     check_objective(run)
     check_targets(config)
+    check_workflow(run)
 
 
 def check_models(run: TrainConfig) -> None:
@@ -69,6 +70,15 @@ def check_objective(run: TrainConfig) -> None:
             f"without rollouts (buffer.storage) there is no reference, which algorithm.policy_loss="
             f"{run.algorithm.policy_loss.name} needs: choose another loss."
         )
+
+
+def check_workflow(run: TrainConfig) -> None:
+    """Refuse arguments that the workflow does not have; a ConfigError."""
+    from trinity_lightning.explorer.workflows import resolve_workflow
+
+    models = list(run.auxiliary_models)
+    if run.buffer.has_rollouts:
+        resolve_workflow(run.workflow.name).check_args(workflow_arguments(run.workflow.name, run.workflow.args, models))
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")

@@ -1,5 +1,6 @@
 """A key that is not there, or a file that is no configuration: one sentence, by every way that it can come in."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from support.compose import composed
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.explain import explain
+from trinity_lightning.config.explain import _place, explain, explain_composition
 from trinity_lightning.config.hydra import CONFIG_ERRORS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import RENAMED, section_of
@@ -106,6 +107,32 @@ def test_a_recipe_that_is_wrong(text: str, sentence: str, tmp_path: Path) -> Non
     said = refused_recipe(tmp_path, text)
     assert sentence in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "sentence"),
+    [
+        (f"{GLOBAL}defaults:\n  - mine\n".encode(), RecursionError, "lead back to the recipe itself"),
+        (b"\x80\x81\x82", UnicodeDecodeError, "recipe/mine.yaml is no text: give a YAML file in UTF-8."),
+    ],
+)
+def test_what_python_raises_of_a_recipe(content: bytes, kind: type[Exception], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_bytes(content)
+    with pytest.raises(kind) as refused:
+        composed(f"hydra.searchpath=[{tmp_path}]", "+recipe=mine")
+    assert sentence in (explain_composition(refused.value) or "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, RecursionError])
+def test_what_a_run_raises_is_no_error_of_its_composition(kind: Any) -> None:
+    with pytest.raises(kind) as failed:
+        raise kind("of a run")
+    assert explain_composition(failed.value) is None
+
+
+def test_a_key_of_a_recipe_of_the_package_is_named_with_its_line() -> None:
+    assert re.fullmatch(r"recipe/grpo.yaml, line \d+", _place("recipe", "grpo", "explorer.batch_size"))
 
 
 def test_a_key_of_a_recipe_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

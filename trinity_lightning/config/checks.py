@@ -124,6 +124,14 @@ def _check_weighing(run: TrainConfig) -> None:
             "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
             "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
         )
+    own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
+    asks_none = run.buffer.has_rollouts and run.workflow.name != "on_policy_distill" and not own_parts
+    if "on_policy_distill" in named and asks_none:
+        raise ConfigError(
+            "add_strategy=on_policy_distill weighs tokens by a teacher's log-probabilities, and "
+            f"workflow={run.workflow.name} asks none: choose workflow=on_policy_distill, and give the teacher as "
+            "+auxiliary_models.teacher.model=FOLDER."
+        )
     step_wise = run.workflow.args.get("step_reward") == "own"
     if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
         raise ConfigError(

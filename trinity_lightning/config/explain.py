@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +20,7 @@ from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 
+_COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
 _NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
@@ -49,6 +52,24 @@ def explain(error: BaseException) -> str:
     return place + (_explain_choice(root) or sentence_of(root))
 
 
+def explain_composition(error: ValueError | OSError | RecursionError) -> str | None:
+    """One sentence for what Python raised while Hydra composed, or made the run's folder; None if anybody else did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
+    if next(name for name in reversed(packages) if name not in sys.stdlib_module_names) not in _COMPOSING:
+        return None
+    if str(error).startswith("Config group override must be a string or a list"):  # engine=3, and =3
+        return "give a group the name of a choice: GROUP=NAME, such as engine=vllm."
+    if isinstance(error, RecursionError):
+        return "the `defaults` of a recipe lead back to the recipe itself: leave out the entry that does."
+    if isinstance(error, UnicodeDecodeError):
+        paths = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
+        return f"{paths[-1] if paths else 'a configuration file'} is no text: give a YAML file in UTF-8."
+    if isinstance(error, OSError):
+        return f"hydra.run.dir: cannot make the run's folder, '{error.filename}': {error.strerror}."
+    return None
+
+
 def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
     mark, problem = error.problem_mark, str(error.problem)
     if r"'\t'" in problem:
@@ -76,11 +97,13 @@ def _explain_missing(path: str, there: Sequence[str] | None) -> str:
 
 
 def _place(group: str, name: str, key: str) -> str:
-    """A configuration file, with the line of the key if the file lies in the folder of `--config-dir`."""
+    """A configuration file, with the line of the key if it is of the package or in the folder of `--config-dir`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path, default=Path())
-    path = parser.parse_known_args()[0].config_dir / group / f"{name}.yaml"
-    line = _line(yaml.compose(path.read_text()), key.split(".")) if path.is_file() else None
+    shipped = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
+    places = [folder / f"{name}.yaml" for folder in (parser.parse_known_args()[0].config_dir / group, shipped)]
+    path = next((path for path in places if path.is_file()), None)
+    line = _line(yaml.compose(path.read_text()), key.split(".")) if path else None
     return f"{group}/{name}.yaml" + ("" if line is None else f", line {line}")
 
 
@@ -168,6 +191,8 @@ def _not_there(key: str, parent: Any) -> str:
     """What to write for a key that its parent does not have: an argument, an addition, or the nearest key."""
     siblings = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
     prefix, _, name = key.rpartition(".")
+    if key == "plan":
+        return "plan.* is asked of another command: python -m trinity_lightning.plan, with the run's own arguments."
     if key in RENAMED or nearest(name, siblings):
         return unknown_key(key, siblings)
     if name == "args":

@@ -27,7 +27,6 @@ from trinity_lightning.config.training import AlgorithmConfig, trains_together
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
-_NO_NAME = "Config group override must be a string or a list"  # Hydra's ValueError for engine=3 and for =3
 
 # Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it
 # has arguments to show.
@@ -225,10 +224,12 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
 
         print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
         sys.exit(2)
-    except ValueError as error:
-        if not str(error).startswith(_NO_NAME):
+    except (ValueError, OSError, RecursionError) as error:
+        from trinity_lightning.config.explain import explain_composition
+
+        if (sentence := explain_composition(error)) is None:
             raise
-        print("trinity-lightning: give a group the name of a choice: GROUP=NAME, such as engine=vllm.", file=sys.stderr)
+        print(f"trinity-lightning: {sentence}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("trinity-lightning: interrupted.", file=sys.stderr)

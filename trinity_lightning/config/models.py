@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError
@@ -31,6 +31,10 @@ HUB_SECONDS = 10  # for an answer of the hub
 
 CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
 BUILT_IN_MODELS = ("smollm2", "tiny")
+# Of transformers' class names, those without a head that continues a text.
+_NOT_CAUSAL = re.compile(
+    r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
 
 # Raise a number whenever what is written changes: the cached folder of an older version is then left alone.
@@ -62,17 +66,47 @@ def check_model_name(name: str) -> None:
 
 
 def check_trainable(name: str) -> None:
-    """Refuse a folder whose checkpoint is quantised: it cannot be trained, and takes no weights of a trainer.
+    """Refuse a folder whose files are damaged, or whose checkpoint is quantised or of no model that generates.
 
     Raises:
         ConfigError: names what to give instead.
     """
-    config = Path(name) / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("quantization_config"):
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        return
+    config = _config_of(folder)
+    _check_weights(folder)
+    kinds = [str(each) for each in config.get("architectures") or ()]
+    if kinds and all(map(_NOT_CAUSAL.search, kinds)):
+        raise ConfigError(f"model '{name}' is a {kinds[0]}, which generates nothing: give a causal language model.")
+    if config.get("quantization_config"):
         raise ConfigError(
             f"model '{name}' is quantised, and such weights cannot be trained: give the model that it was made from, "
             "and engine.args.quantization=fp8 for vLLM to round what it is sent."
         )
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if isinstance(config, dict):
+            return config
+        reason = "it holds no {KEY: VALUE}"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise ConfigError(f"config.json of model folder '{folder}' is damaged ({reason}): write or copy the model again.")
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse weights whose file is not whole, by what it says at its beginning of its own length."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "np"):
+                continue
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"the weights '{path}' are damaged ({error}): write or copy the model again.") from error
 
 
 def check_on_hub(name: str) -> None:

@@ -3,7 +3,7 @@
 Lightning's own objects (trainer, loggers, callbacks) are free `_target_` nodes and have no schema here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,17 @@ class TasksetConfig(Section, key="taskset"):
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of(f"source of taskset '{self.name}'", self.source, TASK_SOURCES)
-        one_of(f"order of taskset '{self.name}'", self.order, TASK_ORDERS)
+        one_of("taskset.source", self.source, TASK_SOURCES)
+        one_of("taskset.order", self.order, TASK_ORDERS)
         # A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's.
         path = self.path if self.source == "dataset" else None
         if path and path != MISSING and (Path(path).suffix or path[0] in "./~") and not Path(path).exists():
-            raise ConfigError(f"path of taskset '{self.name}': there is no file or folder '{path}'.")
+            raise ConfigError(f"taskset.path: there is no file or folder '{path}'.")
+        if self.size is not None and self.source != "reasoning_gym":
+            part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
+            raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {self.source}{part}.")
+        if self.split != "train" and self.source == "reasoning_gym":  # a file is the split that is asked for
+            raise ConfigError(f"taskset.split is {self.split}, and reasoning_gym has no splits: leave it out.")
 
 
 @dataclass
@@ -556,11 +561,21 @@ def typed_config(config: DictConfig) -> TrainConfig:
         ConfigError: a section refuses a value.
         OmegaConfBaseException: a value is missing.
     """
-    try:
-        OmegaConf.to_object(config.eval_sampling)
-    except ConfigError as error:  # a section does not know under what name it stands
-        raise ConfigError(f"eval_{error}") from error
+    for key, name, section in _sections_by_other_names(config):
+        try:
+            OmegaConf.to_object(section)
+        except ConfigError as error:  # which does not know under what name it stands
+            raise ConfigError(str(error).replace(f"{name}.", f"{key}.")) from error
     return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
+
+
+def _sections_by_other_names(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
+    """Key, name in messages, and content of the sections that do not stand under their class's own key."""
+    yield "eval_sampling", "sampling", config.eval_sampling
+    yield "buffer.expert.dataset", "taskset", config.buffer.expert.dataset
+    for group in ("tasksets", "eval_tasksets"):
+        for name, taskset in config[group].items():
+            yield f"{group}.{name}", "taskset", taskset
 
 
 def config_dir(name: str) -> Path:

@@ -10,8 +10,10 @@ from trinity_lightning.errors import ConfigError
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name most like `name`, or None when none is alike."""
-    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)), None)
+    """The allowed name that begins with `name`, or else is most like it; None when none is alike."""
+    names = list(allowed)
+    longer = [each for each in names if len(name) > 2 and each.startswith(name)]
+    return next(iter(longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)), None)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ import lightning as L
 from torch.profiler import profile
 
 from trinity_lightning.config.values import whole_number
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import step_of
 
 logger = logging.getLogger(__name__)
@@ -36,18 +37,20 @@ class StepProfiler(L.Callback):
         self._done = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Warn, before anything is loaded, if the run ends before the step: an epoch is an explore step."""
+        """Refuse, before anything is loaded, a run that ends before the step; an epoch is an explore step.
+
+        Raises:
+            ConfigError: there is no such step.
+        """
         last = trainer.max_epochs
         if last is not None and 0 <= last < self._step:
-            self._warn(f"ends with step {last}")
+            raise ConfigError(f"callbacks.profiler.step is {self._step}, and the run ends with step {last}: give less.")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn if a resumed run has the step behind it."""
         if step_of(trainer) > self._step:
-            self._warn(f"goes on with step {step_of(trainer)}")
-
-    def _warn(self, why: str) -> None:
-        logger.warning("callbacks.profiler.step is %d, and this run %s: nothing will be profiled.", self._step, why)
+            goes_on = f"goes on with step {step_of(trainer)}"
+            logger.warning("callbacks.profiler.step is %d, and this run %s: nothing is profiled.", self._step, goes_on)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -32,8 +32,8 @@ def load_model(name: str, dtype: torch.dtype | str, dropout: Dropout, attn_imple
     path, attention = str(resolve_model(name)), attention_implementation(attn_implementation)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load the model '{name}': {error}") from error
+    except Exception as error:  # whatever wrong files provoke in transformers
+        raise ModelLoadError(f"cannot load the model '{name}': {error or type(error).__name__}") from error
     if dropout is Dropout.off:
         switch_off_dropout(model)
     return model

@@ -1,7 +1,7 @@
 """The loss of one micro-batch: policy loss, importance weights, KL and entropy, put together from `algorithm`."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Objective:
         KL_FN.get(config.kl.name)
         self._config = config
         self._policy_loss = create_policy_loss(config.policy_loss.name, **arguments)
+        _check_result(config.policy_loss.name, self._policy_loss)
         self._mode = _aggregation(self._policy_loss)
         self._ignores_advantages = _has_gradient_without_advantage(self._policy_loss)
         self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
@@ -200,6 +201,20 @@ def _column(micro: MicroBatch, name: str) -> Tensor:
     return micro.columns[name]
 
 
+def _check_result(name: str, loss_fn: PolicyLossFn) -> None:
+    """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
+    try:
+        returned: Any = _call(loss_fn, advantage=1.0, moved=0.0)[0]
+    except TypeError as error:
+        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    loss, metrics = pair
+    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
+        raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
+    if not loss.requires_grad:
+        raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
+
+
 def _aggregation(loss_fn: PolicyLossFn) -> str:
     """The loss's `loss_agg_mode`, for KL and entropy to be aggregated alike; token-mean where it has none.
 
@@ -235,14 +250,21 @@ def _has_ratio(loss_fn: PolicyLossFn) -> bool:
 
 def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[Tensor, Tensor]:
     """Loss and gradient of four tokens whose log-probabilities have moved so far."""
+    (loss, _), logprobs = _call(loss_fn, advantage, moved)
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    return loss.detach(), torch.zeros(2, 2) if gradient is None else gradient
+
+
+def _call(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[tuple[Tensor, dict[str, Tensor]], Tensor]:
+    """What a loss returns of four tokens, and their log-probabilities."""
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]], requires_grad=True)
     old, mask = logprobs.detach() - moved, torch.ones(2, 2, dtype=torch.bool)
     ref = logprobs.detach() - 0.3  # whatever `moved` is: a loss may depend on it, and have no ratio
     extras = {"ref_logprobs": ref, "num_computed_tokens": 4, "expert_mask": torch.zeros(2, dtype=torch.bool)}
     extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0}
-    loss, _ = loss_fn(logprobs, old, mask, torch.full((2, 2), advantage), **accepted(loss_fn, extras))
-    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
-    return loss.detach(), torch.zeros(2, 2) if gradient is None else gradient
+    totals: dict[str, Any] = {"num_tokens": 4, "num_sequences": 2, "max_response_length": 2}
+    advantages = torch.full((2, 2), advantage)
+    return loss_fn(logprobs, old, mask, advantages, **totals, **accepted(loss_fn, extras)), logprobs
 
 
 # -- a gradient that is not finite -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss.likelihood import sft
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, accepted, create_policy_loss
 from trinity_lightning.config.values import number
+from trinity_lightning.errors import ConfigError
 
 
 def mix(
@@ -49,10 +50,12 @@ def mix(
         term before the weighting.
 
     Raises:
-        ConfigError: mu is out of range, or as the usual loss says.
+        ConfigError: mu is out of range, the usual loss is this one, or as the usual loss says.
         ValueError, TypeError: an unknown loss, or an argument that it does not have.
     """
     number("algorithm.policy_loss.args.mu", mu, least=0, most=1)
+    if usual == "mix":
+        raise ConfigError("algorithm.policy_loss.args.usual is mix: give the loss of the rollouts, such as ppo.")
     aggregation: dict[str, Any] = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
     usual_fn = create_policy_loss(usual, **(aggregation | dict(usual_args or {})))
     mask = action_mask.bool()

@@ -14,6 +14,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     token_share,
 )
 from trinity_lightning.config.values import number, one_of
+from trinity_lightning.errors import ConfigError
 
 CLIP_MODES = ("none", "one-side", "two-side", "ring")
 WEIGHTS = ("none", "importance_sampling", "advantage")
@@ -110,9 +111,9 @@ def sppo(
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is out of the range.
 
     Raises:
-        ConfigError: epsilon is negative or infinite, or the mode is unknown.
+        ConfigError: epsilon is not above 0, or infinite, or the mode is unknown.
     """
-    number("algorithm.policy_loss.args.epsilon", epsilon, least=0)
+    number("algorithm.policy_loss.args.epsilon", epsilon, above=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
     inside = (ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)
@@ -162,7 +163,7 @@ def rec(
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens that do not count.
 
     Raises:
-        ConfigError: a name is unknown, or a number out of its range.
+        ConfigError: a name is unknown, a number out of its range or without effect, or the ring within the range.
     """
     one_of("algorithm.policy_loss.args.clip_mode", clip_mode, CLIP_MODES)
     one_of("algorithm.policy_loss.args.weight", weight, WEIGHTS)
@@ -173,6 +174,15 @@ def rec(
     number("algorithm.policy_loss.args.epsilon_high_prime", epsilon_high_prime, above=0)
     number("algorithm.policy_loss.args.temp", temp, above=0)
     number("algorithm.policy_loss.args.regularizer_coef", regularizer_coef, least=0)
+    if regularizer == "none" and regularizer_coef > 0:
+        raise ConfigError(
+            "algorithm.policy_loss.args.regularizer_coef has no effect without a regularizer: give k2 or forward-kl."
+        )
+    if clip_mode == "ring" and (epsilon_low_prime < epsilon_low or epsilon_high_prime < epsilon_high):
+        raise ConfigError(
+            "algorithm.policy_loss.args.epsilon_low_prime and epsilon_high_prime begin the ring, which is outside the "
+            "range of epsilon_low and epsilon_high: give larger ones."
+        )
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
     inner, outer = (epsilon_low, epsilon_high), (epsilon_low_prime, epsilon_high_prime)

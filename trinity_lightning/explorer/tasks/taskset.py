@@ -263,10 +263,10 @@ class Taskset(TaskSelection):
         if config.source == "addition":
             return cls.addition(config.split, name=config.name, **common, **config.args)
         if config.path is None:
-            raise ConfigError(f"taskset '{config.name}': source '{config.source}' needs a path.")
+            raise ConfigError(f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.")
         if config.source == "reasoning_gym":
             if config.size is None:
-                raise ConfigError(f"taskset '{config.name}': source 'reasoning_gym' needs a size (of entries).")
+                raise ConfigError(f"taskset.size of '{config.name}' is not given: say how many entries.")
             return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
         from trinity_lightning.explorer.tasks.sources import check_first_entries
 

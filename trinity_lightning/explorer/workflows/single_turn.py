@@ -1,9 +1,12 @@
 """One question, one answer."""
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import score
 from trinity_lightning.explorer.tasks.task import Task, messages_of
@@ -18,6 +21,14 @@ class SimpleWorkflow(RewardedWorkflow):
     """
 
     repeatable = True
+
+    @classmethod
+    def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
+        """As of every workflow; those of this file have one argument, subclasses elsewhere may read others."""
+        for name in workflow_args if cls.__module__ == __name__ else ():
+            if name != "system_prompt":
+                raise ConfigError(unknown_name(f"workflow.args of {cls.__name__}:", name, ["system_prompt"]))
+        return super().check_args(workflow_args)
 
     def reset(self, task: Task) -> None:
         """Take another task and its conversation."""
