@@ -20,7 +20,7 @@ ONE_STEP = ("+recipe=grpo", *SMALL, "steps=1")
 
 
 def metrics(folder: Path) -> dict[str, float]:
-    [file] = folder.glob("outputs/grpo/*/metrics.csv")
+    [file] = folder.glob("outputs/*/*/metrics.csv")
     with file.open() as lines:
         [row] = [row for row in csv.DictReader(lines) if row["actor/trained_rows"]]
     return {name: float(value) for name, value in row.items() if value}
@@ -56,17 +56,17 @@ def test_a_server_of_the_runs_own_teaches(run_train: RunTrain, tmp_path: Path) -
     save_file({name: 2 * tensor for name, tensor in weights.items()}, teacher / "model.safetensors", {"format": "pt"})
     done = run_train(
         tmp_path,
-        *ONE_STEP,
-        "workflow=on_policy_distill",
-        "add_strategy=on_policy_distill",
-        f"+auxiliary_models.teacher.model={teacher}",
+        "+recipe=on_policy_distill",
+        *SMALL,
+        "steps=1",
+        f"auxiliary_models.teacher.model={teacher}",
         "+auxiliary_models.teacher.engine.max_model_len=256",
         "+auxiliary_models.teacher.engine.kv_cache_gb=0.1",
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert metrics(tmp_path)["actor/trained_rows"] == 8
     assert metrics(tmp_path)["group_advantages/reverse_kl/mean"] != 0
-    [run] = tmp_path.glob("outputs/grpo/*")
+    [run] = tmp_path.glob("outputs/on_policy_distill/*")
     trained = load_file(run / "model" / "model.safetensors")
     before = load_file(Path(resolve_model("tiny")) / "model.safetensors")
     assert any(not torch.equal(trained[name], before[name]) for name in trained)

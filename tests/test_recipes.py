@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from support.compose import composed
 from support.runs import SMALL, RunTrain
@@ -14,6 +14,8 @@ from support.runs import SMALL, RunTrain
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import options, typed_config
 from trinity_lightning.config.sections import PartConfig
+
+BELOW = ("grpo_gsm8k", "sweep_lr")
 
 
 def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: str) -> Path:
@@ -31,8 +33,8 @@ def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: st
     return run
 
 
-# The offline recipe: tests/test_offline_runs.py; data from the hub: below.
-@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name not in ("offline", "grpo_gsm8k")])
+# Stored experiences: tests/test_offline_runs.py; a teacher: tests/test_auxiliary_models.py; what needs more: below.
+@pytest.mark.parametrize("recipe", sorted({*options("recipe")} - {"offline", "on_policy_distill", *BELOW}))
 def test_a_recipe_trains_one_step(recipe: str, run_train: RunTrain, tmp_path: Path) -> None:
     assert_trains(run_train, tmp_path, recipe)
 
@@ -50,6 +52,17 @@ def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_p
     rollouts = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
     assert {"reward/math", "reward/contains_digits"} <= rollouts[0].keys()
     assert "What is" in rollouts[0]["prompt"]
+
+
+def test_a_sweep_tries_learning_rates(run_train: RunTrain, tmp_path: Path) -> None:
+    done = run_train(tmp_path, "--multirun", "+recipe=sweep_lr", "steps=1", *SMALL, "hydra.sweeper.n_trials=2")
+    assert done.returncode == 0, done.stdout[-4000:]
+    [sweep] = tmp_path.glob("outputs/sweep_lr/*")
+    rates = [OmegaConf.load(sweep / job / "config.yaml").optimizer.lr for job in ("0", "1")]
+    best = OmegaConf.load(sweep / "optimization_results.yaml")
+    assert best.best_params["optimizer.lr"] in rates
+    assert all(5e-6 <= rate <= 1e-4 for rate in rates)
+    assert rates[0] != rates[1]
 
 
 def composed_of_ones_own(folder: Path, text: str) -> DictConfig:
