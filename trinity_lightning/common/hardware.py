@@ -49,7 +49,6 @@ def free_memory() -> int:
 # glibc's names for them in malloc.h, and the most that a buffer and the free end of the heap may be.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 1 << 30, 1 << 28
-_MADV_DONTNEED = 4  # of madvise(2)
 
 
 def reuse_large_buffers() -> None:
@@ -82,12 +81,22 @@ def forget(tensor: Tensor) -> None:
     Args:
         tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
     """
-    madvise = _of_glibc("madvise")
     storage = tensor.untyped_storage()
-    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if madvise is not None and end > start:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+    advise("MADV_DONTNEED", storage.data_ptr(), storage.nbytes())
+
+
+def advise(advice: str, address: int, size: int) -> None:
+    """What Linux is to do with the whole pages of a stretch of memory; a kernel may refuse, and others are not asked.
+
+    Args:
+        advice: as madvise(2) and Python's mmap call it.
+        address: where it begins.
+        size: in bytes.
+    """
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start and (madvise := _of_glibc("madvise")) is not None:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), getattr(mmap, advice))
 
 
 def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":

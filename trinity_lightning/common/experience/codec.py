@@ -18,9 +18,7 @@ import ctypes
 import io
 import json
 import math
-import mmap
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -35,6 +33,7 @@ import xxhash
 from torch import Tensor
 
 from trinity_lightning.common.experience.experience import ExperienceError, ExperienceFormatError
+from trinity_lightning.common.hardware import advise
 
 MAGIC = b"TRXP"
 VERSION = 2
@@ -42,6 +41,9 @@ _HEADER = struct.Struct("<4sB3xQQ")
 _NUMBER = struct.Struct("<Q")
 _BODY = _HEADER.size + _NUMBER.size
 _ALIGNMENT = 16  # of the largest dtype; readers may view the bytes as they lie
+# From this size on a payload is in pages of 2 MiB, as NumPy's arrays are: to take tens of megabytes of fresh memory
+# from the kernel in pages of 4 KiB costs as much time as the copying. What is smaller holds hardly a huge page.
+_HUGE = 1 << 22
 _BLOCK = 1 << 18  # bytes written between two updates of the checksum: few enough to be in the cache still
 
 # What safetensors calls the dtypes. It knows no complex128, which is therefore stored as its bytes.
@@ -125,7 +127,8 @@ class Writer:
         # to, and gives them away again, all without a copy.
         buffer = io.BytesIO(bytes(_BODY + size + len(metadata)))
         with buffer.getbuffer() as view:
-            _advise_huge_pages(view)
+            if len(view) >= _HUGE:
+                advise("MADV_HUGEPAGE", ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
             _HEADER.pack_into(view, 0, MAGIC, VERSION, size, len(metadata))
             digest = xxhash.xxh3_64(view[: _HEADER.size])
             view[_BODY : _BODY + len(header)] = header
@@ -230,22 +233,6 @@ def _can_encode(value: Any) -> bool:
     except _PACKING_ERRORS:
         return False
     return True
-
-
-def _advise_huge_pages(buffer: memoryview) -> None:
-    """Ask Linux to back a large buffer with pages of 2 MiB, as NumPy does for its arrays; elsewhere do nothing.
-
-    To take tens of megabytes of fresh memory in pages of 4 KiB from the kernel costs as much time as the copying.
-    """
-    if sys.platform != "linux" or len(buffer) < 1 << 22:  # what is smaller holds hardly a huge page
-        return
-    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + len(buffer)) // mmap.PAGESIZE * mmap.PAGESIZE
-    # A kernel without huge pages refuses, and pages stay small.
-    _madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
-
-
-_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 
 class Reader:
