@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import repeat
 from operator import attrgetter, eq
-from types import NoneType
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import torch
@@ -43,19 +43,17 @@ REQUIRED_COLUMNS: dict[str, tuple[type, ...]] = {
     "experience_type": (str,),
     "prompt_length": (int,),
 }
-COLUMN_TYPES: dict[str, tuple[type, ...]] = REQUIRED_COLUMNS | {
-    "reward": (float, NoneType),
-    "truncate_status": (str, NoneType),
-    "info": (dict,),
-    "metrics": (dict,),
-    "response_text": (str, NoneType),
-    "prompt_text": (str, NoneType),
-    "messages": (list, NoneType),
-    "tools": (list, NoneType),
-    "chosen_messages": (list, NoneType),
-    "rejected_messages": (list, NoneType),
-    "multi_modal_inputs": (dict, NoneType),
-    "custom_fields": (list,),
+
+
+def _classes(declared: Any) -> tuple[type, ...]:
+    """What a field's declaration allows: (list, NoneType) for `list[str] | None`."""
+    kinds = get_args(declared) if isinstance(declared, UnionType) else (declared,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+_DECLARED = {each.name: _classes(each.type) for each in fields(Experience)}
+COLUMN_TYPES = REQUIRED_COLUMNS | {
+    name: kinds for name, kinds in _DECLARED.items() if not {Tensor, EID} & set(kinds) and name not in REQUIRED_COLUMNS
 }
 _LARGE = 2**62
 
