@@ -79,7 +79,7 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
     made.rollouts.close()
     assert made.taken == []
     assert made.explorer.step == 0
-    assert made.pending.state_dict() == {"target": 1, "metrics": {}}
+    assert made.pending == PendingSteps(target=1)
 
 
 def test_waiting_may_have_a_limit() -> None:

@@ -4,58 +4,32 @@ Everything is decided by state (which explore step the buffer holds, which weigh
 hooks ran: a resumed run may skip some of them.
 """
 
+import copy
 import logging
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning as L
-from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.alone import ranks_of
-from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.explorer.rollouts import PendingSteps, SyncedPolicy, TrainingRollouts, WeightVersions
+from trinity_lightning.explorer.rollouts import PendingSteps, TrainablePolicy, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 from trinity_lightning.trainer.optim import HostMemory
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 20.0  # for rollouts in flight if a run ends early: schedulers of clusters kill 30 s after SIGTERM
-
-
-class _Objective(Protocol):
-    """What rollouts need to know of the loss."""
-
-    needs_all_rows: bool
-
-    def expect_older_weights(self) -> None: ...
-
-
-class TrainablePolicy(SyncedPolicy, Protocol):
-    """The module that is trained on rollouts: PolicyModule, or one's own."""
-
-    @property
-    def objective(self) -> _Objective:
-        """Its loss."""
-        ...
-
-    def check_trainable(self) -> None:
-        """Raise what keeps it from being trained; called before an engine is loaded."""
-        ...
-
-    def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
-        """Columns that are computed once a step, before it is trained on."""
-        ...
 
 
 class ExplorerCallback(L.Callback):
@@ -118,7 +92,7 @@ class ExplorerCallback(L.Callback):
         data_of(trainer).storage.clear()
         self.metrics = {}
         self._pending = PendingSteps()
-        self._versions.forget()
+        self._versions = WeightVersions(drill_scale=self._versions.drill_scale)
         self._ended = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -290,14 +264,15 @@ class ExplorerCallback(L.Callback):
         """
         if self._running is not None:
             self._running.settle()
+        sync = asdict(self._versions)
         return {
+            "drill_scale": sync.pop("drill_scale"),
+            "sync": sync,
             # Rollouts that are not whole are done again by a resumed run, with the weights that they had.
             "explorer": self.explorer.state_dict(with_weights=self.explorer.step < self._pending.target),
-            "sync": self._versions.state_dict(),
             "ended": self._ended,
             "metrics": dict(self.metrics),
-            "ahead": self._pending.state_dict(),
-            "drill_scale": self._versions.drill_scale,
+            "ahead": asdict(self._pending),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -307,12 +282,12 @@ class ExplorerCallback(L.Callback):
             ConfigError: the checkpoint is of an earlier version.
         """
         check_version(state_dict, ("explorer", "sync", "ended", "metrics", "ahead"), "the explorer")
+        check_version(state_dict["sync"], ("counted", "counted_at", "synced_for"), "weight syncs")
         self.explorer.load_state_dict(state_dict["explorer"])
-        self._versions.load_state_dict(state_dict["sync"])
-        self._versions.drill_scale = state_dict.get("drill_scale")
+        self._versions = WeightVersions(**state_dict["sync"], drill_scale=state_dict.get("drill_scale"))
         self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
-        self._pending.load_state_dict(state_dict["ahead"])
+        self._pending = PendingSteps(**copy.deepcopy(state_dict["ahead"]))
 
 
 def _rollouts_class(config: ExplorerConfig) -> type[TrainingRollouts]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor
+
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
-from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
@@ -25,8 +26,16 @@ from trinity_lightning.trainer.optim import HostMemory
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before
 
 
-class SyncedPolicy(Protocol):
-    """What weight syncs need of the module that is trained."""
+class Objective(Protocol):
+    """What rollouts need to know of the loss."""
+
+    needs_all_rows: bool
+
+    def expect_older_weights(self) -> None: ...
+
+
+class TrainablePolicy(Protocol):
+    """The module that is trained on rollouts, and whose weights engines are given: PolicyModule, or one's own."""
 
     @property
     def policy(self) -> Any:
@@ -36,6 +45,19 @@ class SyncedPolicy(Protocol):
     @property
     def tokenizer(self) -> Any:
         """Its tokenizer."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """Its loss."""
+        ...
+
+    def check_trainable(self) -> None:
+        """Raise what keeps it from being trained; called before an engine is loaded."""
+        ...
+
+    def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
+        """Columns that are computed once a step, before it is trained on."""
         ...
 
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -61,10 +83,6 @@ class WeightVersions:
     synced_for: int | None = None
     drill_scale: float | None = None
 
-    def forget(self) -> None:
-        """Nothing is counted yet, as before the first step."""
-        self.counted, self.counted_at, self.synced_for = 0, 0, None
-
     def begin_step(self, global_step: int) -> None:
         """Another explore step is going to be trained on: count the one before, if it changed the weights."""
         self.counted, self.counted_at = self.at(global_step), global_step
@@ -72,16 +90,6 @@ class WeightVersions:
     def at(self, global_step: int) -> int:
         """The version of the trainer's weights at `global_step`, between two explore steps."""
         return self.counted + (global_step > self.counted_at)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is counted, and for which step the engines have their weights."""
-        return {"counted": self.counted, "counted_at": self.counted_at, "synced_for": self.synced_for}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; a ConfigError if an earlier version did."""
-        names = ("counted", "counted_at", "synced_for")
-        check_version(state, names, "weight syncs")
-        self.counted, self.counted_at, self.synced_for = (state[name] for name in names)
 
 
 @dataclass(eq=False)
@@ -97,7 +105,7 @@ class SyncPolicy:
     """
 
     explorer: Explorer
-    policy: SyncedPolicy
+    policy: TrainablePolicy
     config: SynchronizerConfig
     versions: WeightVersions
     run: Callable[[Coroutine[Any, Any, Any], bool], Any]
@@ -193,15 +201,6 @@ class PendingSteps:
     target: int = 0
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Both, as plain containers."""
-        return {"target": self.target, "metrics": {step: dict(metrics) for step, metrics in self.metrics.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.target = state["target"]
-        self.metrics = {step: dict(metrics) for step, metrics in state["metrics"].items()}
-
 
 @dataclass(eq=False)
 class TrainingRollouts(Watcher):
@@ -221,7 +220,7 @@ class TrainingRollouts(Watcher):
     explorer: Explorer
     pending: PendingSteps
     synchronizer: SynchronizerConfig
-    policy: SyncedPolicy
+    policy: TrainablePolicy
     versions: WeightVersions
     host_memory: HostMemory | None
     interrupted: Callable[[], BaseException | None]
