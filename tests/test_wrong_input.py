@@ -302,6 +302,10 @@ REFUSED = {
         ["trainer.precision is bf16-mixed", "model.dtype=bf16"],
     ),
     "compiled shards": (["+recipe=grpo", "trainer=fsdp2", "model.compile=true"], ["model.compile=true", "trainer=ddp"]),
+    "checkpoints in shards": (
+        ["+recipe=grpo", "trainer=fsdp2", "trainer.strategy.save_distributed_checkpoint=always"],
+        ["trainer.strategy.save_distributed_checkpoint is 'always'", "give true, false or auto"],
+    ),
     "an engine that shares shards": (
         ["+recipe=grpo", "trainer=fsdp2", "engine=transformers"],
         ["engine=transformers generates with the training model", "vllm_server"],

@@ -10,7 +10,7 @@ import torch
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, WeightSyncError
-from trinity_lightning.trainer.fsdp import Shards, ShardStrategy
+from trinity_lightning.trainer.fsdp import Shards, ShardStrategy, is_large
 
 
 def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path: Path) -> None:
@@ -20,6 +20,13 @@ def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path:
     found = strategy.load_checkpoint(tmp_path / "it.ckpt", weights_only=True)
     assert str(tmp_path / "it.ckpt") in Path("/proc/self/maps").read_text()
     assert torch.equal(found["moment"], torch.ones(3))
+
+
+def test_large_checkpoints_are_in_shards() -> None:
+    assert not is_large(1_200_000_000, torch.bfloat16)
+    assert is_large(1_300_000_000, torch.bfloat16)
+    assert not is_large(1_300_000_000, torch.float32)
+    assert is_large(1_500_000_000, torch.float32)
 
 
 def test_nothing_is_saved_without_the_share_of_a_process_that_died() -> None:

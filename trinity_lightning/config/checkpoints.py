@@ -56,6 +56,16 @@ def check_whole(path: Path) -> None:
     raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): {fix}.")
 
 
+def check_file(path: Path) -> None:
+    """As `check_whole`, and refuse a checkpoint in shards."""
+    check_whole(path)
+    if path.is_dir():
+        raise ConfigError(
+            f"'{path}' is in shards, and a file is needed: give it to Trainer.fit as ckpt_path, or take the folder "
+            "`model` of its run (save_model=true)."
+        )
+
+
 def last_checkpoint(folder: str | Path) -> Path:
     """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
     folder = Path(folder)

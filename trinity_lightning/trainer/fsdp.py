@@ -32,6 +32,11 @@ from trinity_lightning.trainer.model import layers_of
 ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
 
 
+def is_large(parameters: int, dtype: torch.dtype) -> bool:
+    """Whether a checkpoint has more than ONE_FILE_BYTES: of each parameter its weight, its master and two moments."""
+    return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
+
+
 class ShardStrategy(ReplicaStrategy):
     """The policy, its gradients, its optimizer's state and the reference in shards; else as ReplicaStrategy.
 
@@ -183,9 +188,8 @@ class Shards(Replicas):
         super().__init__(ranks)
         self.module = module
         self.dtype: torch.dtype = module.policy.dtype
-        weight = 4 if self.dtype == torch.float32 else 6  # bytes, with its master; and twice 4 of moments
-        one_file = (weight + 8) * sum(each.numel() for each in module.policy.parameters())
-        self.in_shards = one_file > ONE_FILE_BYTES if in_shards == AUTO else bool(in_shards)
+        parameters = sum(each.numel() for each in module.policy.parameters())
+        self.in_shards = is_large(parameters, self.dtype) if in_shards == AUTO else bool(in_shards)
         self._optimizer: Any = None
         self._order: list[str] = []  # names of the optimizer's parameters
         self._mesh, self._host = _Mesh(ranks, device), _Mesh(ranks, torch.device("cpu"))

@@ -27,7 +27,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.checkpoints import check_whole
+from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
@@ -571,9 +571,9 @@ class PolicyModule(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of every LightningModule; a ConfigError if a file is damaged, or no checkpoint of a training run."""
+        """As of every LightningModule; a ConfigError if it is damaged, in shards, or of no training run."""
         if isinstance(checkpoint_path, str | Path):
-            check_whole(Path(checkpoint_path))
+            check_file(Path(checkpoint_path))
             saved_weights(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
