@@ -12,12 +12,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.training import LoRAConfig
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.proof import DRILL_SCALES, PROBE_TEXT, Synchronizer, Tolerance, compare, perturbed
 from trinity_lightning.sync.stream import WeightStream, weight_stream
+from trinity_lightning.trainer.adapter import Adapter
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FP32 = Tolerance.of(torch.float32)
@@ -300,6 +302,20 @@ def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Driver, Any], probe
         1e-4 if model.dtype == torch.float32 else 1.0 if vllm[0].quantized else 0.2
     )
     model.load_state_dict(original)
+
+
+def test_vllm_takes_merged_adapters(vllm: tuple[VLLMEngine, Driver, Any], probe: list[int]) -> None:
+    engine, driver, plain = vllm
+    model = copy.deepcopy(plain)
+    Adapter(model, LoRAConfig(r=4), "tiny")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    before, after = (torch.tensor(logprobs(each, probe)) for each in (plain, model))
+    assert (after - before).abs().mean() > 0.15  # no rounding
+    found = vllm_synchronizer((engine, driver, model), probe).sync()["sync/probe_diff/max"]
+    assert found < (1e-4 if model.dtype == torch.float32 else 1.0)  # of large adapters, which bfloat16 rounds the more
 
 
 def test_the_drill_catches_vllms_stale_tied_head(
