@@ -154,7 +154,7 @@ REFUSED = {
     ),
     "n-grams on a CPU": (("engine.speculative=4",), "engine.speculative: without a GPU.*wrong log-probabilities"),
     "n-grams of a judge on a CPU": (
-        (JUDGE, "auxiliary_models.judge.engine.speculative=4"),
+        (JUDGE, "+auxiliary_models.judge.engine.speculative=4"),
         "judge.engine.speculative: wit",
     ),
     "n-grams twice": (
