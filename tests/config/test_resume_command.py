@@ -12,8 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checkpoints import last_checkpoint
+from trinity_lightning.config.checkpoints import last_checkpoint, recorded_model
 from trinity_lightning.config.schema import PACKAGE_DIR
+from trinity_lightning.errors import ConfigError
 
 OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.run.dir=elsewhere", "hydra.verbose=true"]
 
@@ -66,3 +67,15 @@ def test_the_last_run_is_the_newest_that_has_a_checkpoint_and_is_named(
         assert last_checkpoint(later) == later / "checkpoints" / "epoch=00009.ckpt"
     assert f"ckpt_path=last is {later}/checkpoints/epoch=00009.ckpt; begun later, and without" in caplog.text
     assert f"without a checkpoint: {failed.name}" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"text", b"a: [", b"\x80\x81", b"model: {dtype: fp32}"])
+def test_a_damaged_record_of_the_run_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.yaml', which says what .* is, is damaged \(.+\): restore"):
+        recorded_model(tmp_path / "config.yaml")
+
+
+def test_no_checkpoint_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^ckpt_path=last: there is no .* in .*/checkpoints .*hydra.run.dir="):
+        last_checkpoint(tmp_path)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from trinity_lightning.errors import StorageFormatError
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 
 
@@ -94,6 +95,13 @@ def test_resume_within_an_explore_step_drops_later_trainer_steps(tmp_path: Path)
 def test_resume_before_anything_was_logged_does_nothing(tmp_path: Path) -> None:
     MetricsCSVLogger(tmp_path).resume_at(0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"step,explore_step\n1,\xff\n", b"step,explore_step\n1,one\n"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_bytes(content)
+    with pytest.raises(StorageFormatError, match=r"metrics.csv' is damaged \(.*\): move it away"):
+        MetricsCSVLogger(tmp_path).resume_at(1)
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:

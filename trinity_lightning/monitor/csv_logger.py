@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trinity_lightning.common.files import write_atomically
+from trinity_lightning.errors import StorageFormatError
 
 Row = dict[str, str]
 
@@ -124,6 +125,9 @@ class MetricsCSVLogger(Logger):
                 with all that follows it.
             step: the trainer step that comes next, for a checkpoint within an explore step (or of a run without
                 explore steps): the first row of that trainer step or a later one is dropped too, and what follows.
+
+        Raises:
+            StorageFormatError: the file is damaged.
         """
         columns = self._load()
         rows = read_rows(self.path)[1] if columns else []
@@ -132,7 +136,10 @@ class MetricsCSVLogger(Logger):
             late = "explore_step" in row and int(row["explore_step"]) > explore_step
             return late or (step is not None and "step" in row and int(row["step"]) >= step)
 
-        kept = next((index for index, row in enumerate(rows) if beyond(row)), len(rows))
+        try:
+            kept = next((index for index, row in enumerate(rows) if beyond(row)), len(rows))
+        except ValueError as error:
+            raise _damaged(self.path, error) from error
         if kept < len(rows):
             self._write_all(rows[:kept], columns)
 
@@ -186,10 +193,21 @@ def _line(row: Row, columns: Iterable[str]) -> bytes:
     return text.getvalue().encode()
 
 
+def _damaged(path: Path, error: Exception) -> StorageFormatError:
+    return StorageFormatError(f"'{path}' is damaged ({error}): move it away, and the metrics begin again.")
+
+
 def read_rows(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
-    """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line."""
+    """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line.
+
+    Raises:
+        StorageFormatError: it is no table.
+    """
     with path.open("rb") as file:
         content = file.read(size)
-    reader = csv.DictReader(io.StringIO(content[: content.rfind(b"\n") + 1].decode()))
-    rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
+    try:
+        reader = csv.DictReader(io.StringIO(content[: content.rfind(b"\n") + 1].decode()))
+        rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _damaged(path, error) from error
     return list(reader.fieldnames or []), rows
