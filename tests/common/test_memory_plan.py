@@ -35,6 +35,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.gpu_plan import adapters_of
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.adapter import Adapter
+from trinity_lightning.trainer.lean_layers import lean_layers
 
 HOST = 200 * GIB
 
@@ -62,20 +63,20 @@ def test_shapes_come_from_models_without_weights() -> None:
         assert ModelShape.of(Qwen2ForCausalLM(Qwen2Config(**settings))) == QWEN_1_5B
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "lean"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_what_autograd_saves_is_counted(dtype: torch.dtype, attention: str, checkpointing: bool) -> None:
+def test_what_autograd_saves_is_counted(dtype: torch.dtype, lean: bool, attention: str, checkpointing: bool) -> None:
     rows, length = 2, 200
     model: Any = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention))  # pyright: ignore[reportCallIssue]
     model.to(dtype).train()
+    if lean:
+        lean_layers(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    training = Training(dtype.itemsize, length, eager=attention == "eager")
-    layers, last_norm = (
-        SMALL["num_hidden_layers"],
-        (4 + dtype.itemsize) * SMALL["hidden_size"],
-    )  # the head saves the rest
+    training = Training(dtype.itemsize, length, eager=attention == "eager", on_cpu=lean)
+    layers = SMALL["num_hidden_layers"]
+    last_norm = (dtype.itemsize + (0 if lean else 4)) * SMALL["hidden_size"]  # the head saves the rest
     layer = SMALL["hidden_size"] * dtype.itemsize if checkpointing else layer_bytes(ModelShape.of(model), training)
     assert saved_by(model, rows, length) == pytest.approx(rows * length * (layers * layer + last_norm), rel=0.03)
 

@@ -121,17 +121,20 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     """Bytes a token that autograd saves in one layer.
 
     Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
-    result, and of the feed-forward part gate, its activation, the other branch and their product. Eager attention
-    also saves keys and values once for every head, and of each head a weight of every token of the row: in float32, and
-    rounded if they are. Adapters save `adapter_width` numbers besides.
+    result, and of the feed-forward part gate, its activation, the other branch and their product. In bfloat16 on a CPU
+    (`trainer.lean_layers`) a norm saves its input instead of the two copies, and the activation is computed again.
+    Eager attention also saves keys and values once for every head, and of each head a weight of every token of the row:
+    in float32, and rounded if they are. Adapters save `adapter_width` numbers besides.
     """
     width = training.width
-    norms = 2 * (FLOAT + 2 * width) * shape.hidden
+    lean = training.on_cpu and width < FLOAT
+    norms = 2 * (2 * width + (0 if lean else FLOAT)) * shape.hidden
     attention = 2 * width * (shape.query_width + shape.key_width)
     if training.eager:
         weight = FLOAT + (width if width < FLOAT else 0)
         attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
-    return norms + attention + 4 * width * shape.intermediate + width * -(-training.adapter_width // shape.layers)
+    feed_forward = (3 if lean else 4) * width * shape.intermediate
+    return norms + attention + feed_forward + width * -(-training.adapter_width // shape.layers)
 
 
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:

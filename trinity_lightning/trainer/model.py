@@ -21,8 +21,10 @@ from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 
 
-def load_model(name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str) -> Any:
-    """A causal language model of transformers, on the CPU.
+def load_model(
+    name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str, compiles: bool = False
+) -> Any:
+    """A causal language model of transformers, on the CPU; its layers are lean in bfloat16, if they are not compiled.
 
     Raises:
         ModelLoadError: it is not there, or no such model.
@@ -36,6 +38,10 @@ def load_model(name: str, dtype: torch.dtype | str, dropout: Dropout, attn_imple
         raise ModelLoadError(f"cannot load the model '{name}': {error or type(error).__name__}") from error
     if dropout is Dropout.off:
         switch_off_dropout(model)
+    if model.dtype == torch.bfloat16 and not compiles:
+        from trinity_lightning.trainer.lean_layers import lean_layers
+
+        lean_layers(model)
     return model
 
 

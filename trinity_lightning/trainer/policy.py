@@ -235,7 +235,7 @@ class PolicyModule(L.LightningModule):
 
     def _load_model(self) -> Any:
         dropout, attention = Dropout(self.hparams["dropout"]), self.hparams["attn_implementation"]
-        return load_model(self.model_name, self._dtype, dropout, attention)
+        return load_model(self.model_name, self._dtype, dropout, attention, self.hparams["compile_layers"])
 
     # -- training -----------------------------------------------------------------------------------------------------
 
