@@ -397,6 +397,7 @@ def _main(file: str) -> None:
         for rank, place in product(range(RANKS), PLACES):
             error = failed(folder / f"{way}-{rank}-{place}", rank, place, **settings(way))
             found[way][f"rank {rank} fails {place}"] = error
+    found["folder"] = {"rank 1 fails": failed(folder / "folder-fails", 1, PLACES[0], **settings("folder"))}
     for work in (write_first, write_again):
         for way in WAYS:
             work(folder, way)

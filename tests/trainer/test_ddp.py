@@ -34,8 +34,10 @@ from support.replicas import (
 from support.runs import Commands
 
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.stream import checkpoint_weights
 from trinity_lightning.trainer import ddp
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.policy import PolicyModule
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +188,26 @@ def test_a_rank_that_fails_ends_all_with_its_message_and_a_checkpoint(
     fit(make_policy(optimizer=SMOOTH), [batch_of(each) for each in ragged()], seen)
     torch.testing.assert_close(saved["state_dict"], seen.after_first, rtol=1e-5, atol=1e-5)
     assert saved["global_step"] == 1
+
+
+def test_a_rank_that_fails_leaves_a_checkpoint_in_shards(found: Found, folder: Path) -> None:
+    assert found[0]["folder"]["rank 1 fails"]["error"] == "RankError: rank 1: TrinityError: broken on purpose on 1"
+    saved = AtomicCheckpointIO().load_checkpoint(folder / "folder-fails" / "interrupted.ckpt", weights_only=True)
+    in_one_file = torch.load(folder / f"fsdp2-1-{PLACES[0]}" / "interrupted.ckpt", weights_only=True)
+    for part in ("state_dict", "optimizer_states", "global_step"):
+        torch.testing.assert_close(saved[part], in_one_file[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_evaluation_reads_weights_in_shards(
+    checkpoints: Callable[[str], dict[str, Any]], folder: Path, dtype: str
+) -> None:
+    step, weights = checkpoint_weights(folder / f"one-{dtype}-folder.ckpt")
+    expected = checkpoints(f"one-{dtype}")["state_dict"]
+    assert step == checkpoint_weights(folder / f"one-{dtype}.ckpt")[0]
+    torch.testing.assert_close({f"model.{name}": each for name, each in weights}, expected, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="is in shards, and a file is needed"):
+        PolicyModule.load_from_checkpoint(folder / f"one-{dtype}-folder.ckpt")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
