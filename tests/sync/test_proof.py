@@ -307,15 +307,16 @@ def test_vllm_passes_drill_and_probe(vllm: tuple[VLLMEngine, Driver, Any], probe
 def test_vllm_takes_merged_adapters(vllm: tuple[VLLMEngine, Driver, Any], probe: list[int]) -> None:
     engine, driver, plain = vllm
     model = copy.deepcopy(plain)
+    torch.manual_seed(0)
     Adapter(model, LoRAConfig(r=4), "tiny")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(0))
+                parameter.normal_(std=0.1)
     before, after = (torch.tensor(logprobs(each, probe)) for each in (plain, model))
-    assert (after - before).abs().mean() > 0.15  # no rounding
+    assert (after - before).abs().mean() > 0.05
     found = vllm_synchronizer((engine, driver, model), probe).sync()["sync/probe_diff/max"]
-    assert found < (1e-4 if model.dtype == torch.float32 else 1.0)  # of large adapters, which bfloat16 rounds the more
+    assert found < (1e-4 if model.dtype == torch.float32 else 1.0)
 
 
 def test_the_drill_catches_vllms_stale_tied_head(
