@@ -33,8 +33,12 @@ def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: st
     return run
 
 
-# Stored experiences: tests/test_offline_runs.py; a teacher: tests/test_auxiliary_models.py; what needs more: below.
-@pytest.mark.parametrize("recipe", sorted({*options("recipe")} - {"offline", "on_policy_distill", *BELOW}))
+# Without rollouts: tests/test_offline_runs.py, tests/test_dataset_runs.py; a teacher: tests/test_auxiliary_models.py;
+# what needs more: below.
+ELSEWHERE = {"offline", "sft", "dpo", "on_policy_distill", *BELOW}
+
+
+@pytest.mark.parametrize("recipe", sorted({*options("recipe")} - ELSEWHERE))
 def test_a_recipe_trains_one_step(recipe: str, run_train: RunTrain, tmp_path: Path) -> None:
     assert_trains(run_train, tmp_path, recipe)
 

@@ -121,6 +121,17 @@ REFUSED = {
         ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
         ["buffer.path and buffer.url are of what is read", "keeps experiences in the run's folder"],
     ),
+    "a dataset without a path": (["+recipe=dpo"], ["buffer.path=FILE"]),
+    "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], ["no file or folder 'pairs.jsonl'"]),
+    "how a dataset is read, and there is none": (
+        ["+recipe=grpo", "buffer.dataset.max_length=9"],
+        ["buffer.dataset has no effect", "buffer=dataset"],
+    ),
+    "preference pairs of a taskset": (
+        ["+recipe=grpo", "algorithm=dpo"],
+        ["learns from preference pairs", "buffer=dataset"],
+    ),
+    "a loss of advantages on a dataset": (["+recipe=dpo", "algorithm=ppo", "buffer.path=pairs"], ["choose dpo or sft"]),
     "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "checkpoints beside callbacks": (
@@ -417,6 +428,7 @@ def refused_objective(*overrides: str) -> str:
 
 
 ARGUMENTS = "algorithm.policy_loss.args"
+PAIRS = ("algorithm=dpo", "buffer=dataset", "buffer.path=pairs")
 
 
 @pytest.mark.parametrize(
@@ -435,18 +447,12 @@ ARGUMENTS = "algorithm.policy_loss.args"
             "'clip_range_high' of policy loss 'ppo' is 'x'",
         ),
         (("algorithm.policy_loss=nowhere.loss",), "no module 'nowhere'"),
+        ((*PAIRS, f"{ARGUMENTS}.label_smoothing=0.5"), "label_smoothing is 0.5; give a number from 0 to below 0.5."),
+        ((*PAIRS, f"{ARGUMENTS}.reference_free=true", "algorithm.kl.coef=0.1"), "(or, with reference_free, has none)"),
     ],
 )
 def test_arguments_of_the_loss_are_checked_before_a_model_is_loaded(overrides: tuple[str, ...], expected: str) -> None:
     assert expected in refused_objective(*overrides)
-
-
-def test_stored_experiences_come_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "trainer"))
-    refused = refused_objective(
-        "buffer.storage=file", "buffer.path=.", "algorithm.policy_loss=test_objective.needs_reference"
-    )
-    assert "there is no reference, which algorithm.policy_loss=test_objective.needs_reference needs" in refused
 
 
 def test_what_a_callback_refuses_keeps_its_sentence() -> None:

@@ -351,15 +351,20 @@ def _dealing(config: TrainConfig) -> dict[str, Any]:
 
 
 def offline_data(config: TrainConfig) -> L.LightningDataModule:
-    """What another run left, read as it is trained on."""
+    """What another run left, or the examples of a dataset, read as they are trained on."""
     from trinity_lightning.buffer.offline import OfflineExperienceDataModule
-    from trinity_lightning.buffer.reader import create_reader
 
+    if config.buffer.storage == "dataset":
+        from trinity_lightning.buffer.dataset import ExampleReader
+
+        reader = ExampleReader.of_run(config)
+        budget = reader.longest_response
+    else:
+        from trinity_lightning.buffer.reader import create_reader
+
+        reader, budget = create_reader(config.buffer, config.seed), response_budget(config)
     return OfflineExperienceDataModule(
-        create_reader(config.buffer, config.seed),
-        batch_size=config.buffer.batch_size,
-        steps_per_epoch=1,
-        max_response_length=response_budget(config),
+        reader, batch_size=config.buffer.batch_size, steps_per_epoch=1, max_response_length=budget
     )
 
 

@@ -62,14 +62,9 @@ def check_objective(run: TrainConfig) -> None:
     from trinity_lightning.trainer.objective import Objective
 
     try:
-        objective = Objective(run.algorithm)
+        Objective(run.algorithm)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    if objective.needs_reference and not run.buffer.has_rollouts:
-        raise ConfigError(
-            f"without rollouts (buffer.storage) there is no reference, which algorithm.policy_loss="
-            f"{run.algorithm.policy_loss.name} needs: choose another loss."
-        )
 
 
 def check_workflow(run: TrainConfig) -> None:

@@ -114,9 +114,9 @@ def test_neighbours_are_isolated():
     experiences = make_experiences()
     policy = make_policy(max_tokens_per_micro_batch=10_000, optimizer_steps=2)
     policy.configure_model()
-    before = policy._column(policy.policy, experiences)
+    before = policy._column(policy.policy, batch_of(experiences))
     experiences[2].tokens = torch.cat([experiences[2].tokens[:-1], torch.tensor([4])])
-    after = policy._column(policy.policy, experiences)
+    after = policy._column(policy.policy, batch_of(experiences))
     assert not torch.equal(before[2], after[2])
     assert all(torch.equal(a, b) for row, (a, b) in enumerate(zip(before, after, strict=True)) if row != 2)
 

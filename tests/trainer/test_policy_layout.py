@@ -76,7 +76,7 @@ def test_every_layout_budget_and_order_has_the_same_loss_and_gradient(policy, ba
 
 
 def column(policy: PolicyModule, batch: OptimizerBatch) -> list[torch.Tensor]:
-    return policy._column(policy.policy, batch.experiences)
+    return policy._column(policy.policy, batch)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience import CustomField, Experience
+from trinity_lightning.common.experience import CustomField, Experience, split_dpo_experience_to_single_turn
 
 # -- Which experiences are an expert's: the one mark that buffer, trainer and losses agree on --------------------------
 
@@ -67,6 +67,8 @@ class OptimizerBatch:
         explore_step: the explore step (EID.batch) of the experiences.
         step: all experiences of the explore step, which decide what has to be alike in all of its batches; None: these
             are all.
+        unit: experiences that follow each other and are computed together: 2 if they are preference pairs, the chosen
+            response and the rejected one; else 1.
     """
 
     experiences: Sequence[Experience]
@@ -78,12 +80,19 @@ class OptimizerBatch:
     num_expert_tokens: int = 0
     num_expert_sequences: int = 0
     step: Sequence[Experience] | None = None
+    unit: int = 1
 
     @classmethod
     def of(
         cls, experiences: Sequence[Experience], explore_step: int, max_response_length: int | None = None
     ) -> "OptimizerBatch":
-        """A batch of these experiences, its totals counted from their action masks."""
+        """A batch of these experiences, its totals counted from their action masks; pairs become two rows each.
+
+        Raises:
+            ExperienceError: preference pairs mixed with other experiences.
+        """
+        pairs = any(e.experience_type == "dpo" for e in experiences)
+        experiences = split_dpo_experience_to_single_turn(experiences) if pairs else experiences
         tokens = [int(trained_mask(e).sum()) for e in experiences]
         expert = [is_expert(e) for e in experiences]
         longest = max((e.response_length for e in experiences), default=0)
@@ -95,4 +104,5 @@ class OptimizerBatch:
             explore_step=explore_step,
             num_expert_tokens=sum(count for count, one in zip(tokens, expert, strict=True) if one),
             num_expert_sequences=sum(expert),
+            unit=2 if pairs else 1,
         )

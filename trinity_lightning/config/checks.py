@@ -25,6 +25,7 @@ from trinity_lightning.config.models import check_model_name, check_trainable
 from trinity_lightning.config.registry import (
     ASKING_WORKFLOWS,
     COMPARING_STRATEGIES,
+    DATASET_LOSSES,
     FILTERING_STRATEGIES,
     PARTS,
     SHAPING_OPERATORS,
@@ -184,10 +185,21 @@ def _check_training(run: TrainConfig) -> None:
     algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
         algorithm.check_corrected()
-    if not rollouts and (algorithm.kl.coef > 0 or algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1):
+    if not rollouts and (algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1):
         raise ConfigError(
-            "without rollouts (buffer.storage) there is no reference and one optimizer step a read: set "
-            "algorithm.kl.coef=0, algorithm.optimizer_steps=1 and algorithm.inner_epochs=1."
+            "without rollouts (buffer.storage) there is one optimizer step a read: set algorithm.optimizer_steps=1 and "
+            "algorithm.inner_epochs=1."
+        )
+    loss = algorithm.policy_loss.name
+    if rollouts and loss == "dpo":
+        raise ConfigError(
+            "algorithm.policy_loss=dpo learns from preference pairs, and rollouts of a taskset are none: set "
+            "buffer=dataset and buffer.path=FILE of prompt, chosen and rejected."
+        )
+    if run.buffer.storage == "dataset" and loss in PARTS["policy loss"] and loss not in DATASET_LOSSES:
+        raise ConfigError(
+            f"algorithm.policy_loss={loss} needs advantages, which the examples of buffer=dataset do not have: choose "
+            f"{' or '.join(DATASET_LOSSES)}."
         )
     if rollouts and algorithm.optimizer_steps > run.explorer.batch_size:
         raise ConfigError(

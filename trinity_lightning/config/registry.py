@@ -25,6 +25,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "asymre": "off_policy.asymre",
             "cispo": "ratio.cispo",
+            "dpo": "dpo.dpo",
             "dppo": "dppo.dppo",
             "grpo": "ppo.ppo",
             "gspo": "ratio.gspo",
@@ -145,7 +146,9 @@ COMPARING_STRATEGIES = (
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
 STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
-OFF_POLICY_LOSSES = ("asymre", "opmd", "sft")  # made for experiences of any policy: nothing corrects for older weights
+# Made for experiences of any policy: nothing corrects for older weights.
+OFF_POLICY_LOSSES = ("asymre", "dpo", "opmd", "sft")
+DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
 

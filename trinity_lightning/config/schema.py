@@ -13,7 +13,14 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, operator_configs, strategies
-from trinity_lightning.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig
+from trinity_lightning.config.training import (
+    AlgorithmConfig,
+    DatasetConfig,
+    ModelConfig,
+    OptimizerConfig,
+    check_dataset_path,
+    check_place,
+)
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -22,7 +29,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects, whose keys we do not know
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
-BUFFER_STORAGES = ("memory", "file", "sql")
+BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
 BUFFER_ORDERS = ("fifo", "priority", "random")
 EXPERT_STORAGES = ("dataset", "file", "sql")
 
@@ -138,10 +145,8 @@ class TasksetConfig(Section, key="taskset"):
     def __post_init__(self) -> None:
         one_of("taskset.source", self.source, TASK_SOURCES)
         one_of("taskset.order", self.order, TASK_ORDERS)
-        # A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's.
         path = self.path if self.source == "dataset" else None
-        if path and path != MISSING and (Path(path).suffix or path[0] in "./~") and not Path(path).exists():
-            raise ConfigError(f"taskset.path: there is no file or folder '{path}'.")
+        check_dataset_path("taskset.path", path)
         if self.size is not None and self.source != "reasoning_gym":
             part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
             raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {self.source}{part}.")
@@ -386,18 +391,21 @@ class BufferConfig(Section, key="buffer"):
 
     Attributes:
         storage: `memory`, filled by this run's rollouts; or `file` (the folder of steps that `keep` wrote) or `sql` (a
-            database), which are read: then there are no rollouts, and a step is one optimizer step.
-        path: the folder of `file`; of `sql` the SQLite database.
+            database) or `dataset` (examples), which are read: then there are no rollouts, and a step is one optimizer
+            step.
+        path: the folder of `file`; of `sql` the SQLite database; of `dataset` a JSONL, parquet or CSV file, a folder or
+            a hub name.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
         keep: write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run's
             folder; or, by `sql`, to the database at `url` or `path`, else to `experiences.db` in the run's folder.
         order: in which a storage is read: `fifo` (as written); with `sql` also `priority` or `random`.
         reuse_limit: how often an experience may be read in those two; null: without end.
-        batch_size: experiences an optimizer step reads (`file`, `sql`), by whole groups.
-        repeat: begin again at the end (`file`, and `sql` in `fifo` order).
+        batch_size: experiences an optimizer step reads (`file`, `sql`), by whole groups; or examples (`dataset`).
+        repeat: begin again at the end (`file`, `dataset`, and `sql` in `fifo` order).
         decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 if there is none)
             * decay ** age in explore steps * use_decay ** times read.
         expert: expert data among the rollouts (`memory`).
+        dataset: how a `dataset` is read.
 
     Raises:
         ConfigError: a number or a name that there is not, or nothing to read.
@@ -414,6 +422,7 @@ class BufferConfig(Section, key="buffer"):
     batch_size: int = 64
     repeat: bool = True
     expert: ExpertConfig = field(default_factory=ExpertConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
 
     def __post_init__(self) -> None:
         one_of("buffer.storage", self.storage, BUFFER_STORAGES)
@@ -422,7 +431,7 @@ class BufferConfig(Section, key="buffer"):
         if not isinstance(self.keep, bool) and self.keep != "sql":
             raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
         if self.keep == "sql":
-            _check_place("buffer", self.path, self.url)
+            check_place("buffer", self.path, self.url)
         elif self.has_rollouts and (self.path or self.url):
             raise ConfigError(
                 "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql); "
@@ -433,9 +442,16 @@ class BufferConfig(Section, key="buffer"):
                 raise ConfigError(
                     f"buffer.keep is of rollouts, and buffer.storage={self.storage} has none: leave it out."
                 )
-            _check_stored("buffer", self)
+            self._check_dataset() if self.storage == "dataset" else _check_stored("buffer", self)
+        if self.storage != "dataset" and self.dataset != DatasetConfig():
+            raise ConfigError(f"buffer.dataset has no effect with buffer.storage={self.storage}: set buffer=dataset.")
         if self.order != "fifo" and self.storage != "sql":
             raise ConfigError(f"buffer.order={self.order} needs buffer.storage=sql, not {self.storage}.")
+
+    def _check_dataset(self) -> None:
+        if self.path is None or self.url is not None:
+            raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
+        check_dataset_path("buffer.path", self.path)
 
     @property
     def has_rollouts(self) -> bool:
@@ -448,7 +464,7 @@ def _check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
     storage, path, url = section.storage, section.path, section.url
     if storage == "file" and url is not None:
         raise ConfigError(f"{key}.storage=file has no {key}.url: give {key}.path, or {key}.storage=sql.")
-    _check_place(key, path, url)
+    check_place(key, path, url)
     if path is None and url is None:
         raise ConfigError(
             f"{key}.storage={storage} reads what another run wrote: give {key}.path=PLACE, such as the folder "
@@ -456,16 +472,6 @@ def _check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
         )
     if path is not None and not Path(path).exists():
         raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
-
-
-def _check_place(key: str, path: str | None, url: str | None) -> None:
-    if path is not None and url is not None:
-        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
-    if url is not None and "://" not in url:
-        raise ConfigError(
-            f"{key}.url: '{url}' is no database URL; give one such as postgresql://USER@HOST/NAME, or a file as "
-            f"{key}.path."
-        )
 
 
 @dataclass

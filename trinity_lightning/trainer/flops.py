@@ -124,6 +124,13 @@ def _attention_width(config: Any) -> int:
     return sum(query_width(layer) for layer, kind in pairs if kind in ("full_attention", "sliding_attention"))
 
 
+def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dtype:
+    """What products are computed in, under Lightning's precision plugin of the fit."""
+    with precision.forward_context():  # autocast, if precision=bf16-mixed
+        mixed = torch.is_autocast_enabled(device.type)
+        return torch.get_autocast_dtype(device.type) if mixed else model.dtype
+
+
 def step_costs(
     batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: float | None
 ) -> dict[str, float]:

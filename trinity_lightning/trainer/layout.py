@@ -82,23 +82,24 @@ def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Lay
     if layout is Layout.auto:
         layout = better_layout(batch, rows, max_tokens)
     if layout is Layout.shared_prefix:
-        return cut_shared(batch.experiences, rows, max_tokens)
-    return cut_padded([len(e.tokens) for e in batch.experiences], rows, max_tokens)
+        return cut_shared(batch.experiences, rows, max_tokens, batch.unit)
+    return cut_padded([len(e.tokens) for e in batch.experiences], rows, max_tokens, batch.unit)
 
 
 def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int, layout: Layout) -> list[list[int]]:
     """Rows dealt to `size` ranks for each to compute about as many tokens; none, for some, if there are few.
 
-    Rows that share a prefix stay together, unless there is too much of them for one rank. Arguments as of `cut`.
+    Rows that share a prefix stay together, unless there is too much of them for one rank; a pair always does.
+    Arguments as of `cut`.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
-    groups = [PrefixGroup((row,), 0, lengths[row]) for row in rows]
+    groups = [_group(unit, 0, lengths) for unit in _units(rows, lengths, batch.unit)]
     if layout is Layout.shared_prefix:
         whole, groups = prefix_groups(batch.experiences, rows, max_tokens), []
         share = -(-sum(group.tokens for group in whole) // size)
         for group in whole:
             most = max(share, group.prefix - (group.prefix - group.tokens) // size)
-            groups += [group] if group.tokens <= share else _pieces(group, lengths, most)
+            groups += [group] if group.tokens <= share else _pieces(group, lengths, most, batch.unit)
     dealt: list[list[PrefixGroup]] = [[] for _ in range(size)]
     for group in sorted(groups, key=lambda group: -group.tokens):
         min(dealt, key=lambda rank: sum(each.tokens for each in rank)).append(group)
@@ -133,23 +134,31 @@ def trained_tokens(batch: OptimizerBatch, parts: Sequence[Part], sampled: bool =
     return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)
 
 
-def cut_padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[Part]:
-    """The padded layout, whose computed tokens are rows x longest row: longest rows first."""
-    parts: list[list[int]] = []
+def _units(rows: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Rows that are not parted, the longest first: each alone, or the two of a pair."""
+    units: dict[int, list[int]] = {}
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
-            parts[-1].append(row)
+        units.setdefault(row // size, []).append(row)
+    return list(units.values())
+
+
+def cut_padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, unit: int = 1) -> list[Part]:
+    """The padded layout, whose computed tokens are rows x longest row: longest rows first, with their pairs."""
+    parts: list[list[int]] = []
+    for members in _units(rows, lengths, unit):
+        if parts and (len(parts[-1]) + len(members)) * lengths[parts[-1][0]] <= max_tokens:
+            parts[-1] += members
         else:
-            parts.append([row])
+            parts.append(members)
     return [Part(tuple(part), len(part) * lengths[part[0]]) for part in parts]
 
 
-def cut_shared(experiences: Sequence[Experience], rows: Sequence[int], max_tokens: int) -> list[Part]:
+def cut_shared(experiences: Sequence[Experience], rows: Sequence[int], max_tokens: int, unit: int = 1) -> list[Part]:
     """The shared-prefix layout: whole groups, if they fit; of those that do not, pieces that repeat the prefix."""
     lengths = [len(e.tokens) for e in experiences]
     pieces: list[PrefixGroup] = []
     for group in prefix_groups(experiences, rows, max_tokens):
-        pieces += [group] if group.tokens <= max_tokens else _pieces(group, lengths, max_tokens)
+        pieces += [group] if group.tokens <= max_tokens else _pieces(group, lengths, max_tokens, unit)
     parts = []
     for part in _first_fit([piece.tokens for piece in pieces], max_tokens):
         groups = sorted((pieces[each] for each in part), key=lambda group: group.prefix > 0)
@@ -158,10 +167,11 @@ def cut_shared(experiences: Sequence[Experience], rows: Sequence[int], max_token
     return parts
 
 
-def _pieces(group: PrefixGroup, lengths: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
-    own = [lengths[row] - group.prefix for row in group.rows]
+def _pieces(group: PrefixGroup, lengths: Sequence[int], max_tokens: int, unit: int) -> list[PrefixGroup]:
+    units = _units(group.rows, lengths, unit)
+    own = [sum(lengths[row] - group.prefix for row in members) for members in units]
     return [
-        _group([group.rows[each] for each in piece], group.prefix, lengths)
+        _group([row for each in piece for row in units[each]], group.prefix, lengths)
         for piece in _first_fit(own, max_tokens - group.prefix)
     ]
 
@@ -294,6 +304,7 @@ class MicroBatch:
         sampled: which rows have log-probabilities of an engine (expert data have none), bool [B].
         temperature: sampling temperature of each row, float32 [B].
         expert: which rows are an expert's, bool [B].
+        pairs: the two rows of each preference pair, chosen and rejected, int64 [pairs, 2]; None: rows are no pairs.
     """
 
     inputs: dict[str, Any]
@@ -305,6 +316,7 @@ class MicroBatch:
     sampled: Tensor
     temperature: Tensor
     expert: Tensor
+    pairs: Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with all of its tensors on the device."""
@@ -360,6 +372,7 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
         sampled=torch.tensor([e.logprobs is not None for e in experiences]),
         temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences]),
         expert=torch.tensor([is_expert(e) for e in experiences]),
+        pairs=torch.tensor(part.rows).argsort().view(-1, 2) if batch.unit == 2 else None,
     )
     return micro if device.type == "cpu" else micro.to(device)
 

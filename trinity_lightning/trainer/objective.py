@@ -34,9 +34,10 @@ class Objective:
         needs_entropy: whether the entropy is part of the loss.
         caveat: what to warn of, once; None: nothing.
         needs_all_rows: whether rows without advantage still have a gradient; otherwise leaving them out is exact.
+        pairs: whether the loss is of preference pairs.
 
     Raises:
-        ConfigError: the ratio is to be against the engine, and the loss has none.
+        ConfigError: the ratio is to be against the engine, and the loss has none; or a KL term beside preference pairs.
         ValueError, TypeError: an unknown policy loss or KL estimate, or an argument that the loss does not have.
     """
 
@@ -49,8 +50,14 @@ class Objective:
         self._policy_loss = create_policy_loss(config.policy_loss.name, **arguments)
         _check_result(config.policy_loss.name, self._policy_loss)
         self._mode = _aggregation(self._policy_loss)
-        self._ignores_advantages = _has_gradient_without_advantage(self._policy_loss)
+        self.pairs = "pairs" in inspect.signature(self._policy_loss).parameters
+        self._ignores_advantages = self.pairs or _has_gradient_without_advantage(self._policy_loss)
         self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
+        if self.pairs and self._has_kl:
+            raise ConfigError(
+                f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{config.policy_loss.name}' itself holds the "
+                "policy near the reference (or, with reference_free, has none): set algorithm.kl.coef=0."
+            )
         self._against_engine = config.old_logprobs == "engine"
         self._needs_engine = self._against_engine
         if self._against_engine and not _has_ratio(self._policy_loss):
@@ -123,6 +130,7 @@ class Objective:
             "expert_mask": micro.expert,
             "num_expert_tokens": batch.num_expert_tokens,
             "num_expert_sequences": batch.num_expert_sequences,
+            "pairs": micro.pairs,
         }
         loss, policy_metrics = self._policy_loss(
             logprobs, old, mask, advantages, **totals, **accepted(self._policy_loss, extras)
@@ -139,7 +147,13 @@ class Objective:
         return loss, metrics
 
     def check(self, batch: OptimizerBatch) -> None:
-        """Refuse what the ratio or the weights cannot be computed of; an ExperienceError that names an experience."""
+        """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience."""
+        if self.pairs != (batch.unit == 2):
+            found, fit = ("no preference pairs", "another loss") if self.pairs else ("preference pairs", "dpo")
+            raise ExperienceError(
+                f"policy loss '{self._config.policy_loss.name}' does not fit experience {batch.experiences[0].eid}, "
+                f"which is one of {found}: choose algorithm.policy_loss={fit}."
+            )
         if not self._needs_engine:
             return
         if self._against_engine:
@@ -227,9 +241,10 @@ def _aggregation(loss_fn: PolicyLossFn) -> str:
 
 
 def _requires_reference(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss has an argument `ref_logprobs` that it cannot do without."""
-    parameter = inspect.signature(loss_fn).parameters.get("ref_logprobs")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+    """Whether the loss has an argument `ref_logprobs` that it cannot do without, unless `reference_free` is set."""
+    parameters = inspect.signature(loss_fn).parameters
+    required = "ref_logprobs" in parameters and parameters["ref_logprobs"].default is inspect.Parameter.empty
+    return required and not ("reference_free" in parameters and parameters["reference_free"].default)
 
 
 def _has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:

@@ -43,7 +43,7 @@ from trinity_lightning.config.training import (
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.sync.stream import saved_weights
-from trinity_lightning.trainer.flops import ModelSize, peak_flops, step_costs
+from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import (
     MicroBatch,
     Part,
@@ -326,13 +326,6 @@ class PolicyModule(L.LightningModule):
         """What `perf/mfu` counts."""
         return ModelSize.of(self.policy)
 
-    def _peak_flops(self) -> float | None:
-        """Operations a second of the device in the dtype of this fit's products."""
-        kind = self.device.type
-        with self.trainer.precision_plugin.forward_context():  # autocast, if precision=bf16-mixed
-            products = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.policy.dtype
-        return peak_flops(self.device, products)
-
     def training_step(self, batch: OptimizerBatch, batch_idx: int) -> dict[str, Tensor] | None:
         """One optimizer step over a whole optimizer batch; an item with nothing to train takes none and is counted.
 
@@ -350,6 +343,8 @@ class PolicyModule(L.LightningModule):
             self.skipped_items += 1
             self._log(self._counts([]), batch)
             return None
+        if self.objective.needs_reference and "ref_logprobs" not in batch.columns:
+            batch.columns |= self._columns(batch)  # the reference stays the same: now is soon enough
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
         shares = self._shares(batch, rows, self._ranks.size)
@@ -462,7 +457,6 @@ class PolicyModule(L.LightningModule):
 
     # -- columns, probes ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
@@ -470,21 +464,25 @@ class PolicyModule(L.LightningModule):
         engine), `ref_logprobs` where the objective has a reference. Each is a list of float32 CPU tensors [response],
         one an experience; 0 in rows that are not trained.
         """
+        batch = OptimizerBatch.of(experiences, explore_step=0)
+        return self._columns(batch, old_logprobs=self.objective.needs_old_logprobs)
+
+    @torch.no_grad()
+    def _columns(self, batch: OptimizerBatch, old_logprobs: bool = False) -> dict[str, list[Tensor]]:
         columns: dict[str, list[Tensor]] = {}
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
-            if self.objective.needs_old_logprobs:
-                columns["old_logprobs"] = self._column(self.policy, experiences, self._ranks)
+            if old_logprobs:
+                columns["old_logprobs"] = self._column(self.policy, batch, self._ranks)
             if self.adapter is not None and self.objective.needs_reference:
                 with self.adapter.off():
-                    columns["ref_logprobs"] = self._column(self.policy, experiences, self._ranks)
+                    columns["ref_logprobs"] = self._column(self.policy, batch, self._ranks)
             elif self.reference is not None:
-                columns["ref_logprobs"] = self._column(self.reference.to(self.device), experiences, self._ranks)
+                columns["ref_logprobs"] = self._column(self.reference.to(self.device), batch, self._ranks)
         return columns
 
-    def _column(self, model: Any, experiences: Sequence[Experience], ranks: Alone = ALONE) -> list[Tensor]:
+    def _column(self, model: Any, batch: OptimizerBatch, ranks: Alone = ALONE) -> list[Tensor]:
         """Log-probabilities of each experience's response; of each rank's share of the rows, added up."""
-        batch = OptimizerBatch.of(experiences, explore_step=0)
-        column = [torch.zeros(e.response_length) for e in experiences]
+        column = [torch.zeros(e.response_length) for e in batch.experiences]
         rows = self._rows(batch)
         was_training = model.training
         model.eval()  # dropout would make them another model's
@@ -509,7 +507,7 @@ class PolicyModule(L.LightningModule):
         """Log-probability, at temperature 1, of each token given those before it: [len - 1]. What probes compare."""
         self._placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
         experience = Experience(tokens=list(token_ids), prompt_length=1)
-        return self._column(self.policy, [experience])[0].tolist()
+        return self._column(self.policy, OptimizerBatch.of([experience], explore_step=0))[0].tolist()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -581,7 +579,7 @@ class PolicyModule(L.LightningModule):
         """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
         if self.device.type == "cpu":
             reuse_large_buffers()
-        self._peak = self._peak_flops()
+        self._peak = peak_flops(self.device, products_dtype(self.policy, self.device, self.trainer.precision_plugin))
         self.check_trainable()
         self._settled = self._agreed(self._settle())
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too

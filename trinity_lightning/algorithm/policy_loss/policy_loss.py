@@ -113,7 +113,7 @@ MAX_LOG_RATIO = 20.0
 
 # Keyword arguments that the trainer gives, not the configuration.
 TOTALS = ("num_tokens", "num_sequences", "max_response_length")
-EXTRAS = ("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences")
+EXTRAS = ("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs")
 
 # Plain types of arguments, the Python types that fit them, and what to give.
 _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
@@ -136,13 +136,16 @@ class PolicyLossFn(Protocol):
         action_mask: which tokens are trained.
         advantages: A.
         ref_logprobs: of the reference model, if one is loaded: for the KL term, or because the loss has this argument
-            without a default, which says that it needs it.
+            without a default, which says that it needs it (unless its argument `reference_free` is true).
         num_tokens, num_sequences, max_response_length: see `BatchTotals`.
 
     A loss is given further totals of the whole optimizer batch that it has an argument for: `num_computed_tokens`,
     trained tokens in rows that are computed at all (rows without advantage may be skipped), which measurements are
     normalised by; and, with `expert_mask` (which rows are an expert's, bool [b]), `num_expert_tokens` and
     `num_expert_sequences`; the other totals count those too.
+
+    A loss with an argument `pairs` is of preference pairs, which are never parted: it is given their rows, int64
+    [pairs, 2], chosen and rejected, and `num_sequences` is twice their number.
 
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.

@@ -32,9 +32,9 @@ def render_chat(
         ConfigError: the template refuses the messages, or a content is no text.
     """
     if not so_far:
-        return _apply(tokenizer, messages, tools, tokenize=True)
+        return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
     opening = [*_PROBE, {"role": "assistant", "content": _PLACEHOLDER}]
-    text = _apply(tokenizer, [*opening, *messages], tools, tokenize=False)
+    text = apply_template(tokenizer, [*opening, *messages], tools, add_generation_prompt=True, tokenize=False)
     _, found, tail = text.rpartition(_PLACEHOLDER)
     if not found:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
@@ -45,7 +45,14 @@ def render_chat(
     return [*so_far, *added]
 
 
-def _apply(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, tokenize: bool) -> Any:
+def apply_template(
+    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **settings: Any
+) -> Any:
+    """What the tokenizer's `apply_chat_template` returns with these settings: token ids, unless they say otherwise.
+
+    Raises:
+        ConfigError: as `render_chat`.
+    """
     try:
         plain = [_plain(message) for message in messages]
         shown = None
@@ -53,9 +60,7 @@ def _apply(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]
             from trinity_lightning.explorer.models.tool_calls import for_template
 
             plain, shown = for_template(tokenizer, plain, tools)
-        return tokenizer.apply_chat_template(
-            plain, tools=shown, add_generation_prompt=True, tokenize=tokenize, return_dict=False
-        )
+        return tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})
     except (TemplateError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -1,0 +1,185 @@
+"""Entries in TRL's formats as experiences: what is the prompt, what is trained on, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.dataset import GENERATION, assistant, user
+
+from trinity_lightning.buffer.dataset import Example, ExampleReader, read_examples
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.errors import ConfigError, StorageError
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer("tiny")
+
+
+def parts(tokenizer, example):
+    """Prompt and what is trained on, as text."""
+    trained = example.tokens[example.prompt_length :][example.action_mask]
+    return tokenizer.decode(example.tokens[: example.prompt_length]), tokenizer.decode(trained)
+
+
+def pair_parts(tokenizer, example):
+    return tuple(tokenizer.decode(each) for each in (example.tokens, example.chosen, example.rejected))
+
+
+HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "five"}, ("2+2=", "4<|im_end|>", "five<|im_end|>")),
+        ({"chosen": "Is it so? yes", "rejected": "Is it so? no"}, ("Is it so?", " yes<|im_end|>", " no<|im_end|>")),
+        (
+            {"prompt": [user("hi")], "chosen": [assistant("yo")], "rejected": [assistant("no")], "tools": None},
+            (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
+        ),
+        (
+            {"chosen": [user("hi"), assistant("yo")], "rejected": [user("hi"), assistant("no")]},
+            (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
+        ),
+    ],
+    ids=["text", "implicit prompt", "messages", "implicit prompt of messages"],
+)
+def test_pairs(entry, expected, tokenizer):
+    example = Example(tokenizer, entry).pair()
+    assert example.experience_type == "dpo"
+    assert pair_parts(tokenizer, example) == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"prompt": "2+2=", "completion": "4<|im_end|>", "messages": None}, ("2+2=", "4<|im_end|>")),
+        ({"prompt": [user("hi")], "completion": [assistant("yo")]}, (HI, "yo<|im_end|>\n")),
+        ({"messages": [user("hi"), assistant("yo")]}, (HI, "yo<|im_end|>")),
+        (
+            {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
+            (HI, "yo<|im_end|>"),
+        ),
+        ({"messages": [user("hi"), assistant("a"), user("b"), assistant("c")]}, (HI, "a<|im_end|>c<|im_end|>")),
+        ({"text": "once"}, ("o", "nce<|im_end|>")),
+    ],
+    ids=["completion", "completion of messages", "messages", "from and value", "several turns", "text"],
+)
+def test_responses(entry, expected, tokenizer):
+    assert parts(tokenizer, Example(tokenizer, entry).response()) == expected
+
+
+def test_marks_of_the_template_and_turns_that_are_found_are_the_same(tokenizer):
+    entry = {"messages": [user("hi"), assistant("a"), user("b"), assistant("c d"), user("e")]}
+    found: Any = Example(tokenizer, entry).response()
+    tokenizer.chat_template = GENERATION
+    marked: Any = Example(tokenizer, entry).response()
+    assert torch.equal(found.tokens, marked.tokens)
+    assert torch.equal(found.action_mask, marked.action_mask)
+    assert found.prompt_length == marked.prompt_length
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_and_calls_are_shown(as_json, tokenizer):
+    tool = {"type": "function", "function": {"name": "add", "description": None, "parameters": {}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    messages = [user("1+1"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "2", "tool_calls": None}, assistant("2")]
+    tools = '[{"type": "function", "function": {"name": "add", "parameters": {}}}]' if as_json else [tool]
+    prompt, trained = parts(tokenizer, Example(tokenizer, {"messages": messages, "tools": tools}).response())
+    assert '{"name":"add","parameters":{}}' in prompt
+    assert trained == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>2<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "words"),
+    [
+        (
+            Example.pair,
+            {"prompt": "a", "completion": "b"},
+            "learns from prompt, chosen and rejected; it has completion, ",
+        ),
+        (Example.pair, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        (Example.pair, {"prompt": "a", "chosen": [assistant("b")], "rejected": "c"}, "both text, or both lists"),
+        (Example.pair, {"chosen": "b", "rejected": "c"}, "there is no prompt"),
+        (Example.response, {"prompt": "a", "chosen": "b", "rejected": "c"}, "sft learns from prompt and completion"),
+        (Example.response, {"messages": [user("a")]}, "no turn of the assistant"),
+        (Example.response, {"messages": ["a"]}, "a message is {role, content}, not 'a'"),
+    ],
+)
+def test_what_is_no_example_is_refused_by_its_number(kind, entry, words, tokenizer):
+    with pytest.raises(ConfigError, match=f"^data, entry 0: .*{words}"):
+        read_examples([entry], lambda each: kind(Example(tokenizer, each)), "data", 100, "refuse")
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(ConfigError, match="turn 1 of the whole conversation otherwise"):
+        Example(tokenizer, {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}).response()
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def pairs(*lengths):
+    """Pairs of 2 prompt tokens; the longer response has so many."""
+    return [{"pair": Experience(tokens=[9, 9], chosen=[5], rejected=[6] * length)} for length in lengths]
+
+
+def read(entries, overlong, most=5):
+    return read_examples(entries, lambda entry: next(iter(entry.values())), "data", most, overlong)
+
+
+def test_what_is_too_long_is_refused_dropped_or_cut_off_and_counted(caplog):
+    entries = [*pairs(3, 4, 1), {"full": Experience(tokens=[1] * 6, chosen=[5], rejected=[6])}]
+    with pytest.raises(ConfigError, match=r"^data, entry 1 has 6 tokens, more than 5 .*overlong=drop or truncate"):
+        read(entries, "refuse")
+    assert [e.eid.suffix for e in read(entries, "drop")] == ["0", "2"]
+    assert "2 of 4 examples have more than 5 tokens; 0 of them are cut off" in caplog.text
+    cut: Any = read(entries, "truncate")
+    assert [(len(e.chosen), len(e.rejected)) for e in cut] == [(1, 3), (1, 3), (1, 1)]
+    assert "2 of 4 examples have more than 5 tokens; 1 of them are cut off" in caplog.text
+    with pytest.raises(ConfigError, match="data has no examples of at most 2 tokens"):
+        read(pairs(1), "truncate", most=2)
+
+
+def test_turns_beyond_the_end_are_cut_off():
+    turns = Experience(tokens=[0, 1, 2, 3, 4, 5, 6, 7], prompt_length=2, action_mask=[1, 0, 0, 0, 1, 1])
+    cut: Any = read([{"turns": turns}], "truncate")[0]
+    assert (cut.tokens.tolist(), cut.action_mask.tolist()) == ([0, 1, 2, 3, 4], [True, False, False])
+
+
+# -- their order -------------------------------------------------------------------------------------------------------
+
+
+def examples(count=5):
+    return [Experience(tokens=[9, 10 + index], prompt_length=1) for index in range(count)]
+
+
+def seen(reader, count):
+    return [int(e.tokens[1]) - 10 for e in reader.read(count)]
+
+
+def test_each_pass_has_all_examples_in_an_order_of_its_own_that_a_resume_keeps():
+    reader = ExampleReader(examples(), "data", seed=1)
+    order = seen(reader, 3) + seen(reader, 4) + seen(reader, 3)  # a read goes on into the next pass
+    assert sorted(order[:5]) == sorted(order[5:]) == list(range(5))
+    assert order[:5] != order[5:]
+    again = ExampleReader(examples(), "data", seed=1)
+    first = seen(again, 4)
+    resumed = ExampleReader(examples(), "data", seed=1)
+    resumed.load_state_dict(again.state_dict())
+    assert first + seen(resumed, 6) == order
+
+
+def test_they_come_in_order_and_end_if_that_is_asked_for():
+    reader = ExampleReader(examples(), "data", repeat=False)
+    assert seen(reader, 3) + seen(reader, 3) + seen(reader, 3) == list(range(5))
+
+
+@pytest.mark.parametrize("other", [ExampleReader(examples(4), "d", seed=1), ExampleReader(examples(), "d", seed=2)])
+def test_the_position_in_other_examples_is_refused(other):
+    with pytest.raises(StorageError, match="belongs to another buffer"):
+        ExampleReader(examples(), "data", seed=1).load_state_dict(other.state_dict())

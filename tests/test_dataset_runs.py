@@ -1,0 +1,78 @@
+"""Whole runs on the examples of a dataset, without rollouts: SFT and DPO."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.runs import RunTrain, only, rows
+
+TINY = ("model=tiny", "model.dtype=fp32", "logger=csv", "buffer.batch_size=8")
+
+
+def write(file: Path, lines: list[dict]) -> str:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"buffer.path={file}"
+
+
+def sums() -> list[dict]:
+    """Prompts and completions that no other rule fits: the digit itself."""
+    return [{"prompt": f"{digit}=", "completion": f"{digit}"} for digit in range(10)]
+
+
+def preferences() -> list[dict]:
+    """A digit is better than a letter."""
+    return [{"prompt": f"{digit}=", "chosen": f"{digit}", "rejected": "abcdefghij"[digit]} for digit in range(10)]
+
+
+def train(run_train: RunTrain, folder: Path, *arguments: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    done = run_train(folder, *arguments, *TINY)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, "outputs/*/*")
+
+
+def column(run: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in rows(run) if row.get(name)]
+
+
+def test_sft_learns_and_its_resume_is_exact(run_train: RunTrain, tmp_path: Path) -> None:
+    arguments = ("+recipe=sft", write(tmp_path / "sums.jsonl", sums()), "optimizer.lr=3e-3")
+    run = train(run_train, tmp_path / "whole", *arguments, "steps=24")
+    losses = column(run, "actor/pg_loss")
+    assert len(losses) == 24  # over two passes, though a pass is no multiple of a batch
+    assert losses[0] > 4
+    assert losses[-1] < 1.5
+    train(run_train, tmp_path / "parts", *arguments, "steps=7")
+    resumed = train(run_train, tmp_path / "parts", *arguments, "steps=24", "ckpt_path=last")
+    one, other = (load_file(each / "model" / "model.safetensors") for each in (run, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dpo_learns_what_is_preferred(run_train: RunTrain, tmp_path: Path) -> None:
+    arguments = ("+recipe=dpo", write(tmp_path / "pairs.jsonl", preferences()), "optimizer.lr=1e-3")
+    run = train(run_train, tmp_path, *arguments, "steps=12")
+    assert column(run, "actor/pg_loss")[0] == pytest.approx(0.6931472, rel=1e-6)
+    assert column(run, "actor/rewards/margins")[0] == 0.0
+    assert column(run, "actor/pg_loss")[-1] < 0.5
+    assert column(run, "actor/rewards/accuracies")[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lines", "words"),
+    [
+        (
+            "dpo",
+            sums(),
+            "entry 0: algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has completion",
+        ),
+        ("sft", preferences(), "entry 0: algorithm.policy_loss=sft learns from prompt and completion"),
+    ],
+)
+def test_data_of_the_other_kind_are_refused(
+    recipe: str, lines: list[dict], words: str, run_train: RunTrain, tmp_path: Path
+) -> None:
+    done = run_train(tmp_path, f"+recipe={recipe}", write(tmp_path / "data.jsonl", lines), "steps=1", *TINY)
+    assert done.returncode == 2
+    assert words in done.stdout

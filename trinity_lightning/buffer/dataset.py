@@ -1,0 +1,298 @@
+"""Examples of a dataset as experiences, without rollouts: preference pairs, and texts and conversations to imitate.
+
+The formats are TRL's, and what is prompt and what is trained on is as there.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
+from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.chat import apply_template
+from trinity_lightning.explorer.tasks.sources import dataset_entries
+
+logger = logging.getLogger(__name__)
+
+Entry = Mapping[str, Any]
+
+# -- one entry ---------------------------------------------------------------------------------------------------------
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
+_LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+
+
+class Example:
+    """An entry, rendered by a tokenizer.
+
+    Args:
+        tokenizer: the policy's.
+        entry: columns that are None count as absent, as a dataset has them for entries of several kinds.
+    """
+
+    def __init__(self, tokenizer: Any, entry: Entry) -> None:
+        self._tokenizer = tokenizer
+        self._fields = {name: value for name, value in entry.items() if value is not None}
+        for name in _LISTS:
+            if isinstance(self._fields.get(name), list):
+                self._fields[name] = [_message(each) for each in self._fields[name]]
+        tools = self._fields.get("tools")
+        self._tools = _without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
+        self._settings = self._fields.get("chat_template_kwargs", {})
+
+    def pair(self) -> Experience:
+        """The preference pair of prompt, chosen and rejected; without a prompt it is what these begin with.
+
+        Raises:
+            ConfigError: there is none, or chosen and rejected are the same.
+        """
+        if not {"chosen", "rejected"} <= self._fields.keys():
+            raise ConfigError(
+                f"algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has {self._columns()}."
+            )
+        chosen, rejected = self._fields["chosen"], self._fields["rejected"]
+        if chosen == rejected:
+            raise ConfigError("chosen and rejected are the same.")
+        prompt = self._fields.get("prompt")
+        if prompt is None:
+            length = _common(chosen, rejected)
+            if isinstance(chosen, str) and chosen[length - 1 : length] == " ":
+                length -= 1  # words have their space before them
+            prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        (begin, good), (other, bad) = (self._rendered(prompt, each) for each in (chosen, rejected))
+        begin = min(begin, other)
+        return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:])
+
+    def response(self) -> Experience:
+        """What is imitated: the completion of a prompt, the assistant's turns of a conversation, or a whole text.
+
+        Raises:
+            ConfigError: there is none of these, or it cannot be seen in the rendered conversation who wrote what.
+        """
+        fields = self._fields
+        if {"prompt", "completion"} <= fields.keys():
+            begin, tokens = self._rendered(fields["prompt"], fields["completion"])
+            return Experience(tokens=tokens, prompt_length=begin)
+        messages = fields.get("messages", fields.get("conversations"))
+        if messages is not None:
+            tokens, mask = self._turns(messages)
+            if True not in mask:
+                raise ConfigError("the conversation has no turn of the assistant, and nothing to learn.")
+            begin = max(mask.index(True), 1)
+            return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
+        if "text" in fields:
+            return Experience(tokens=self._ids(self._ended(fields["text"])), prompt_length=1)
+        raise ConfigError(
+            "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
+            f"{self._columns()}."
+        )
+
+    def _columns(self) -> str:
+        return ", ".join(sorted(self._fields)) or "nothing"
+
+    def _rendered(self, prompt: Any, response: Any) -> tuple[int, list[int]]:
+        """Where the response begins, and the tokens of both: where those differ that the prompt alone would have."""
+        if isinstance(prompt, str) and isinstance(response, str):
+            alone, both = self._ids(prompt), self._ids(self._ended(prompt + response))
+        elif isinstance(prompt, list) and isinstance(response, list):
+            alone, both = self._chat(prompt, add_generation_prompt=True), self._chat([*prompt, *response])
+        else:
+            raise ConfigError("a prompt and what follows it are both text, or both lists of messages.")
+        begin = _common(alone, both)
+        if begin == 0:
+            raise ConfigError("there is no prompt: nothing that the response could follow.")
+        return begin, both
+
+    def _turns(self, messages: Sequence[Entry]) -> tuple[list[int], list[bool]]:
+        """The conversation's tokens, and which are the assistant's: what the template marks as generated.
+
+        Without marks each turn is what it adds to the prompt for it, up to the token that ends it.
+        """
+        if _MARKS.search(self._tokenizer.get_chat_template()):
+            rendered = self._chat(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return list(rendered["input_ids"]), [bool(each) for each in rendered["assistant_masks"]]
+        tokens = self._chat(messages)
+        mask = [False] * len(tokens)
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before, after = self._chat(messages[:index], add_generation_prompt=True), self._chat(messages[: index + 1])
+            if after[: len(before)] != before or tokens[: len(after)] != after:
+                raise ConfigError(
+                    f"the chat template renders turn {index} of the whole conversation otherwise than alone, so that "
+                    "its tokens cannot be found: give it {% generation %} marks, or split the conversation."
+                )
+            turn = after[len(before) :]
+            ends = [place for place, token in enumerate(turn) if token == self._tokenizer.eos_token_id]
+            stop = len(before) + (ends[-1] + 1 if ends else len(turn))
+            mask[len(before) : stop] = [True] * (stop - len(before))
+        return tokens, mask
+
+    def _chat(self, messages: Sequence[Entry], **settings: Any) -> Any:
+        return apply_template(self._tokenizer, messages, self._tools, **self._settings, **settings)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def _ended(self, text: str) -> str:
+        end = self._tokenizer.eos_token
+        return text if text.endswith(end) else text + end
+
+
+def _message(message: Any) -> Any:
+    """A message by OpenAI's names, where it has others, and without what a dataset fills in."""
+    if not isinstance(message, Mapping):
+        raise ConfigError(f"a message is {{role, content}}, not {message!r}.")
+    names = {"from": "role", "value": "content"}
+    return {names.get(name, name): value for name, value in _without_none(message).items()}
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys of mappings, however deep, that a dataset has added for other entries' sake."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+# -- all entries -------------------------------------------------------------------------------------------------------
+
+
+def read_examples(
+    entries: Sequence[Entry], example: Callable[[Entry], Experience], where: str, most: int, overlong: str
+) -> list[Experience]:
+    """The examples of all entries, none longer than `most` tokens.
+
+    Args:
+        entries: of the dataset.
+        example: makes an example of an entry.
+        where: the dataset in words, for messages.
+        most: longest example, in tokens.
+        overlong: `refuse`, `drop` or `truncate` a longer one; how many is logged.
+
+    Raises:
+        ConfigError: an entry is no example, or too long; or none is left.
+    """
+    examples: list[Experience] = []
+    found = 0
+    for index, entry in enumerate(entries):
+        try:
+            one = example(entry)
+        except (ConfigError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{where}, entry {index}: {error}") from error
+        one.eid = EID(suffix=f"{index}")
+        if (length := _length(one)) > most:
+            found += 1
+            if overlong == "refuse":
+                raise ConfigError(
+                    f"{where}, entry {index} has {length} tokens, more than {most} (buffer.dataset.max_length): give "
+                    "more, or set buffer.dataset.overlong=drop or truncate."
+                )
+            if overlong == "drop" or not _trained_within(one, most):
+                continue
+            one = _truncated(one, most)
+        examples.append(one)
+    if found:
+        kept = found - (len(entries) - len(examples))
+        logger.warning("%s: %d of %d examples have more than %d tokens; %d of them are cut off, the others left out.",
+                       where, found, len(entries), most, kept)  # fmt: skip
+    if not examples:
+        raise ConfigError(f"{where} has no examples of at most {most} tokens.")
+    return examples
+
+
+def _length(example: Experience) -> int:
+    responses = [each for each in (example.chosen, example.rejected) if each is not None]
+    return len(example.tokens) + max(map(len, responses), default=0)
+
+
+def _trained_within(example: Experience, most: int) -> bool:
+    """Whether something is left to train on of what `most` tokens hold."""
+    if example.experience_type == "dpo":
+        return len(example.tokens) < most
+    mask = example.action_mask
+    return mask is not None and bool(mask[: max(most - example.prompt_length, 0)].any())
+
+
+def _truncated(example: Experience, most: int) -> Experience:
+    if example.experience_type == "dpo":
+        rest = most - len(example.tokens)
+        chosen, rejected = (None if each is None else each[:rest] for each in (example.chosen, example.rejected))
+        return Experience(eid=example.eid, tokens=example.tokens, chosen=chosen, rejected=rejected)
+    mask = example.action_mask[: most - example.prompt_length] if example.experience_type == "multi_turn" else None  # type: ignore[index]
+    return Experience(
+        eid=example.eid, tokens=example.tokens[:most], prompt_length=example.prompt_length, action_mask=mask
+    )
+
+
+class ExampleReader(CursorReader):
+    """Reads examples, in another order in each pass.
+
+    Args:
+        examples: at least one.
+        where: the dataset in words, for messages.
+        seed: of the order; None: as they come.
+        repeat: begin again at the end.
+    """
+
+    def __init__(
+        self, examples: Sequence[Experience], where: str, seed: int | None = None, repeat: bool = True
+    ) -> None:
+        super().__init__(_digest(examples, seed), where)
+        self._examples, self._seed, self._repeat = examples, seed, repeat
+
+    @classmethod
+    def of_run(cls, config: TrainConfig) -> "ExampleReader":
+        """The examples that a run trains on; errors as of `read_examples`."""
+        buffer = config.buffer
+        examples = examples_of(buffer, str(buffer.path), buffer.dataset.split, config)
+        return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
+
+    @property
+    def longest_response(self) -> int:
+        """In tokens."""
+        pairs = [each for e in self._examples for each in (e.chosen, e.rejected) if each is not None]
+        return max([e.response_length for e in self._examples] + [len(each) for each in pairs])
+
+    def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
+        (start,) = cursor
+        end = start + count if self._repeat else min(start + count, len(self._examples))
+        return [Item(self._at(place), (place + 1,), True) for place in range(start, end)]
+
+    def _at(self, place: int) -> Experience:
+        turn, index = divmod(place, len(self._examples))
+        if self._seed is None:
+            return self._examples[index]
+        return self._examples[np.random.default_rng([self._seed, turn]).permutation(len(self._examples))[index]]
+
+
+def examples_of(buffer: BufferConfig, path: str, split: str, config: TrainConfig) -> list[Experience]:
+    """The examples of a dataset, as the run's loss needs them; errors as of `read_examples`."""
+    tokenizer = load_tokenizer(config.model.name)
+    kind = Example.pair if config.algorithm.policy_loss.name == "dpo" else Example.response
+    entries: Any = dataset_entries(path, split, buffer.dataset.subset)
+    most = buffer.dataset.max_length or tokenizer.model_max_length
+    where = f"dataset '{path}'"
+    return read_examples(entries, lambda entry: kind(Example(tokenizer, entry)), where, most, buffer.dataset.overlong)
+
+
+def _digest(examples: Sequence[Experience], seed: int | None) -> str:
+    """What tells these examples and their order from others."""
+    found = hashlib.sha256(str(seed).encode())
+    for each in examples:
+        for tokens in (each.tokens, each.chosen, each.rejected):
+            found.update(b"" if tokens is None else tokens.numpy().tobytes() + b"|")
+    return found.hexdigest()[:16]
