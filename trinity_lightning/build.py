@@ -351,21 +351,10 @@ def _dealing(config: TrainConfig) -> dict[str, Any]:
 
 
 def offline_data(config: TrainConfig) -> L.LightningDataModule:
-    """What another run left, or the examples of a dataset, read as they are trained on."""
-    from trinity_lightning.buffer.offline import OfflineExperienceDataModule
+    """What is read as it is trained on."""
+    from trinity_lightning.buffer.offline import offline_data_module
 
-    if config.buffer.storage == "dataset":
-        from trinity_lightning.buffer.dataset import ExampleReader
-
-        reader = ExampleReader.of_run(config)
-        budget = reader.longest_response
-    else:
-        from trinity_lightning.buffer.reader import create_reader
-
-        reader, budget = create_reader(config.buffer, config.seed), response_budget(config)
-    return OfflineExperienceDataModule(
-        reader, batch_size=config.buffer.batch_size, steps_per_epoch=1, max_response_length=budget
-    )
+    return offline_data_module(config, response_budget(config))
 
 
 def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper | None:

@@ -154,6 +154,20 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         self.reader.load_state_dict(state_dict["reader"])
 
 
+def offline_data_module(config: TrainConfig, max_response_length: int) -> OfflineExperienceDataModule:
+    """What another run left, or the examples of a dataset; errors as those that read them."""
+    if config.buffer.storage == "dataset":
+        from trinity_lightning.buffer.dataset import ExampleReader
+
+        reader = ExampleReader.of_run(config)
+        max_response_length = reader.longest_response
+    else:
+        reader = create_reader(config.buffer, config.seed)
+    return OfflineExperienceDataModule(
+        reader, batch_size=config.buffer.batch_size, steps_per_epoch=1, max_response_length=max_response_length
+    )
+
+
 class ExpertData:
     """So many expert experiences for every explore step, out of a reader that does not end.
 

@@ -25,7 +25,6 @@ from trinity_lightning.config.models import check_model_name, check_trainable
 from trinity_lightning.config.registry import (
     ASKING_WORKFLOWS,
     COMPARING_STRATEGIES,
-    DATASET_LOSSES,
     FILTERING_STRATEGIES,
     PARTS,
     SHAPING_OPERATORS,
@@ -57,7 +56,9 @@ def validate(config: DictConfig) -> TrainConfig:
     if run.buffer.has_rollouts:
         _check_rollouts(run, config.trainer or {})
     elif run.buffer.storage == "file":
-        _check_steps(Path(run.buffer.path or ""))
+        from trinity_lightning.config.stored import check_steps
+
+        check_steps(Path(run.buffer.path or ""))
     _check_accelerator(config.trainer or {})
     return run
 
@@ -185,21 +186,14 @@ def _check_training(run: TrainConfig) -> None:
     algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
         algorithm.check_corrected()
-    if not rollouts and (algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1):
-        raise ConfigError(
-            "without rollouts (buffer.storage) there is one optimizer step a read: set algorithm.optimizer_steps=1 and "
-            "algorithm.inner_epochs=1."
-        )
-    loss = algorithm.policy_loss.name
-    if rollouts and loss == "dpo":
+    if not rollouts:
+        from trinity_lightning.config.stored import check_without_rollouts
+
+        check_without_rollouts(run)
+    elif algorithm.policy_loss.name == "dpo":
         raise ConfigError(
             "algorithm.policy_loss=dpo learns from preference pairs, and rollouts of a taskset are none: set "
             "buffer=dataset and buffer.path=FILE of prompt, chosen and rejected."
-        )
-    if run.buffer.storage == "dataset" and loss in PARTS["policy loss"] and loss not in DATASET_LOSSES:
-        raise ConfigError(
-            f"algorithm.policy_loss={loss} needs advantages, which the examples of buffer=dataset do not have: choose "
-            f"{' or '.join(DATASET_LOSSES)}."
         )
     if rollouts and algorithm.optimizer_steps > run.explorer.batch_size:
         raise ConfigError(
@@ -229,14 +223,6 @@ def _check_expert(run: TrainConfig) -> None:
             "algorithm.policy_loss=mix needs expert data: give buffer.expert.per_step=8 and "
             "buffer.expert.dataset.path=FILE of prompts and answers."
         )
-
-
-def _check_steps(folder: Path) -> None:
-    """Refuse a folder in which no run kept anything."""
-    if folder.is_dir() and not any(folder.glob("step_*.trxp")):
-        inside = folder / "experiences"
-        hint = f"give '{inside}'" if inside.is_dir() else "give the folder `experiences` of a run with buffer.keep=true"
-        raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.")
 
 
 def _check_sampling(run: TrainConfig) -> None:

@@ -13,14 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, operator_configs, strategies
-from trinity_lightning.config.training import (
-    AlgorithmConfig,
-    DatasetConfig,
-    ModelConfig,
-    OptimizerConfig,
-    check_dataset_path,
-    check_place,
-)
+from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -146,7 +139,10 @@ class TasksetConfig(Section, key="taskset"):
         one_of("taskset.source", self.source, TASK_SOURCES)
         one_of("taskset.order", self.order, TASK_ORDERS)
         path = self.path if self.source == "dataset" else None
-        check_dataset_path("taskset.path", path)
+        if path is not None:
+            from trinity_lightning.config.stored import check_dataset_path
+
+            check_dataset_path("taskset.path", path)
         if self.size is not None and self.source != "reasoning_gym":
             part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
             raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {self.source}{part}.")
@@ -382,7 +378,9 @@ class ExpertConfig(Section, key="buffer.expert"):
                     "buffer.expert.dataset.path=FILE; the source `addition` has no path."
                 )
         else:
-            _check_stored("buffer.expert", self)
+            from trinity_lightning.config.stored import check_stored
+
+            check_stored("buffer.expert", self)
 
 
 @dataclass
@@ -430,48 +428,24 @@ class BufferConfig(Section, key="buffer"):
         whole_number("buffer.batch_size", self.batch_size, least=1)
         if not isinstance(self.keep, bool) and self.keep != "sql":
             raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
-        if self.keep == "sql":
-            check_place("buffer", self.path, self.url)
-        elif self.has_rollouts and (self.path or self.url):
+        if self.keep == "sql" or not self.has_rollouts:
+            from trinity_lightning.config.stored import check_buffer
+
+            check_buffer(self)
+        elif self.path or self.url:
             raise ConfigError(
                 "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql); "
                 "buffer.keep=true keeps experiences in the run's folder: leave them out."
             )
-        if not self.has_rollouts:
-            if self.keep:
-                raise ConfigError(
-                    f"buffer.keep is of rollouts, and buffer.storage={self.storage} has none: leave it out."
-                )
-            self._check_dataset() if self.storage == "dataset" else _check_stored("buffer", self)
         if self.storage != "dataset" and self.dataset != DatasetConfig():
             raise ConfigError(f"buffer.dataset has no effect with buffer.storage={self.storage}: set buffer=dataset.")
         if self.order != "fifo" and self.storage != "sql":
             raise ConfigError(f"buffer.order={self.order} needs buffer.storage=sql, not {self.storage}.")
 
-    def _check_dataset(self) -> None:
-        if self.path is None or self.url is not None:
-            raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
-        check_dataset_path("buffer.path", self.path)
-
     @property
     def has_rollouts(self) -> bool:
         """Whether this run's rollouts fill the buffer; otherwise it is read as another run left it."""
         return self.storage == "memory"
-
-
-def _check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
-    """Refuse a section that names no experiences to read, or two places of them."""
-    storage, path, url = section.storage, section.path, section.url
-    if storage == "file" and url is not None:
-        raise ConfigError(f"{key}.storage=file has no {key}.url: give {key}.path, or {key}.storage=sql.")
-    check_place(key, path, url)
-    if path is None and url is None:
-        raise ConfigError(
-            f"{key}.storage={storage} reads what another run wrote: give {key}.path=PLACE, such as the folder "
-            "outputs/grpo/TIME/experiences of a run with buffer.keep=true."
-        )
-    if path is not None and not Path(path).exists():
-        raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
 
 
 @dataclass

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -290,12 +289,9 @@ class DatasetConfig(Section, key="buffer.dataset"):
         shuffle: read in another order in each pass, which follows from the run's seed.
         max_length: longest example in tokens; null: what the tokenizer allows.
         overlong: what becomes of a longer one: `refuse` the run, `drop` it, or `truncate` its end; both are counted.
-        eval_path: a held-out dataset, whose loss is measured; null: that of `buffer.path`, if eval_split is given.
-        eval_split: its split, by default as `split`.
-        eval_interval: steps between evaluations; there is one at the start, and one at the end.
 
     Raises:
-        ConfigError: a number out of its range, an unknown rule, or a file that is not there.
+        ConfigError: a number out of its range, or an unknown rule.
     """
 
     subset: str | None = None
@@ -303,35 +299,10 @@ class DatasetConfig(Section, key="buffer.dataset"):
     shuffle: bool = True
     max_length: int | None = None
     overlong: str = "refuse"
-    eval_path: str | None = None
-    eval_split: str | None = None
-    eval_interval: int = 10
 
     def __post_init__(self) -> None:
         whole_number("buffer.dataset.max_length", self.max_length, least=2, optional=True)
-        whole_number("buffer.dataset.eval_interval", self.eval_interval, least=1)
         one_of("buffer.dataset.overlong", self.overlong, OVERLONG)
-        check_dataset_path("buffer.dataset.eval_path", self.eval_path)
-
-
-def check_dataset_path(key: str, path: str | None) -> None:
-    """Refuse a file or folder that is not there; a ConfigError.
-
-    A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's.
-    """
-    if path and (Path(path).suffix or path[0] in "./~") and not Path(path).expanduser().exists():
-        raise ConfigError(f"{key}: there is no file or folder '{path}'.")
-
-
-def check_place(key: str, path: str | None, url: str | None) -> None:
-    """Refuse two places of stored experiences, or a URL that is none; a ConfigError."""
-    if path is not None and url is not None:
-        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
-    if url is not None and "://" not in url:
-        raise ConfigError(
-            f"{key}.url: '{url}' is no database URL; give one such as postgresql://USER@HOST/NAME, or a file as "
-            f"{key}.path."
-        )
 
 
 @dataclass

@@ -1,0 +1,79 @@
+"""Rules of runs that read what they train on, or a part of it: stored experiences, and examples of a dataset."""
+
+from pathlib import Path
+
+from trinity_lightning.config.registry import DATASET_LOSSES, PARTS
+from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
+from trinity_lightning.errors import ConfigError
+
+
+def check_without_rollouts(run: TrainConfig) -> None:
+    """Refuse an objective that does not fit what is read; a ConfigError."""
+    algorithm, loss = run.algorithm, run.algorithm.policy_loss.name
+    if algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1:
+        raise ConfigError(
+            "without rollouts (buffer.storage) there is one optimizer step a read: set algorithm.optimizer_steps=1 and "
+            "algorithm.inner_epochs=1."
+        )
+    if run.buffer.storage == "dataset" and loss in PARTS["policy loss"] and loss not in DATASET_LOSSES:
+        raise ConfigError(
+            f"algorithm.policy_loss={loss} needs advantages, which the examples of buffer=dataset do not have: choose "
+            f"{' or '.join(DATASET_LOSSES)}."
+        )
+
+
+def check_steps(folder: Path) -> None:
+    """Refuse a folder in which no run kept anything."""
+    if folder.is_dir() and not any(folder.glob("step_*.trxp")):
+        inside = folder / "experiences"
+        hint = f"give '{inside}'" if inside.is_dir() else "give the folder `experiences` of a run with buffer.keep=true"
+        raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.")
+
+
+def check_dataset_path(key: str, path: str | None) -> None:
+    """Refuse a file or folder that is not there; a ConfigError.
+
+    A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's.
+    """
+    if path and (Path(path).suffix or path[0] in "./~") and not Path(path).expanduser().exists():
+        raise ConfigError(f"{key}: there is no file or folder '{path}'.")
+
+
+def check_buffer(buffer: BufferConfig) -> None:
+    """Refuse a place to read from, or to keep rollouts in, that is none; a ConfigError."""
+    if buffer.has_rollouts:
+        check_place("buffer", buffer.path, buffer.url)
+    elif buffer.keep:
+        raise ConfigError(f"buffer.keep is of rollouts, and buffer.storage={buffer.storage} has none: leave it out.")
+    elif buffer.storage != "dataset":
+        check_stored("buffer", buffer)
+    elif buffer.path is None or buffer.url is not None:
+        raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
+    else:
+        check_dataset_path("buffer.path", buffer.path)
+
+
+def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
+    """Refuse a section that names no experiences to read, or two places of them."""
+    storage, path, url = section.storage, section.path, section.url
+    if storage == "file" and url is not None:
+        raise ConfigError(f"{key}.storage=file has no {key}.url: give {key}.path, or {key}.storage=sql.")
+    check_place(key, path, url)
+    if path is None and url is None:
+        raise ConfigError(
+            f"{key}.storage={storage} reads what another run wrote: give {key}.path=PLACE, such as the folder "
+            "outputs/grpo/TIME/experiences of a run with buffer.keep=true."
+        )
+    if path is not None and not Path(path).exists():
+        raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
+
+
+def check_place(key: str, path: str | None, url: str | None) -> None:
+    """Refuse two places of stored experiences, or a URL that is none; a ConfigError."""
+    if path is not None and url is not None:
+        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
+    if url is not None and "://" not in url:
+        raise ConfigError(
+            f"{key}.url: '{url}' is no database URL; give one such as postgresql://USER@HOST/NAME, or a file as "
+            f"{key}.path."
+        )
