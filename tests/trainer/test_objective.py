@@ -25,6 +25,7 @@ from support.policy import (
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
+from trinity_lightning.algorithm.policy_loss.policy_loss import accepted
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
@@ -59,7 +60,7 @@ def inputs(seed: int = 0) -> tuple[Any, ...]:
     shape = micro.action_mask.shape
     logprobs = -torch.rand(shape, generator=generator)
     old = logprobs + 0.2 * torch.randn(shape, generator=generator)
-    micro.columns["old_logprobs"] = old
+    micro.columns |= {"old_logprobs": old, "ref_logprobs": old - 0.1}
     return logprobs, torch.rand(shape, generator=generator), micro, batch, batch.num_tokens, batch.num_tokens
 
 
@@ -73,7 +74,9 @@ def own_loss(name: str, **arguments: Any) -> float:
     """What the loss itself gives, with the defaults of its signature."""
     logprobs, _, micro, *_ = inputs()
     old, mask, advantages = micro.columns["old_logprobs"], micro.action_mask, micro.columns["advantages"]
-    return POLICY_LOSS_FN.get(name)(logprobs, old, mask, advantages, **arguments)[0].item()
+    loss_fn = POLICY_LOSS_FN.get(name)
+    arguments |= accepted(loss_fn, {"ref_logprobs": micro.columns["ref_logprobs"]})
+    return loss_fn(logprobs, old, mask, advantages, **arguments)[0].item()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -172,7 +175,7 @@ def test_a_loss_that_may_use_the_reference_is_given_the_one_of_the_kl_term(coef:
 
 
 def test_only_a_loss_or_a_kl_term_that_needs_it_loads_a_reference() -> None:
-    assert not any(Objective(AlgorithmConfig(policy_loss=name)).needs_reference for name in LOSSES)
+    assert [name for name in LOSSES if Objective(AlgorithmConfig(policy_loss=name)).needs_reference] == ["dpo"]
     assert Objective(AlgorithmConfig(kl=KLConfig(coef=0.1))).needs_reference
 
 
