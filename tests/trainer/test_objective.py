@@ -60,14 +60,16 @@ def inputs(seed: int = 0) -> tuple[Any, ...]:
     shape = micro.action_mask.shape
     logprobs = -torch.rand(shape, generator=generator)
     old = logprobs + 0.2 * torch.randn(shape, generator=generator)
-    micro.columns |= {"old_logprobs": old, "ref_logprobs": old - 0.1}
+    micro.columns["old_logprobs"] = old
     return logprobs, torch.rand(shape, generator=generator), micro, batch, batch.num_tokens, batch.num_tokens
 
 
 def loss_of(config: AlgorithmConfig) -> float:
     config.rollout_correction.level = "none"
     config.optimizer_steps = 2  # the ratio is not 1
-    return Objective(config)(*inputs())[0].item()
+    given = inputs()
+    given[2].columns["ref_logprobs"] = given[2].columns["old_logprobs"] - 0.1
+    return Objective(config)(*given)[0].item()
 
 
 def own_loss(name: str, **arguments: Any) -> float:
@@ -75,7 +77,7 @@ def own_loss(name: str, **arguments: Any) -> float:
     logprobs, _, micro, *_ = inputs()
     old, mask, advantages = micro.columns["old_logprobs"], micro.action_mask, micro.columns["advantages"]
     loss_fn = POLICY_LOSS_FN.get(name)
-    arguments |= accepted(loss_fn, {"ref_logprobs": micro.columns["ref_logprobs"]})
+    arguments |= accepted(loss_fn, {"ref_logprobs": old - 0.1})
     return loss_fn(logprobs, old, mask, advantages, **arguments)[0].item()
 
 

@@ -9,7 +9,6 @@ from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.errors import ConfigError
 
-
 LOSSES = [name for name in POLICY_LOSS_FN if name != "dpo"]  # of tokens: that of pairs has tests of its own
 
 
