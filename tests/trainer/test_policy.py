@@ -182,8 +182,11 @@ def test_one_on_policy_step_prepares_nothing():
 def test_columns_that_were_never_prepared_are_an_error():
     with pytest.raises(ConfigError, match="old_logprobs"):
         fit(make_policy(inner_epochs=2), [batch_of(make_experiences())])
-    with pytest.raises(ConfigError, match="ref_logprobs"):
-        fit(make_policy(kl=KLConfig(coef=0.1)), [batch_of(make_experiences())])
+
+
+def test_the_reference_s_column_is_computed_if_it_was_not_prepared():
+    trainer = fit(make_policy(kl=KLConfig(coef=0.1)), [batch_of(make_experiences())])
+    assert trainer.logged_metrics["actor/kl_loss"] == 0.0
 
 
 def test_kl_to_the_frozen_reference(tiny, tmp_path):
