@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.compose import composed
 from support.runs import RunTrain, only, rows
+
+from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
+from trinity_lightning.config.schema import typed_config
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.objective import Objective
 
 TINY = ("model=tiny", "model.dtype=fp32", "logger=csv", "buffer.batch_size=8")
 
@@ -57,6 +63,42 @@ def test_dpo_learns_what_is_preferred(run_train: RunTrain, tmp_path: Path) -> No
     assert column(run, "actor/rewards/margins")[0] == 0.0
     assert column(run, "actor/pg_loss")[-1] < 0.5
     assert column(run, "actor/rewards/accuracies")[-1] == 1.0
+
+
+def better(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    action_mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    pairs: torch.Tensor,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    max_response_length: int | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss of pairs of one's own."""
+    chosen, rejected = logprobs.masked_fill(~action_mask, 0.0).sum(-1)[pairs].unbind(1)
+    loss = (rejected - chosen).mean()
+    return loss, {"pg_loss": loss.detach()}
+
+
+def data_of(path: str, loss: str, follower: bool = False) -> OfflineExperienceDataModule:
+    config = typed_config(composed("+recipe=dpo", path, f"algorithm.policy_loss={loss}", *TINY))
+    return offline_data_module(config, Objective(config.algorithm).pairs, follower, 64)
+
+
+def test_a_loss_of_pairs_of_ones_own_is_given_pairs(tmp_path: Path) -> None:
+    data = data_of(write(tmp_path / "pairs.jsonl", preferences()), "test_dataset_runs.better")
+    assert {each.experience_type for each in data.reader.read(10)} == {"dpo"}
+
+
+def test_ranks_that_follow_read_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "sums.jsonl", sums())
+    with pytest.raises(ConfigError, match="entry 0"):
+        data_of(path, "dpo")
+    data = data_of(path, "dpo", follower=True)
+    data.load_state_dict({"reader": {"source": "of rank 0", "cursor": [3]}})
+    assert data.reader.read(8) == []
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from support.shapes import SMOLLM2
 
 from trinity_lightning import gpu_plan
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.memory_plan import Rollouts, plan
+from trinity_lightning.common.memory_plan import REFERENCE, Rollouts, plan
 from trinity_lightning.common.model_memory import Training
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, SynchronizerConfig
-from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.training import AlgorithmConfig, KLConfig, ModelConfig, WeightDtype
+from trinity_lightning.config.schema import BufferConfig, ExplorerConfig, TrainConfig
+from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.gpu_plan import planned_engine, rollouts_of, training_of, with_memory_plan
@@ -72,6 +72,26 @@ def test_servers_on_the_trainers_gpu_share_its_memory(
     run = replace(config(**engine), synchronizer=SynchronizerConfig(**synchronizer))
     planned, _ = with_memory_plan(replace(run, algorithm=AlgorithmConfig()))
     assert planned.synchronizer.method == method
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("loss", "length", "longest", "reference"), [("dpo", 9000, 18000, True), ("sft", 9000, 9000, False)]
+)
+def test_a_run_on_a_dataset_is_planned_for_its_longest_row_or_pair(
+    loss: str, length: int, longest: int, reference: bool
+) -> None:
+    read = BufferConfig(storage="dataset", path="org/name", dataset=DatasetConfig(max_length=length))
+    model = ModelConfig("smollm2", WeightDtype.bf16, gradient_checkpointing=True)
+    run = replace(config(), model=model, buffer=read, algorithm=AlgorithmConfig(policy_loss=loss))
+    assert training_of(run, 1) == Training(2, longest, reference=reference, checkpointing=True)
+    planned, found = with_memory_plan(run)
+    assert planned == run
+    assert found is not None
+    assert found.micro_batch_tokens == max(longest, 16384)
+    assert (REFERENCE in found.training, found.engine) == (reference, 0)
+    unknown = replace(run, buffer=replace(read, dataset=DatasetConfig()))
+    assert training_of(unknown, 1).longest_row == 0
 
 
 @pytest.mark.usefixtures("gpu")

@@ -123,6 +123,10 @@ REFUSED = {
     ),
     "a dataset without a path": (["+recipe=dpo"], ["buffer.path=FILE"]),
     "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], ["no file or folder 'pairs.jsonl'"]),
+    "a taskset of a name like the section's": (
+        ["+recipe=grpo", "+tasksets={mine: {name: mine, source: dataset, path: ./my_taskset.jsonl}}"],
+        ["tasksets.mine.path: there is no file or folder './my_taskset.jsonl'"],
+    ),
     "how a dataset is read, and there is none": (
         ["+recipe=grpo", "buffer.dataset.max_length=9"],
         ["buffer.dataset has no effect", "buffer=dataset"],

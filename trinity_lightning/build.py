@@ -132,7 +132,7 @@ def build(config: DictConfig) -> Run:
         from trinity_lightning.explorer.follower import ExplorerFollower
 
         callbacks = [*thread_share(typed), ExplorerFollower()] if online else []
-        data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed)
+        data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed, policy, follower)
     elif online:
         check_room(typed)
         check_experts(typed)
@@ -142,7 +142,7 @@ def build(config: DictConfig) -> Run:
         callbacks += [*thread_share(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
     else:
         callbacks.append(stop)
-        data = offline_data(typed)
+        data = offline_data(typed, policy, follower)
     return Run(
         config=typed,
         folder=folder,
@@ -350,11 +350,11 @@ def _dealing(config: TrainConfig) -> dict[str, Any]:
     return {**steps, "seed": config.seed, "max_response_length": response_budget(config)}
 
 
-def offline_data(config: TrainConfig) -> L.LightningDataModule:
-    """What is read as it is trained on."""
+def offline_data(config: TrainConfig, policy: PolicyModule, follower: bool) -> L.LightningDataModule:
+    """What is read as it is trained on, by rank 0 for the followers."""
     from trinity_lightning.buffer.offline import offline_data_module
 
-    return offline_data_module(config, response_budget(config))
+    return offline_data_module(config, policy.objective.pairs, follower, response_budget(config))
 
 
 def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper | None:

@@ -76,13 +76,14 @@ def with_memory_plan(
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
     """
     accelerator = (config.trainer or {}).get("accelerator", "auto")
-    if accelerator == "cpu" or not torch.cuda.is_available() or config.buffer.storage != "memory":
+    if accelerator == "cpu" or not torch.cuda.is_available():
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     auto = config.algorithm.max_tokens_per_micro_batch == AUTO
     tokens = resumed_budget(checkpoint) if checkpoint is not None and auto else None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
-    kept = replace(config, engine=_as_recorded(config.engine, record)) if _shares_the_gpu(config.engine) else config
+    shared = config.buffer.has_rollouts and _shares_the_gpu(config.engine)
+    kept = replace(config, engine=_as_recorded(config.engine, record)) if shared else config
     try:
         return planned(kept, gpus, tokens)
     except ConfigError as error:
@@ -106,26 +107,28 @@ def resumed_budget(checkpoint: str | Path) -> int:
 def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
     """The configuration and the plan of a run whose trainer has the first of these GPUs.
 
-    There is no plan for engine=transformers, whose cache is not known.
+    There is no plan for engine=transformers, whose cache is not known. Without rollouts the trainer is alone.
 
     Args:
-        config: of a run with rollouts whose dtypes are settled.
+        config: of a run whose dtypes are settled.
         gpus: of that machine.
         tokens: of a micro-batch under `auto`; None: as many as are useful and fit.
 
     Raises:
         ConfigError: what shares the GPU does not fit on it together; servers use it and others too.
     """
-    config, beside = with_auxiliary_shares(config, gpus.total)
-    if not capabilities_of(config.engine.name).is_vllm:
+    online, engine = config.buffer.has_rollouts, config.engine
+    config, beside = with_auxiliary_shares(config, gpus.total) if online else (config, 0)
+    if online and not capabilities_of(engine.name).is_vllm:
         return config, None
-    requests = config.explorer.batch_size * config.explorer.repeat_times
-    engine = replace(config.engine, max_num_seqs=config.engine.max_num_seqs or requests_at_once(requests))
-    config = replace(config, engine=engine)
+    if online:
+        requests = config.explorer.batch_size * config.explorer.repeat_times
+        engine = replace(engine, max_num_seqs=engine.max_num_seqs or requests_at_once(requests))
+        config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config, gpus.count)
     training = replace(training, tokens=training.tokens or tokens)
-    if not _shares_the_gpu(engine):
+    if not online or not _shares_the_gpu(engine):
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
     rollouts = replace(rollouts_of(config), beside=beside)
     found = plan(shape, training, rollouts, gpus.free, gpus.host)
@@ -202,11 +205,14 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
     """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
+    objective, longest = Objective(config.algorithm), config.engine.max_model_len
+    if config.buffer.storage == "dataset":
+        longest = (2 if objective.pairs else 1) * (config.buffer.dataset.max_length or 0)
     return Training(
         width=4 if config.model.dtype is WeightDtype.fp32 or settings.get("precision") in MIXED else 2,
-        longest_row=config.engine.max_model_len,
+        longest_row=longest,
         tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
-        reference=Objective(config.algorithm).needs_reference and not adapters,  # the policy without them is it
+        reference=objective.needs_reference and not adapters,  # the policy without them is it
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,

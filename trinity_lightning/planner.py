@@ -453,6 +453,8 @@ def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[st
         "plan.response_tokens": f"every response has {step.response} tokens",
         **_servers_left_out(run, hardware),
     }
+    if run.buffer.storage == "dataset" and run.buffer.dataset.max_length is None:
+        lengths["buffer.dataset.max_length"] = "no example, or pair, is longer than a micro-batch"
     if hardware.flops is None:
         return lengths | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
     said = {

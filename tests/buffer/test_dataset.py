@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.dataset import GENERATION, assistant, user
@@ -43,8 +44,12 @@ HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
             {"chosen": [user("hi"), assistant("yo")], "rejected": [user("hi"), assistant("no")]},
             (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
         ),
+        (
+            {"prompt": "hi", "chosen": [user("hi"), assistant("yo")], "rejected": [user("hi"), assistant("no")]},
+            (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
+        ),
     ],
-    ids=["text", "implicit prompt", "messages", "implicit prompt of messages"],
+    ids=["text", "implicit prompt", "messages", "implicit prompt of messages", "prompt as text beside messages"],
 )
 def test_pairs(entry, expected, tokenizer):
     example = Example(tokenizer, entry).pair()
@@ -107,11 +112,36 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
         (Example.response, {"prompt": "a", "chosen": "b", "rejected": "c"}, "sft learns from prompt and completion"),
         (Example.response, {"messages": [user("a")]}, "no turn of the assistant"),
         (Example.response, {"messages": ["a"]}, "a message is {role, content}, not 'a'"),
+        (Example.response, {"text": ""}, "prompt_length: expected"),
+        (Example.response, {"prompt": [user("a")], "completion": []}, "prompt_length: expected"),
+        (Example.pair, {"chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "rejected is empty"),
+        (Example.pair, {"chosen": [user("a")], "rejected": [user("a"), assistant("b")]}, "chosen is empty"),
+        (
+            Example.pair,
+            {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]},
+            "nothing that both chosen and rejected begin with",
+        ),
+        (
+            Example.response,
+            {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {"tokenize": False}},
+            "chat_template_kwargs has tokenize",
+        ),
     ],
 )
 def test_what_is_no_example_is_refused_by_its_number(kind, entry, words, tokenizer):
     with pytest.raises(ConfigError, match=f"^data, entry 0: .*{words}"):
         read_examples([entry], lambda each: kind(Example(tokenizer, each)), "data", 100, "refuse")
+
+
+def test_variables_of_the_chat_template_are_given_to_it(tokenizer):
+    tokenizer.chat_template = "{{ mood }}" + tokenizer.chat_template
+    entry = {"messages": [user("hi"), assistant("yo")], "chat_template_kwargs": {"mood": "calm", "other": None}}
+    assert parts(tokenizer, Example(tokenizer, entry).response()) == ("calm" + HI, "yo<|im_end|>")
+
+
+def test_a_tokenizer_without_an_end_token_adds_none(tokenizer):
+    tokenizer.eos_token = None
+    assert parts(tokenizer, Example(tokenizer, {"text": "once"}).response()) == ("o", "nce")
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
@@ -145,6 +175,12 @@ def test_what_is_too_long_is_refused_dropped_or_cut_off_and_counted(caplog):
         read(pairs(1), "truncate", most=2)
 
 
+def test_a_pair_whose_difference_is_cut_off_is_left_out(caplog):
+    alike = [{"pair": Experience(tokens=[9, 9], chosen=[5, 6, 7, 8], rejected=[5, 6, 7])}, *pairs(1)]
+    assert [e.eid.suffix for e in read(alike, "truncate")] == ["1"]
+    assert "1 of 2 examples have more than 5 tokens; 0 of them are cut off" in caplog.text
+
+
 def test_turns_beyond_the_end_are_cut_off():
     turns = Experience(tokens=[0, 1, 2, 3, 4, 5, 6, 7], prompt_length=2, action_mask=[1, 0, 0, 0, 1, 1])
     cut: Any = read([{"turns": turns}], "truncate")[0]
@@ -174,9 +210,27 @@ def test_each_pass_has_all_examples_in_an_order_of_its_own_that_a_resume_keeps()
     assert first + seen(resumed, 6) == order
 
 
+def test_a_pass_draws_its_order_once(monkeypatch):
+    drawn, generator = [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or generator(seed))
+    seen(ExampleReader(examples(), "data", seed=1), 10)
+    assert drawn == [[1, 0], [1, 1]]
+
+
 def test_they_come_in_order_and_end_if_that_is_asked_for():
     reader = ExampleReader(examples(), "data", repeat=False)
     assert seen(reader, 3) + seen(reader, 3) + seen(reader, 3) == list(range(5))
+
+
+def masked(*mask):
+    return [Experience(tokens=[9, 10, 11], prompt_length=1, action_mask=mask)]
+
+
+def test_the_position_in_equal_tokens_with_another_mask_is_refused():
+    state = ExampleReader(masked(True, False), "data").state_dict()
+    ExampleReader(masked(True, False), "data").load_state_dict(state)
+    with pytest.raises(StorageError, match="belongs to another buffer"):
+        ExampleReader(masked(True, True), "data").load_state_dict(state)
 
 
 @pytest.mark.parametrize("other", [ExampleReader(examples(4), "d", seed=1), ExampleReader(examples(), "d", seed=2)])

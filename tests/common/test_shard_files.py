@@ -148,6 +148,28 @@ def test_a_folder_that_was_not_written_to_its_end_is_no_checkpoint(tmp_path: Pat
     assert [each.name for each in checkpoints_in(tmp_path)] == ["first.ckpt"]
 
 
+@pytest.mark.parametrize(
+    ("cut_short", "left"), [("pathlib.Path.replace", 0), ("trinity_lightning.common.files.sync_folder", 1)]
+)
+def test_a_kill_while_one_takes_the_place_of_another_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_short: str, left: int
+) -> None:
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "it.ckpt"
+    save(path, [torch.zeros(3)], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cut_short, kill)
+        with pytest.raises(KeyboardInterrupt):
+            save(path, [torch.ones(3)], 1)
+    [found] = checkpoints_in(tmp_path)
+    assert whole(found, contents(found))["state_dict"]["model.0"].tolist() == [left] * 3
+    save(path, [torch.full((3,), 2.0)], 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
+    assert whole(path, contents(path))["state_dict"]["model.0"].tolist() == [2.0] * 3
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return (print, ("it runs",))

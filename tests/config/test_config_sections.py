@@ -9,7 +9,14 @@ from support.compose import composed
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
-from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig, SamplingConfig
+from trinity_lightning.config.schema import (
+    BufferConfig,
+    DynamicTimeoutConfig,
+    ExplorerConfig,
+    OverRolloutConfig,
+    SamplingConfig,
+    TasksetConfig,
+)
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, OptimizerConfig, RolloutCorrectionConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.policy import PolicyModule
@@ -136,3 +143,13 @@ def test_a_misspelt_key_is_refused_by_the_policy() -> None:
 def test_null_never_clips_and_weights_may_be_unbounded() -> None:
     assert AlgorithmConfig(max_grad_norm=None).max_grad_norm is None
     assert RolloutCorrectionConfig(high=float("inf")).high == float("inf")
+
+
+@pytest.mark.parametrize("section", [BufferConfig, TasksetConfig])
+def test_a_name_on_the_hub_may_have_dots_and_a_file_has_a_known_suffix(section: Callable[..., Any]) -> None:
+    kind = {"storage": "dataset"} if section is BufferConfig else {"name": "it", "source": "dataset"}
+    for name in ("allenai/llama-3.1-tulu-3-8b-preference-mixture", "gsm8k", "org/v1.5"):
+        assert section(**kind, path=name).path == name
+    for path in ("no.jsonl", "org/no.parquet", "./org/v1.5", "~/v1.5", "/no/where", "data/org/v1.5"):
+        with pytest.raises(ConfigError, match=f"path: there is no file or folder '{re.escape(path)}'"):
+            section(**kind, path=path)

@@ -300,6 +300,13 @@ def only_reference(
     return loss, {"pg_loss": loss.detach()}
 
 
+def of_pairs(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, *, pairs: Tensor, **_: Any
+) -> Any:
+    chosen, rejected = logprobs.sum(-1)[pairs].unbind(1)
+    return (rejected - chosen).mean(), {"pg_loss": torch.zeros(())}
+
+
 def detached(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any) -> Any:
     return aggregate(-advantages * logprobs.detach(), action_mask), {"pg_loss": torch.zeros(())}
 
@@ -328,6 +335,10 @@ def without_totals(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, 
 def test_a_loss_of_ones_own_is_tried_before_anything_is_loaded(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Objective(AlgorithmConfig(policy_loss=f"test_objective.{name}"))
+
+
+def test_a_loss_of_ones_own_may_ask_for_pairs() -> None:
+    assert Objective(AlgorithmConfig(policy_loss="test_objective.of_pairs")).pairs
 
 
 def test_a_ratio_to_the_reference_is_none_to_the_engine() -> None:

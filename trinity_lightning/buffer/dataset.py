@@ -8,12 +8,15 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
-from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.errors import ConfigError
@@ -28,6 +31,8 @@ Entry = Mapping[str, Any]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
 _LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+# Arguments of rendering itself, which are no variables of a chat template.
+_RESERVED = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 class Example:
@@ -36,6 +41,9 @@ class Example:
     Args:
         tokenizer: the policy's.
         entry: columns that are None count as absent, as a dataset has them for entries of several kinds.
+
+    Raises:
+        ConfigError: a message is none, or `chat_template_kwargs` has an argument of rendering itself.
     """
 
     def __init__(self, tokenizer: Any, entry: Entry) -> None:
@@ -46,29 +54,37 @@ class Example:
                 self._fields[name] = [_message(each) for each in self._fields[name]]
         tools = self._fields.get("tools")
         self._tools = _without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
-        self._settings = self._fields.get("chat_template_kwargs", {})
+        self._settings = _without_none(self._fields.get("chat_template_kwargs", {}))
+        if taken := sorted(_RESERVED & set(self._settings)):
+            raise ConfigError(f"chat_template_kwargs has {taken[0]}, which is no variable of the chat template.")
 
     def pair(self) -> Experience:
-        """The preference pair of prompt, chosen and rejected; without a prompt it is what these begin with.
+        """The preference pair of prompt, chosen and rejected.
+
+        Without a prompt it is what these begin with; so it is if it is text and they are messages, which contain it.
 
         Raises:
-            ConfigError: there is none, or chosen and rejected are the same.
+            ConfigError: there is none, chosen and rejected are the same, or one of them is empty.
         """
         if not {"chosen", "rejected"} <= self._fields.keys():
             raise ConfigError(
                 f"algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has {self._columns()}."
             )
         chosen, rejected = self._fields["chosen"], self._fields["rejected"]
-        if chosen == rejected:
-            raise ConfigError("chosen and rejected are the same.")
         prompt = self._fields.get("prompt")
-        if prompt is None:
+        if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
             length = _common(chosen, rejected)
             if isinstance(chosen, str) and chosen[length - 1 : length] == " ":
                 length -= 1  # words have their space before them
+            if length == 0:
+                raise ConfigError("there is no prompt, and nothing that both chosen and rejected begin with.")
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         (begin, good), (other, bad) = (self._rendered(prompt, each) for each in (chosen, rejected))
         begin = min(begin, other)
+        if good == bad:
+            raise ConfigError("chosen and rejected are the same.")
+        if begin == min(len(good), len(bad)):
+            raise ConfigError(f"{'chosen' if begin == len(good) else 'rejected'} is empty.")
         return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:])
 
     def response(self) -> Experience:
@@ -143,7 +159,7 @@ class Example:
         return self._tokenizer.encode(text)
 
     def _ended(self, text: str) -> str:
-        end = self._tokenizer.eos_token
+        end = self._tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
 
@@ -191,7 +207,7 @@ def read_examples(
     for index, entry in enumerate(entries):
         try:
             one = example(entry)
-        except (ConfigError, json.JSONDecodeError) as error:
+        except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
             raise ConfigError(f"{where}, entry {index}: {error}") from error
         one.eid = EID(suffix=f"{index}")
         if (length := _length(one)) > most:
@@ -220,9 +236,10 @@ def _length(example: Experience) -> int:
 
 
 def _trained_within(example: Experience, most: int) -> bool:
-    """Whether something is left to train on of what `most` tokens hold."""
-    if example.experience_type == "dpo":
-        return len(example.tokens) < most
+    """Whether something is left to train on of what `most` tokens hold; of a pair, something that differs."""
+    if example.chosen is not None and example.rejected is not None:
+        rest = most - len(example.tokens)
+        return rest > 0 and not torch.equal(example.chosen[:rest], example.rejected[:rest])
     mask = example.action_mask
     return mask is not None and bool(mask[: max(most - example.prompt_length, 0)].any())
 
@@ -253,19 +270,14 @@ class ExampleReader(CursorReader):
     ) -> None:
         super().__init__(_digest(examples, seed), where)
         self._examples, self._seed, self._repeat = examples, seed, repeat
+        self._pass, self._order = -1, np.empty(0, np.int64)  # the order of one pass
 
     @classmethod
-    def of_run(cls, config: TrainConfig) -> "ExampleReader":
-        """The examples that a run trains on; errors as of `read_examples`."""
+    def of_run(cls, config: TrainConfig, pairs: bool) -> "ExampleReader":
+        """The examples that a run trains on, `pairs` or responses; errors as of `read_examples`."""
         buffer = config.buffer
-        examples = examples_of(buffer, str(buffer.path), buffer.dataset.split, config)
+        examples = examples_of(buffer, str(buffer.path), buffer.dataset.split, config.model.name, pairs)
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
-
-    @property
-    def longest_response(self) -> int:
-        """In tokens."""
-        pairs = [each for e in self._examples for each in (e.chosen, e.rejected) if each is not None]
-        return max([e.response_length for e in self._examples] + [len(each) for each in pairs])
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor
@@ -276,13 +288,16 @@ class ExampleReader(CursorReader):
         turn, index = divmod(place, len(self._examples))
         if self._seed is None:
             return self._examples[index]
-        return self._examples[np.random.default_rng([self._seed, turn]).permutation(len(self._examples))[index]]
+        if turn != self._pass:
+            rng = np.random.default_rng([self._seed, turn])
+            self._pass, self._order = turn, rng.permutation(len(self._examples))
+        return self._examples[self._order[index]]
 
 
-def examples_of(buffer: BufferConfig, path: str, split: str, config: TrainConfig) -> list[Experience]:
-    """The examples of a dataset, as the run's loss needs them; errors as of `read_examples`."""
-    tokenizer = load_tokenizer(config.model.name)
-    kind = Example.pair if config.algorithm.policy_loss.name == "dpo" else Example.response
+def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: bool) -> list[Experience]:
+    """The examples of a dataset for a model, `pairs` or responses; errors as of `read_examples`."""
+    tokenizer = load_tokenizer(model)
+    kind = Example.pair if pairs else Example.response
     entries: Any = dataset_entries(path, split, buffer.dataset.subset)
     most = buffer.dataset.max_length or tokenizer.model_max_length
     where = f"dataset '{path}'"
@@ -293,6 +308,7 @@ def _digest(examples: Sequence[Experience], seed: int | None) -> str:
     """What tells these examples and their order from others."""
     found = hashlib.sha256(str(seed).encode())
     for each in examples:
-        for tokens in (each.tokens, each.chosen, each.rejected):
-            found.update(b"" if tokens is None else tokens.numpy().tobytes() + b"|")
+        found.update(b"%d" % each.prompt_length)
+        for part in (each.tokens, each.action_mask, each.chosen, each.rejected):
+            found.update(b"|" if part is None else b"|" + part.numpy().tobytes())
     return found.hexdigest()[:16]

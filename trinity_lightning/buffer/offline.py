@@ -154,18 +154,47 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         self.reader.load_state_dict(state_dict["reader"])
 
 
-def offline_data_module(config: TrainConfig, max_response_length: int) -> OfflineExperienceDataModule:
-    """What another run left, or the examples of a dataset; errors as those that read them."""
-    if config.buffer.storage == "dataset":
+def offline_data_module(
+    config: TrainConfig, pairs: bool, follower: bool, max_response_length: int
+) -> OfflineExperienceDataModule:
+    """What another run left, or the examples of a dataset; errors as those that read them.
+
+    Args:
+        config: of the run.
+        pairs: whether the loss is of preference pairs.
+        follower: whether rank 0 reads for this one.
+        max_response_length: that the run which left something allowed, in tokens.
+    """
+    dataset = config.buffer.storage == "dataset"
+    reader: BufferReader
+    if follower:
+        reader = UnreadReader()
+    elif dataset:
         from trinity_lightning.buffer.dataset import ExampleReader
 
-        reader = ExampleReader.of_run(config)
-        max_response_length = reader.longest_response
+        reader = ExampleReader.of_run(config, pairs)
     else:
         reader = create_reader(config.buffer, config.seed)
     return OfflineExperienceDataModule(
-        reader, batch_size=config.buffer.batch_size, steps_per_epoch=1, max_response_length=max_response_length
+        reader,
+        batch_size=config.buffer.batch_size,
+        steps_per_epoch=1,
+        max_response_length=config.buffer.dataset.max_length if dataset else max_response_length,
     )
+
+
+class UnreadReader(BufferReader):
+    """In the place of a reader on ranks other than 0, which are given what rank 0 has read."""
+
+    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: rank 0 goes on reading."""
 
 
 class ExpertData:

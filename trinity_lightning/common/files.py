@@ -21,7 +21,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have its entries on the disk, also when the power fails."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network file systems sync no folders; the file is there
             os.fsync(folder)
@@ -30,12 +35,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a file or a folder, whatever is there; a kill in between may leave what was there as `.NAME.old`."""
+    """Rename a file or a folder, whatever is there; a kill in between may leave what was there as `.NAME.old`.
+
+    Until the target is on the disk, one of the two is whole: `config.checkpoints.checkpoints_in` finds it.
+    """
     old = target.with_name(f".{target.name}.old")
     if target.is_dir() or (temporary.is_dir() and target.exists()):  # no system call replaces those
         remove(old)
         target.rename(old)
     temporary.replace(target)
+    sync_folder(target.parent)
     remove(old)
 
 

@@ -94,7 +94,8 @@ class Training:
 
     Attributes:
         width: bytes of a weight that is computed with: 2 (bfloat16) or 4.
-        longest_row: tokens of the longest prompt and response together; a micro-batch holds at least one row.
+        longest_row: tokens of the longest prompt and response together, of a pair those of both: a micro-batch holds
+            at least one. 0: unknown, and taken to be no longer than a micro-batch.
         tokens: computed tokens of a micro-batch; None: as many as are useful and fit.
         reference: whether a frozen copy of the policy is kept.
         checkpointing: whether activations are computed again in the backward pass.

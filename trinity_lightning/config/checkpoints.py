@@ -20,8 +20,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path, pattern: str = "*.ckpt") -> list[Path]:
-    """Those of that pattern in a folder, the one that was written last at the end."""
-    return sorted(filter(is_checkpoint, folder.glob(pattern)), key=lambda path: path.stat().st_mtime)
+    """Those of that pattern in a folder, the one that was written last at the end.
+
+    In the place of one that a kill kept from its name is `.NAME.old`, which it was to replace (`put_in_place`). It is
+    only read: the run may be under way.
+    """
+    old = (each for each in folder.glob(f"{pattern}.old") if not is_checkpoint(each.with_name(each.name[1:-4])))
+    return sorted(filter(is_checkpoint, [*folder.glob(pattern), *old]), key=lambda path: path.stat().st_mtime)
 
 
 def check_checkpoint(config: DictConfig) -> None:

@@ -3,6 +3,7 @@
 Lightning's own objects (trainer, loggers, callbacks) are free `_target_` nodes and have no schema here.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -545,7 +546,8 @@ def typed_config(config: DictConfig) -> TrainConfig:
         try:
             OmegaConf.to_object(section)
         except ConfigError as error:  # which does not know under what name it stands
-            raise ConfigError(str(error).replace(f"{name}.", f"{key}.")) from error
+            said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
+            raise ConfigError(said) from error
     return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
 
 

@@ -6,6 +6,8 @@ from trinity_lightning.config.registry import DATASET_LOSSES, PARTS
 from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
 from trinity_lightning.errors import ConfigError
 
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
 
 def check_without_rollouts(run: TrainConfig) -> None:
     """Refuse an objective that does not fit what is read; a ConfigError."""
@@ -30,12 +32,14 @@ def check_steps(folder: Path) -> None:
         raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.")
 
 
-def check_dataset_path(key: str, path: str | None) -> None:
-    """Refuse a file or folder that is not there; a ConfigError.
+def is_local(path: str) -> bool:
+    """Whether a dataset's path is one of this machine; other names are the hub's, `name` or `org/name`, or a folder."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FILE_FORMATS
 
-    A name with a suffix is a file, one that begins with a dot or a slash a file or folder; the rest is the hub's.
-    """
-    if path and (Path(path).suffix or path[0] in "./~") and not Path(path).expanduser().exists():
+
+def check_dataset_path(key: str, path: str | None) -> None:
+    """Refuse a file or folder that is not there; a ConfigError."""
+    if path and is_local(path) and not Path(path).expanduser().exists():
         raise ConfigError(f"{key}: there is no file or folder '{path}'.")
 
 

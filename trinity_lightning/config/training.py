@@ -184,8 +184,8 @@ class AlgorithmConfig(Section, key="algorithm"):
             and its keyword arguments (clip_range_low, dual_clip, ...), see the table of losses. A name alone is short
             for {name: it}.
         loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
-            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len);
-            null takes the loss's own default.
+            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len, of
+            a dataset buffer.dataset.max_length); null takes the loss's own default.
         kl: KL penalty.
         entropy_coef: weight of the entropy bonus.
         old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
@@ -203,9 +203,10 @@ class AlgorithmConfig(Section, key="algorithm"):
             with computed once, each row's rest behind it, without padding; `auto`, the latter if it saves a fifth.
             The loss is the same. Models whose layers are not plain full attention keep `padded`.
         max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
-            prefixes once: what bounds memory. `auto`: on a CPU 256 to 1,024 by what is free when the run starts,
-            recorded in its config.yaml (a resumed run keeps its own); on a GPU by the memory plan, 16,384 or a half
-            of that and so on; on several GPUs, and with engine=transformers, at most 4,096.
+            prefixes once: what bounds memory. A longer row, or pair of rows, is a micro-batch of
+            its own. `auto`: on a CPU 256 to 1,024 by what is free when the run starts, recorded in its config.yaml (a
+            resumed run keeps its own); on a GPU by the memory plan, 16,384 or a half of that and so on; on several
+            GPUs, and with engine=transformers, at most 4,096.
         max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
         max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
 
@@ -280,8 +281,9 @@ class DatasetConfig(Section, key="buffer.dataset"):
     """Examples to train on without rollouts (`buffer=dataset`).
 
     The formats are TRL's, plain text or conversations: prompt, chosen and rejected for `algorithm=dpo` (without a
-    prompt it is what the other two begin with); for `algorithm=sft` prompt and completion, messages, of which the
-    assistant's turns are trained on, or text. A column `tools` is shown to the model.
+    prompt, or with a text beside messages that contain it, it is what the other two begin with); for `algorithm=sft`
+    prompt and completion, messages, of which the assistant's turns are trained on, or text. A column `tools` is shown
+    to the model; one `chat_template_kwargs` has further variables of the chat template, such as enable_thinking.
 
     Attributes:
         subset: name of the dataset's configuration on the hub.

@@ -75,9 +75,9 @@ def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
 
 
 def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Layout) -> list[Part]:
-    """These rows of the batch in micro-batches of at most `max_tokens` computed tokens; a longer row has its own.
+    """These rows of the batch in micro-batches of at most `max_tokens` computed tokens.
 
-    Of the layout `auto`, see `better_layout`.
+    A longer row, or pair of rows, has one of its own. Of the layout `auto`, see `better_layout`.
     """
     if layout is Layout.auto:
         layout = better_layout(batch, rows, max_tokens)

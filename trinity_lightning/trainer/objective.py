@@ -276,7 +276,7 @@ def _call(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[tuple[
     old, mask = logprobs.detach() - moved, torch.ones(2, 2, dtype=torch.bool)
     ref = logprobs.detach() - 0.3  # whatever `moved` is: a loss may depend on it, and have no ratio
     extras = {"ref_logprobs": ref, "num_computed_tokens": 4, "expert_mask": torch.zeros(2, dtype=torch.bool)}
-    extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0}
+    extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0, "pairs": torch.tensor([[0, 1]])}
     totals: dict[str, Any] = {"num_tokens": 4, "num_sequences": 2, "max_response_length": 2}
     advantages = torch.full((2, 2), advantage)
     return loss_fn(logprobs, old, mask, advantages, **totals, **accepted(loss_fn, extras)), logprobs

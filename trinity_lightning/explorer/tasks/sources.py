@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_lightning.config.stored import FILE_FORMATS, is_local
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
 
 FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 # What reasoning-gym raises for arguments that do not fit: its validation is made of assert statements.
 _REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
@@ -75,9 +75,9 @@ def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
         ConfigError: nothing there, an unknown format, split or subset, or content that cannot be read.
     """
     local = Path(path).expanduser()
-    if local.is_file() or local.suffix in FILE_FORMATS:
+    if local.is_file():
         _check_file(local)
-    elif not local.is_dir() and (path.startswith((".", "~", "/")) or path.count("/") > 1):
+    elif not local.is_dir() and is_local(path):
         raise ConfigError(_missing(local))
     import datasets  # a second to import
     from datasets.exceptions import DatasetsError
@@ -107,8 +107,6 @@ def _split_of(splits: Any, split: str) -> "Entries":
 def _check_file(file: Path) -> None:
     if file.suffix not in FILE_FORMATS:
         raise ConfigError(f"dataset '{file}' is of no known format: give one of {', '.join(FILE_FORMATS)}.")
-    if not file.is_file():
-        raise ConfigError(_missing(file))
     if file.stat().st_size == 0:
         raise ConfigError(f"dataset '{file}' is empty.")
 

@@ -240,7 +240,8 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: nothing there, an unknown format, split or field, or no entries.
         """
-        from trinity_lightning.explorer.tasks.sources import FILE_FORMATS, dataset_entries
+        from trinity_lightning.config.stored import FILE_FORMATS
+        from trinity_lightning.explorer.tasks.sources import dataset_entries
 
         entries = dataset_entries(str(path), split, subset)
         last = Path(path)
