@@ -220,19 +220,48 @@ def test_an_error_that_reads_like_sigterm_is_none() -> None:
 
 
 def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that waits is heard of, however long it waits."""
+    """One that waits is heard of, however long it waits; one that is in no round yet, and reads, is waited for."""
     monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(ranks_module, "SILENT_SECONDS", 1.0)
+    passed = []
 
     def work(ranks: Ranks) -> None:
         if ranks.rank == 0:
-            rolling_out(ranks, 1.5)
+            for what in ("reads", "waits"):
+                rolling_out(ranks, 1.3)
+                passed.append(what)
+                if what == "reads":
+                    ranks.exchange(None)
+            rolling_out(ranks)
+        time.sleep(1.5)
+        ranks.exchange(None)
+        beat, cut_off = ranks._beat, time.monotonic() + 1.5
+        monkeypatch.setattr(ranks, "_beat", lambda: beat() if time.monotonic() < cut_off else None)
         ranks.exchange(None, patient=True)
-        rolling_out(ranks)  # rank 1 is in no round
 
     error = together(work, size=2)[0]
+    assert passed == ["reads", "waits"]
     assert isinstance(error, RankError)
     assert str(error) == "rank 1 did not answer for 1 s: killed, or cut off."
+
+
+def test_what_another_rank_fails_by_while_it_serves_the_last_call_ends_both() -> None:
+    """Rank 0 saves a run that an error of rank 1 ended, which has no room for its share either."""
+
+    def serve(name: str, arguments: tuple[Any, ...]) -> None:
+        raise OSError("disk full")
+
+    def work(ranks: Ranks) -> None:
+        ranks.serve = serve
+        if ranks.rank == 1:
+            raise ValueError("broken")
+        with pytest.raises(RankError, match="ValueError: broken"):
+            ranks.exchange(None)
+        ranks.call("write", saving=True)
+        ranks.exchange(None, at="the end of a checkpoint")
+
+    saving, broken = together(work, size=2)
+    assert (str(saving), str(broken)) == ("rank 1: OSError: disk full", "broken")
 
 
 def test_errors_of_several_ranks_at_once_keep_their_own() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from support.policy import Gradients, Prepare, batch_of, fit, groups, local, make_experiences, make_policy, whole
 from support.runs import Commands
+from trinity_lightning.common import shard_files
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
@@ -227,6 +228,7 @@ MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, an
 
 
 PLACES = ("between items", "within one")
+FULL = ((0, 1), (0, 2), (1, 1), (1, 2))  # which rank's disk is full, and for how many checkpoints
 
 
 class Fails(L.Callback):
@@ -246,13 +248,33 @@ class Fails(L.Callback):
         raise TrinityError(f"broken on purpose on {self.rank}")
 
 
-def failed(folder: Path, rank: int, place: str, **trainer: Any) -> dict[str, Any]:
-    """What this process raises if that rank fails, and what it has of the policy then; rank 0 saves."""
+class Fills(L.Callback):
+    """Saves a checkpoint after each item; from the second on, that rank finds the disk full so many times."""
+
+    def __init__(self, folder: Path, rank: int, times: int) -> None:
+        self.target = folder / "last.ckpt"
+        self.rank = rank
+        self.times = times
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.rank:
+            shard_files._Writer.write_data = self._write_data  # type: ignore[method-assign]
+        trainer.save_checkpoint(self.target)
+
+    def _write_data(self, plan: Any, planner: Any) -> Any:
+        self.times -= 1
+        if self.times == 0:
+            del shard_files._Writer.write_data  # torch's own again
+        raise OSError("disk full")
+
+
+def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
+    """What this process raises if a rank fails so, and what it has of the policy then; rank 0 saves."""
     saves = [] if os.environ["RANK"] != "0" else [StopCheckpoint(folder)]
     policy = make_policy(optimizer=SMOOTH)
     try:
-        fit(policy, [batch_of(each) for each in ragged()], Fails(rank, place), *saves, **trainer)
-    except TrinityError as error:
+        fit(policy, [batch_of(each) for each in ragged()], fails, *saves, **trainer)
+    except (TrinityError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}", "held": held(policy)}
     return {"error": None}
 
@@ -395,9 +417,12 @@ def _main(file: str) -> None:
         here = {name: case for name, case in cases.items() if (way, name) != ("fsdp2", ADAPTERS)}
         found[way] = {name: case(**settings(way)) for name, case in here.items()}
         for rank, place in product(range(RANKS), PLACES):
-            error = failed(folder / f"{way}-{rank}-{place}", rank, place, **settings(way))
+            error = failed(folder / f"{way}-{rank}-{place}", Fails(rank, place), **settings(way))
             found[way][f"rank {rank} fails {place}"] = error
-    found["folder"] = {"rank 1 fails": failed(folder / "folder-fails", 1, PLACES[0], **settings("folder"))}
+    found["folder"] = {"rank 1 fails": failed(folder / "folder-fails", Fails(1, PLACES[0]), **settings("folder"))}
+    for rank, times in FULL:
+        name = f"full-{rank}-{times}"
+        found["folder"][name] = failed(folder / name, Fills(folder / name, rank, times), **settings("folder"))
     for work in (write_first, write_again):
         for way in WAYS:
             work(folder, way)

@@ -17,6 +17,7 @@ from support.replicas import (
     ADAPTERS,
     CASES,
     DTYPES,
+    FULL,
     MORE,
     PAIRS,
     PLACES,
@@ -196,6 +197,20 @@ def test_a_rank_that_fails_leaves_a_checkpoint_in_shards(found: Found, folder: P
     in_one_file = torch.load(folder / f"fsdp2-1-{PLACES[0]}" / "interrupted.ckpt", weights_only=True)
     for part in ("state_dict", "optimizer_states", "global_step"):
         torch.testing.assert_close(saved[part], in_one_file[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rank", "times"), FULL)
+def test_a_full_disk_ends_all_with_its_message_and_the_checkpoints_that_there_was_room_for(
+    found: Found, folder: Path, rank: int, times: int
+) -> None:
+    name = f"full-{rank}-{times}"
+    errors = [each["folder"][name]["error"] for each in found]
+    assert errors.pop(rank) == "OSError: disk full"
+    assert errors == [f"RankError: rank {rank}: OSError: disk full"]
+    steps = {"last.ckpt": 1} | ({"interrupted.ckpt": 2} if times == 1 else {})
+    read = AtomicCheckpointIO().load_checkpoint
+    there = {each.name: read(each, weights_only=True)["global_step"] for each in (folder / name).iterdir()}
+    assert there == steps
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

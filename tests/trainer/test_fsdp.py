@@ -42,7 +42,7 @@ def test_nothing_is_saved_without_the_share_of_a_process_that_died() -> None:
 
 def test_a_thread_that_still_sends_weights_when_the_run_has_failed_is_refused() -> None:
     shards = object.__new__(Shards)
-    shards._asking, shards._thread = threading.Lock(), -1  # another's
+    shards._asking, shards._thread = threading.RLock(), -1  # another's
     shards.module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
     with pytest.raises(WeightSyncError, match="not sent any further"):
         shards.gather("model.norm.weight")

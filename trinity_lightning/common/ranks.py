@@ -22,7 +22,7 @@ CAUSE_SECONDS = 1.0
 BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
 BEAT_SECONDS = 5.0  # between two beats of a rank that waits for rank 0
 SILENT_SECONDS = 30.0  # without a beat, and rank 0, which rolls out, ends the run
-FAILED, BEATS = "failed", "beats"  # in the store: the failure that came first; beats of each rank
+FAILED, BEATS = "failed", "beats"  # in the store: the failure that came first; the last beat of each rank
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,10 @@ class Ranks(Alone):
     serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
-    _beaten: float = 0.0  # when this rank last sent a beat, or rank 0 last looked for some
-    _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank 0's: beats of others, and since when
+    _rounds: int = 0  # begun, the same on all ranks but for those that wait for others
+    _beaten: float = 0.0  # when this rank last sent a beat
+    _looked: float = 0.0  # when rank 0 last looked for beats
+    _heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # rank 0's: others' last beats, and since when
 
     def failure(self) -> RankError | None:
         """Why the run has to end, if another rank has said so, or has died: on another machine, SILENT_SECONDS ago."""
@@ -150,17 +152,31 @@ class Ranks(Alone):
         if self._ended:
             return
         self._ended = True
+        failure = None if self._known else self._failure_by(error)
+        if failure is not None:
+            self._report(failure)
         try:
-            if not self._known:
-                failure = Failure(self.rank, f"{type(error).__name__}: {error}".removesuffix(": "))
-                if isinstance(error, SystemExit) and self.terminated():
-                    failure = self._sigterm
-                self._report(failure)
-                self._served(self._round((None, failure, ""), PATIENCE if self.rank else self.timeout))
-            while self._served(self._round((None, None, ""), self.timeout)):
-                pass
+            ended = False  # rank 0, which has nothing to say any more
+            while not ended:
+                answers = self._round((None, failure, ""), PATIENCE if failure and self.rank else self.timeout)
+                failure, ended = self._attempt(answers), answers[0][1:] == (None, "")
         except RankError:
             return  # another process has ended: there is nobody to tell
+
+    def _attempt(self, answers: Sequence[Answer]) -> Failure | None:
+        """Serve rank 0, which may wait for this rank: what that failed by, for the next round."""
+        try:
+            self._served(answers)
+        except RankError:
+            raise
+        except Exception as error:  # a full disk, say
+            return self._failure_by(error)
+        return None
+
+    def _failure_by(self, error: BaseException) -> Failure:
+        if isinstance(error, SystemExit) and self.terminated():
+            return self._sigterm
+        return Failure(self.rank, f"{type(error).__name__}: {error}".removesuffix(": "))
 
     @property
     def _sigterm(self) -> Failure:
@@ -177,19 +193,25 @@ class Ranks(Alone):
         if self.rank > 0 and self.store is not None and time.monotonic() > self._beaten + BEAT_SECONDS:
             self._beaten = time.monotonic()
             with contextlib.suppress(RuntimeError):  # as above
-                self.store.add(f"{BEATS}/{self.rank}", 1)
+                self.store.set(f"{BEATS}/{self.rank}", f"{self._rounds} {self._beaten}")
 
     def _silent(self) -> str | None:
-        """Which ranks have not sent a beat for SILENT_SECONDS while rank 0 rolled out and they had to wait for it."""
+        """Which ranks have not sent a beat for SILENT_SECONDS since they began to wait for rank 0, which rolls out.
+
+        One that has not come to the next round yet sends none: it computes, or reads a checkpoint.
+        """
         now = time.monotonic()
-        if self.rank > 0 or now < self._beaten + BEAT_SECONDS:
+        if self.rank > 0 or now < self._looked + BEAT_SECONDS:
             return None
-        self._beaten, heard = now, self._heard
+        self._looked, silent = now, []
         for rank in range(1, self.size):
-            beats = self.store.add(f"{BEATS}/{rank}", 0)
-            if beats != heard.get(rank, (None, now))[0]:
-                heard[rank] = beats, now
-        silent = [f"rank {rank}" for rank, (_, since) in heard.items() if now > since + SILENT_SECONDS]
+            key = f"{BEATS}/{rank}"
+            beat = self.store.get(key) if self.store.check([key]) else b""
+            if beat != self._heard.get(rank, (b"", now))[0]:
+                self._heard[rank] = beat, now
+            waits = beat.startswith(b"%d " % (self._rounds + 1))
+            if waits and now > self._heard[rank][1] + SILENT_SECONDS:
+                silent.append(f"rank {rank}")
         return f"{', '.join(silent)} did not answer for {SILENT_SECONDS:g} s: killed, or cut off." if silent else None
 
     def _served(self, answers: Sequence[Answer]) -> bool:
@@ -205,7 +227,7 @@ class Ranks(Alone):
     def _round(self, answer: Answer, timeout: timedelta) -> list[Answer]:
         data = pickle.dumps(answer)
         place = answer[2] or "its end"
-        self._heard = {}  # nobody sends beats while it computes
+        self._rounds += 1
         lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout, place)]
         answers = self._gathered(_padded(data, max(lengths)), self.timeout, place)
         return [_unpickled(each[:length]) for each, length in zip(answers, lengths, strict=True)]

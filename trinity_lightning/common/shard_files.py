@@ -9,7 +9,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,8 +44,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         put_in_place(temporary, target)
-    finally:
-        remove(temporary)
+    except BaseException:
+        with suppress(OSError):  # others may still write there; why this one failed is what matters
+            remove(temporary)
+        raise
 
 
 def write(folder: Path, shares: Mapping[str, Tensor], ranks: Ranks) -> None:

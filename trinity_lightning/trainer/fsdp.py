@@ -194,7 +194,8 @@ class Shards(Replicas):
         self._order: list[str] = []  # names of the optimizer's parameters
         self._mesh, self._host = _Mesh(ranks, device), _Mesh(ranks, torch.device("cpu"))
         self._saved: list[Tensor] = []  # of the drill
-        self._asking, self._thread = threading.Lock(), threading.get_ident()
+        # Reentrant: a rank that writes serves rank 0, which could not and writes another checkpoint.
+        self._asking, self._thread = threading.RLock(), threading.get_ident()
         self._used: set[Any] = set()  # models that have begun a pass
         self._trained: set[str] = set()  # parameters that a pass of this optimizer batch had a gradient of
         self._watched: set[int] = set()  # what those gradients are of, while it is whole
