@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def drawn(kills: int, steps: int) -> list[Kill]:
 def finished(commands: Commands, folder: Path, *arguments: str) -> dict[str, torch.Tensor]:
     """The weights that a run has in the end."""
     done = commands(folder, *RUN, *arguments)
-    assert done.returncode == 0, done.stdout[-4000:]
+    require(done.returncode == 0, done.stdout)
     return load_file(only(folder, "outputs/run/*/model/model.safetensors"))
 
 
@@ -85,46 +86,67 @@ def process_of(kill: Kill, commands: Commands, run: Forked) -> psutil.Process | 
 
 
 def outcome(commands: Commands, folder: Path, kill: Kill, steps: int, expected: dict[str, torch.Tensor]) -> str:
-    """What came of a run that was disturbed, and resumed unless it went on; an AssertionError if anything is lost."""
+    """What came of a run that was disturbed, and resumed unless it went on; a RuntimeError if anything is lost."""
     folder.mkdir()
     run = commands.start(folder, *RUN, *kill.arguments, f"steps={steps}")
+    try:
+        return judged(commands, folder, kill, steps, expected, run)
+    finally:
+        family = commands.at_work()
+        run.kill()
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def judged(
+    commands: Commands, folder: Path, kill: Kill, steps: int, expected: dict[str, torch.Tensor], run: Forked
+) -> str:
+    """`outcome` of a run that is at work."""
     while steps_done(folder, "run") < kill.step and run.poll() is None:
         time.sleep(0.01)
     time.sleep(kill.seconds)
     family = commands.at_work()
     if run.poll() is not None or (victim := process_of(kill, commands, run)) is None:
-        run.wait()
+        require(run.wait() == 0, (folder / "stdout").read_text())
         return "came too late"
     victim.kill()
     goes_on = kill.victim in ("server", "Ray worker")
     code = run.wait(4 * END_SECONDS if goes_on else END_SECONDS)
     printed = (folder / "stdout").read_text()
     left = psutil.wait_procs(family, END_SECONDS)[1]
-    assert not left, f"{left} outlived the run: {printed[-4000:]}"
-    if code == 0:
-        assert same(load_file(only(folder, "outputs/run/*/model/model.safetensors")), expected), "other bits"
+    require(not left, f"{printed}\n{left} outlived the run")
+    if goes_on:
+        require(code == 0, printed)
+        require(same(load_file(only(folder, "outputs/run/*/model/model.safetensors")), expected), "other bits")
         return "went on"
-    assert kill.victim != "rank 1" or "the process of rank 1 was ended by signal 9" in printed, printed[-4000:]
+    require(code != 0, f"{printed}\nno error without {kill.victim}")
+    require(kill.victim != "rank 1" or "the process of rank 1 was ended by signal 9" in printed, printed)
     saved = any(folder.glob("outputs/run/*/checkpoints/*.ckpt"))
-    assert saved or kill.step <= 2, printed[-4000:]  # one of two steps is rolled out ahead
-    assert kill.victim == "rank 0" or not saved or "Resume with" in printed, printed[-4000:]
+    require(saved or kill.step <= 2, printed)  # one of two steps is rolled out ahead
+    require(kill.victim == "rank 0" or not saved or "Resume with" in printed, printed)
     resume = ("ckpt_path=last",) if saved else ()
     found = finished(commands, folder, *kill.arguments, f"steps={steps}", *resume)
-    assert same(found, expected), "other bits"
+    require(same(found, expected), "other bits")
     return "resumed" if saved else "begun again"
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Whether two models have the same bits."""
-    return all(torch.equal(found[name], value) for name, value in expected.items())
+    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def require(holds: bool, printed: str) -> None:
+    """A RuntimeError with the end of what was printed, unless this holds."""
+    if not holds:
+        raise RuntimeError(printed[-4000:])
 
 
 def main(kills: int, steps: int, part: slice) -> None:
     """Print the line."""
     outcomes: dict[str, Counter[str]] = {victim: Counter() for victim in VICTIMS}
     chosen = list(enumerate(drawn(kills, steps)))[part]
-    commands = Commands()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, closing(Commands()) as commands:
         expected = {}
         for trainer in {kill.trainer for _, kill in chosen}:
             (whole := Path(folder) / trainer).mkdir()
@@ -133,7 +155,6 @@ def main(kills: int, steps: int, part: slice) -> None:
             came = outcome(commands, Path(folder) / str(number), kill, steps, expected[kill.trainer])
             print(f"{number}: {kill}: {came}", file=sys.stderr, flush=True)
             outcomes[kill.victim][came] += 1
-    commands.close()
     print(json.dumps({"benchmark": "rank_faults", "kills": len(chosen), "steps": steps, "outcomes": outcomes}))
 
 

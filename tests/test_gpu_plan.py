@@ -12,7 +12,7 @@ from trinity_lightning import gpu_plan
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import REFERENCE, Rollouts, plan
 from trinity_lightning.common.model_memory import Training
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep, SynchronizerConfig
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.config.schema import BufferConfig, ExplorerConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, KLConfig, ModelConfig, WeightDtype
 from trinity_lightning.errors import ConfigError
@@ -50,28 +50,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
-
-
-@pytest.mark.parametrize(
-    ("engine", "synchronizer", "method"),
-    [
-        ({}, {}, "auto"),  # memory
-        ({"name": "vllm_server"}, {}, "ipc"),
-        ({"name": "vllm_server", "gpus": [0]}, {}, "ipc"),
-        ({"name": "vllm_server", "gpus": [1]}, {}, "auto"),  # a folder
-        ({"name": "vllm_server", "urls": ["http://node7:8000"]}, {}, "auto"),
-        ({"name": "vllm_server"}, {"method": "checkpoint"}, "checkpoint"),
-        ({"name": "vllm_server"}, {"folder": "weights"}, "auto"),
-        ({"name": "vllm_server", "args": {"worker_extension_cls": "my.Extension"}}, {}, "auto"),
-    ],
-)
-@pytest.mark.usefixtures("gpu")
-def test_servers_on_the_trainers_gpu_share_its_memory(
-    engine: dict[str, Any], synchronizer: dict[str, Any], method: str
-) -> None:
-    run = replace(config(**engine), synchronizer=SynchronizerConfig(**synchronizer))
-    planned, _ = with_memory_plan(replace(run, algorithm=AlgorithmConfig()))
-    assert planned.synchronizer.method == method
 
 
 @pytest.mark.usefixtures("gpu")

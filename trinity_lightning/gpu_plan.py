@@ -22,7 +22,6 @@ from trinity_lightning.common.memory_plan import (
 )
 from trinity_lightning.common.model_memory import ModelShape, Training
 from trinity_lightning.config.engines import (
-    SET_BY,
     TRAINER_GPU,
     EngineConfig,
     EngineDtype,
@@ -132,17 +131,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
     rollouts = replace(rollouts_of(config), beside=beside)
     found = plan(shape, training, rollouts, gpus.free, gpus.host)
-    synchronizer = replace(config.synchronizer, method=sync_method(config))
-    return replace(config, engine=planned_engine(engine, found, gpus.total), synchronizer=synchronizer), found
-
-
-def sync_method(config: TrainConfig) -> str:
-    """What synchronizer.method=auto stands for with an engine on the trainer's GPU: servers share its memory."""
-    method, taken = config.synchronizer.method, set(SET_BY["ipc"]) & set(config.engine.args)
-    can = capabilities_of(config.engine.name)
-    if method != AUTO or "ipc" not in can.sync_methods or config.synchronizer.folder is not None or taken:
-        return method
-    return "ipc"
+    return replace(config, engine=planned_engine(engine, found, gpus.total)), found
 
 
 def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:

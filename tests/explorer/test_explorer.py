@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -475,6 +476,33 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
     asyncio.run(again.engines.restore())
     assert fresh.model_version == 2
     assert asyncio.run(again.get_weight("w")).tolist() == [0, 0]
+
+
+def test_a_copy_is_made_beside_the_event_loop_and_ends_with_the_syncs_time() -> None:
+    explored = Explorer(ExplorerConfig(sync_offset=1), [FakeModel()], source())
+    threads: list[threading.Thread] = []
+    late, read = threading.Event(), threading.Event()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        threads.append(threading.current_thread())
+        yield "a", torch.ones(1)
+        late.wait(30)
+        yield "b", torch.ones(1)
+        read.set()
+
+    async def body() -> None:
+        explored.engines.source = lambda: WeightStream({"a": (1,), "b": (1,)}, gathered)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(explored.sync_weight(1), 0.1)
+        late.set()
+        threads[0].join(30)
+        assert not read.is_set()  # what is read after the sync's end might be trained again
+        await explored.sync_weight(2)
+        assert (await explored.get_weight("b")).tolist() == [1]
+        assert len(threads) == 2  # each weight is put together once a sync
+        assert threading.current_thread() not in threads
+
+    running(explored, body)
 
 
 def test_an_engine_that_is_no_server_joins_no_process_group() -> None:

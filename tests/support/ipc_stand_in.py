@@ -59,4 +59,4 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
     path = os.pathsep.join([str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])])
     patch(ipc, "WORKER", "support.ipc_stand_in_worker.Extension")
     patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
-    patch(ipc, "check_device", lambda device: None)
+    patch(ipc, "check_device", lambda device, method: None)

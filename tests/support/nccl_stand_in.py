@@ -110,7 +110,7 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
 
     patch(VLLMServerEngine, "_flags", flags_with_extension)
     patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
-    patch(nccl, "check_device", lambda device: None)
+    patch(nccl, "check_device", lambda device, method: None)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, _once, announcement, check_device
+from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, _once
+from trinity_lightning.sync.servers import announcement, check_device
 from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
@@ -291,9 +292,10 @@ def test_servers_that_take_weights_in_different_ways(methods: list[str]) -> None
         WeightGroup(engines, torch.device("cuda"), nothing)
 
 
-def test_nccl_sends_from_no_cpu() -> None:
-    with pytest.raises(ConfigError, match="sends from a GPU, and the policy is on cpu: take synchronizer=checkpoint"):
-        check_device(torch.device("cpu"))
+@pytest.mark.parametrize("method", ["nccl", "ipc"])
+def test_nothing_is_sent_from_a_cpu(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"={method} sends from a GPU, and the policy is on cpu: .*=checkpoint"):
+        check_device(torch.device("cpu"), method)
 
 
 @pytest.mark.usefixtures("needs_vllm")

@@ -457,15 +457,17 @@ class Explorer:
         master_port: int | None = None,
         state_dict_meta: Iterable[tuple[str, Any, Sequence[int]]] | None = None,
     ) -> None:
-        """Connect the trainer with every worker of every server: syncs go that way from then on.
+        """Connect the trainer with every server by the method it was started for, NCCL or IPC, for all later syncs.
 
         Args:
-            master_address, master_port: not needed: NCCL finds its own, on the interface that NCCL_SOCKET_IFNAME names.
+            master_address, master_port: not needed: NCCL finds its own, on the interface that NCCL_SOCKET_IFNAME names,
+                and IPC has none.
             state_dict_meta: name, dtype and shape of each weight that will be sent, to be checked now; the dtype is
                 the engine's, not the one given here.
 
         Raises:
-            ConfigError: an engine is no server that was started with `nccl`, or the trainer's weights are on a CPU.
+            ConfigError: an engine is no server that was started with `nccl` or `ipc`, or the trainer's weights are on a
+                CPU.
             WeightSyncError: the weights do not fit the servers, or a server did not join.
             RuntimeError: `prepare` was given no weights.
         """

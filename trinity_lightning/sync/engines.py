@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.values import nearest
 from trinity_lightning.sync.stream import Shape, WeightStream, while_sent
 
@@ -34,6 +35,11 @@ E = TypeVar("E", bound=PolicyEngine)
 def shares_weights(models: Iterable[HeldModel]) -> bool:
     """Whether any of these engines generates with the trainer's own weights: there are no older ones to give it."""
     return any(model.capabilities.shares_weights for model in models)
+
+
+def _copy(stream: WeightStream) -> WeightStream:
+    """The same tensors in the host's memory, which later training leaves as they are."""
+    return WeightStream.of({name: tensor.to("cpu", copy=True) for name, tensor in stream}.items())
 
 
 class PolicyEngines(Generic[E]):
@@ -70,9 +76,8 @@ class PolicyEngines(Generic[E]):
             from trinity_lightning.sync.nccl import WeightGroup as Group
 
         stream = self._trainers()
-        device = next((tensor.device for _, tensor in stream), torch.device("cpu"))
         self.leave()
-        self._group = Group(self.models, device, self._present)
+        self._group = Group(self.models, stream.device, self._present)
         await self._group.form(stream.shapes if shapes is None else shapes)
 
     def leave(self) -> None:
@@ -84,9 +89,10 @@ class PolicyEngines(Generic[E]):
     async def sync(self, version: int) -> None:
         """Give every engine the trainer's present weights; RuntimeError if they are not connected."""
         stream = self._trainers()
+        if self._keeps_copy:  # first, and then sent: of a policy in shards each weight is put together once
+            with while_sent(stream) as sent:
+                stream = await run_in_thread(partial(_copy, sent))
         await self.send(stream, version)
-        if self._keeps_copy:
-            self._given = WeightStream.of({name: tensor.to("cpu", copy=True) for name, tensor in stream}.items())
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every engine these weights; a server that is started again before the next ones reads them once more."""

@@ -17,8 +17,8 @@ from torch.multiprocessing import reductions
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
-from trinity_lightning.sync.nccl import Server, announcement, servers_of
+from trinity_lightning.errors import RolloutError, WeightSyncError
+from trinity_lightning.sync.servers import Server, announcement, check_device, servers_of
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 BACKEND = "trinity_ipc"  # what vLLM calls its receiving end
@@ -133,7 +133,7 @@ class SharedMemory:
         self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
     ) -> None:
         self._servers = servers_of(models, "ipc")
-        check_device(device)
+        check_device(device, "ipc")
         self._device = device
         self._held = held
 
@@ -175,14 +175,6 @@ class SharedMemory:
 
     def close(self) -> None:
         """There is nothing to leave."""
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse weights that are in no GPU's memory; a ConfigError."""
-    if device.type != "cuda":
-        raise ConfigError(
-            f"synchronizer=ipc shares memory of a GPU, and the policy is on {device}: take synchronizer=checkpoint."
-        )
 
 
 async def _updates(

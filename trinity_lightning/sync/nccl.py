@@ -2,16 +2,17 @@
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
+from trinity_lightning.errors import RolloutError, WeightSyncError
+from trinity_lightning.sync.servers import Server, announcement, check_device, servers_of
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 
@@ -90,48 +91,6 @@ class NCCLGroup:
 END_SECONDS = 1.0  # for a server to say why, if the sender has only seen a connection end
 
 
-class Server(Protocol):
-    """A vLLM server that can be sent weights, as `VLLMServerEngine` is one."""
-
-    sync_method: str
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]: ...
-
-    async def load(self) -> None: ...
-
-    async def workers(self) -> int: ...
-
-    async def join_group(self, invitation: Mapping[str, Any]) -> None: ...
-
-    async def receive_weights(
-        self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
-    ) -> None: ...
-
-
-def servers_of(models: Sequence[InferenceModel], method: str) -> list[Server]:
-    """The servers, which were all started to be sent weights by that method; a ConfigError if one was not."""
-    servers: list[Any] = [model for model in models if getattr(model, "sync_method", None) == method]
-    if not servers or len(servers) < len(models):
-        raise ConfigError(
-            f"weights are sent to servers that were started for it: engine=vllm_server with synchronizer={method}. In "
-            "this process weights go by memory, to other servers as a folder."
-        )
-    return servers
-
-
-def announcement(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Any]:
-    """What vLLM's requests say of tensors that are sent in that dtype."""
-    return {
-        "names": list(shapes),
-        "dtype_names": [str(dtype).removeprefix("torch.")] * len(shapes),
-        "shapes": [list(shape) for shape in shapes.values()],
-    }
-
-
 class WeightGroup:
     """The trainer, which sends, and every worker of some vLLM servers, which receive.
 
@@ -154,7 +113,7 @@ class WeightGroup:
         self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
     ) -> None:
         self._servers = servers_of(models, "nccl")
-        check_device(device)
+        check_device(device, "nccl")
         self._device = device
         self._held = held
         self._group: NCCLGroup | None = None
@@ -245,14 +204,6 @@ class WeightGroup:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse to send from where NCCL cannot; a ConfigError."""
-    if device.type != "cuda":
-        raise ConfigError(
-            f"synchronizer=nccl sends from a GPU, and the policy is on {device}: take synchronizer=checkpoint."
-        )
 
 
 async def _once(update: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

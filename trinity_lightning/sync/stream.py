@@ -19,6 +19,7 @@ from trinity_lightning.errors import ConfigError, WeightSyncError
 
 Shape = tuple[int, ...]
 
+CPU = torch.device("cpu")
 MAX_LISTED = 8
 _POLICY = "model."  # PolicyModule.model
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
@@ -31,10 +32,12 @@ class WeightStream:
     Attributes:
         shapes: shape of each tensor by its Hugging Face checkpoint name, in the order sent.
         tensors: starts the stream: yields each (name, tensor) once.
+        device: where they come from.
     """
 
     shapes: Mapping[str, Shape]
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    device: torch.device = CPU
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
@@ -204,12 +207,12 @@ def as_checkpoint(
         model: the Hugging Face model whose names they have; its own weights are not read.
         read: the tensor of a name, when its turn comes to be sent; None: as they are.
     """
-    groups = _layers(tensors)
+    groups, device = _layers(tensors), next(iter(tensors.values())).device
     take = read or (lambda name: tensors[name].detach())
     conversions = _conversions(model)
     if not conversions:  # of nearly all models
         shapes = {name: tuple(tensors[name].shape) for names in groups for name in names}
-        return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes))
+        return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
     plain = copy.copy(model)
     plain._weight_conversions = conversions
     shapes = _shapes(tensors, groups, plain)
@@ -220,7 +223,7 @@ def as_checkpoint(
         for names in groups:
             yield from _reverted({name: take(name) for name in names}, plain).items()
 
-    return WeightStream(shapes, stream)
+    return WeightStream(shapes, stream, device)
 
 
 def _conversions(model: Any) -> list[Any]:
