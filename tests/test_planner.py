@@ -191,6 +191,16 @@ def test_a_run_on_stored_experiences_has_its_trainer_alone(device: tuple[str, ..
     assert not {"plan.rollout_share", "plan.bandwidth_gb", "plan.sync_gb"} & found.assumed.keys()
 
 
+def test_pairs_of_a_dataset_have_two_rows_each_and_a_reference() -> None:
+    lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
+    given = ("buffer.path=org/name", "buffer.batch_size=12", *CPU, *lengths)
+    found = planned(*given, "algorithm.layout=padded", recipe="dpo")
+    assert REFERENCE in found.shares[0].memory.training
+    assert found.tokens["computed by training"] == 12 * 2 * 65
+    assert "buffer.dataset.max_length" in found.assumed
+    assert "buffer.dataset.max_length" not in planned(*given, "buffer.dataset.max_length=65", recipe="dpo").assumed
+
+
 def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
     one = planned(*CPU)
     two = planned(

@@ -342,7 +342,7 @@ class Step:
 
 
 def step_of(run: TrainConfig, asked: PlanConfig) -> Step:
-    """The rows of a step; of stored experiences it is not known which share a prompt.
+    """The rows of a step; of stored experiences that are no pairs it is not known which share a prompt.
 
     Raises:
         ConfigError: a prompt and a response together are longer than the context.
@@ -355,7 +355,7 @@ def step_of(run: TrainConfig, asked: PlanConfig) -> Step:
             f"not fit into engine.max_model_len={context}."
         )
     if not run.buffer.has_rollouts:
-        return Step(run.buffer.batch_size, 1, prompt, response)
+        return Step(run.buffer.batch_size, 2 if Objective(run.algorithm).pairs else 1, prompt, response)
     return Step(run.explorer.batch_size, run.explorer.repeat_times, prompt, response)
 
 
