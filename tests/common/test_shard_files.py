@@ -1,10 +1,11 @@
 """Checkpoints that several ranks write their shares of, and that any number of them reads."""
 
 import pickle
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.common.shard_files import new_folder, places_of, read, without_shards, write
-from trinity_lightning.config.checkpoints import REST, checkpoints_in
+from trinity_lightning.config.checkpoints import HASH, METADATA, REST, check_whole, checkpoints_in, hash_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.fsdp import _Mesh
 
@@ -71,7 +72,7 @@ def save(target: Path, tensors: list[Tensor], size: int) -> None:
 
         with ThreadPoolExecutor(size) as pool:
             list(pool.map(work, Meeting(size).ranks()))
-        torch.save(without_shards(checkpoint_of(tensors, 0, size)), folder / REST)
+        torch.save(without_shards(checkpoint_of(tensors, 0, size)) | {HASH: hash_of(folder)}, folder / REST)
 
 
 def some_tensors() -> list[Tensor]:
@@ -182,12 +183,17 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def forge(folder: Path) -> None:
+    (folder / METADATA).write_bytes(pickle.dumps(Evil()))
+    torch.save(torch.load(folder / REST) | {HASH: hash_of(folder)}, folder / REST)
+
+
 DAMAGE = {
     "a flipped byte": (lambda folder: flip(folder / "__1_0.distcp"), "is damaged"),
     "a file that ends early": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"), "cannot be read"),
     "a file that is gone": (lambda folder: (folder / "__1_0.distcp").unlink(), "No such file"),
     "no metadata": (lambda folder: (folder / ".metadata").write_bytes(b""), "cannot be read"),
-    "code": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())), "may not name builtins.print"),
+    "code": (forge, "may not name builtins.print"),
 }
 
 
@@ -201,3 +207,26 @@ def test_damage_is_refused_and_no_code_is_run(tmp_path: Path, damage: str, capsy
         whole(path, contents(path))
     assert str(path) in str(error.value)
     assert not capsys.readouterr().out
+
+
+def test_a_byte_of_the_metadata_that_was_flipped_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    save(path, some_tensors(), 2)
+    check_whole(path)
+    there, found = (path / METADATA).read_bytes(), contents(path)
+    for at in range(0, len(there), 7):
+        (path / METADATA).write_bytes(there[:at] + bytes([there[at] ^ 1]) + there[at + 1 :])
+        for use in (check_whole, lambda path: whole(path, found)):
+            with pytest.raises(ConfigError, match=r"\.metadata is not as it was written"):
+                use(path)
+
+
+def test_what_cannot_be_removed_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank still writes to the folder."""
+
+    def refused(path: Path) -> NoReturn:
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with pytest.raises(OSError, match="disk full"):
+        fill_half(tmp_path / "it.ckpt")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from support.replicas import (
 )
 from support.runs import Commands
 
+from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import checkpoint_weights
 from trinity_lightning.trainer import ddp
@@ -301,3 +303,37 @@ def test_the_process_that_was_killed_is_named_before_those_that_followed() -> No
     assert launcher.lost() == (
         "the process of rank 2 was ended by signal 9 (out of memory?); the process of rank 1 ended with exit code 1."
     )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(tmp_path: Path, there: bool) -> None:
+    folders = [tmp_path / str(rank) for rank in range(RANKS)]
+    if there:
+        folders[0].mkdir()
+    name = ""
+
+    class Of(Ranks):
+        def broadcast(self, value: Any, source: int = 0) -> Any:
+            nonlocal name
+            name = value
+            return value
+
+        def exchange(self, value: Any, patient: bool = False, at: str = "") -> list[Any]:
+            return [value, (str(folders[1]), (folders[1] / name).exists())]
+
+    with pytest.raises(ConfigError, match=f"is {folders[0]} on rank 0, and rank 1 has {folders[1]}"):
+        check_folder(folders[0], Of(0, RANKS))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be written to .* give another one"):
+        check_folder(tmp_path / "file" / "run", Ranks(0, RANKS))
+
+
+def check_folder(folder: Path, ranks: Ranks) -> None:
+    """What rank 0 does when it meets the others."""
+    strategy: Any = ddp.ReplicaStrategy()
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(default_root_dir=folder))
+    strategy.ranks = ranks
+    strategy._check_folder()

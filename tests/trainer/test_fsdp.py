@@ -1,6 +1,7 @@
 """A policy in shards, as far as one process shows it; what several do is in test_ddp.py."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -56,3 +57,38 @@ def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
     shards._parameters = {"weight": SimpleNamespace(to_local=lambda: policy)}
     held: Any = SimpleNamespace(shape=(4, 3), dtype=torch.float32, to_local=lambda: moment)
     assert shards.gathered(held).device.type == "meta"
+
+
+def test_only_passes_with_gradients_of_the_policy_are_counted() -> None:
+    policy, reference = (SimpleNamespace(token_logprobs=lambda function: ()) for _ in range(2))
+    shards: Any = object.__new__(Shards)
+    shards.module, shards._passes_left = SimpleNamespace(policy=policy), 1
+    shards._used = SimpleNamespace(add=lambda model: None)
+    shards.logprobs(None, reference)
+    with torch.no_grad():
+        shards.logprobs(None, policy)
+    assert shards._passes_left == 1
+    shards.logprobs(None, policy)
+    assert shards._passes_left == 0
+
+
+@pytest.mark.parametrize("name", ["perturb", "restore"])
+def test_a_drill_waits_for_a_thread_that_still_sends(name: str) -> None:
+    """And takes its noise back although another rank has failed: the weights may be saved."""
+    original, held = torch.ones(3), torch.zeros(3)
+    shards: Any = object.__new__(Shards)
+    shards._asking, shards._used, asked = threading.RLock(), set(), threading.Event()
+    shards._saved, shards._parameters = [original], {"weight": SimpleNamespace(to_local=lambda: held)}
+
+    def on_all_ranks(name: str, *arguments: Any) -> NoReturn:
+        asked.set()
+        raise RankError("rank 1: broken")
+
+    shards.on_all_ranks = on_all_ranks
+    with ThreadPoolExecutor(1) as pool:
+        with shards._asking:
+            drill = pool.submit(getattr(shards, name), *([0.1] if name == "perturb" else []))
+            assert not asked.wait(0.2)
+        with pytest.raises(RankError, match="broken"):
+            drill.result(10)
+    assert torch.equal(held, original) is (name == "restore")

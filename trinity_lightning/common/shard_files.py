@@ -1,8 +1,8 @@
 """Checkpoints in shards, in the format of `torch.distributed.checkpoint`: each process writes and reads its own rows.
 
-A folder has the tensors in `*.distcp`, where they are in `.metadata`, and in REST the checkpoint as one device writes
-it, with a tensor on the meta device in place of each of those. They are found by their places in it, such as
-"state_dict.model.norm.weight".
+A folder has the tensors in `*.distcp`, where they are in `.metadata`, and in REST the hash of `.metadata` and the
+checkpoint as one device writes it, with a tensor on the meta device in place of each of those. They are found by their
+places in it, such as "state_dict.model.norm.weight".
 """
 
 import io
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_lightning.common.files import put_in_place, remove
 from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.config.checkpoints import METADATA, check_metadata
 from trinity_lightning.errors import ConfigError
 
 # All that `.metadata`, a pickle, may import: tensors' names, shapes and places in files.
@@ -76,7 +77,8 @@ def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
     """
     planner, reader = DefaultLoadPlanner(), _Reader(folder)
     try:
-        with (folder / ".metadata").open("rb") as file:
+        check_metadata(folder)
+        with (folder / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         planner.set_up_planner(dict(targets), metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=False)

@@ -1,6 +1,7 @@
 """Which files and folders are checkpoints, which one is meant, and whether it is whole; before torch is imported."""
 
 import logging
+from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -10,8 +11,9 @@ from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# In a checkpoint that is a folder: all but the tensors that are in shards. It is written last, by Lightning's name.
-REST = "meta.pt"
+# In a checkpoint that is a folder: where the tensors in shards are, and all else, which is written last, by Lightning's
+# name, and has the former's hash.
+METADATA, REST, HASH = ".metadata", "meta.pt", "metadata_sha256"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -35,6 +37,24 @@ def check_checkpoint(config: DictConfig) -> None:
         check_whole(_newest(Path(config.output_dir)) if config.ckpt_path == "last" else Path(config.ckpt_path))
 
 
+def hash_of(folder: Path) -> str:
+    """That of a folder's METADATA, which REST has."""
+    return sha256((folder / METADATA).read_bytes()).hexdigest()
+
+
+def check_metadata(folder: Path) -> None:
+    """Refuse METADATA that is not as it was written, by its hash: it has no checksum, and torch would read less.
+
+    Raises:
+        ValueError: it is not, or there is no hash.
+        OSError: there is none.
+    """
+    with ZipFile(folder / REST) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
+        if hash_of(folder).encode() not in archive.read(name):  # a text in a pickle, whatever else it holds
+            raise ValueError(f"{METADATA} is not as it was written")
+
+
 def check_whole(path: Path) -> None:
     """Refuse what is no file that torch.save wrote, or is no longer as it was written.
 
@@ -51,6 +71,8 @@ def check_whole(path: Path) -> None:
         with ZipFile(path / REST if path.is_dir() else path) as archive:
             broken = archive.testzip()
         problem = f"its part '{broken}' is not as it was written" if broken else None
+        if path.is_dir():
+            check_metadata(path)
     except Exception as error:  # zipfile raises a dozen types, by which bytes are wrong
         problem = f"{error or type(error).__name__}".rstrip(".")
     if problem is None:

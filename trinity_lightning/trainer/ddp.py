@@ -74,16 +74,15 @@ class ReplicaStrategy(DDPStrategy):
         """Refuse ranks that do not see the folder of rank 0: checkpoints would be missed, or another run's be read.
 
         Raises:
-            ConfigError: names them.
+            ConfigError: names them, or rank 0 cannot write to the folder.
         """
         module = self.lightning_module
         if module is None:
             return
         folder = Path(module.trainer.default_root_dir)
-        marks = self.global_rank == 0 and folder.is_dir()
-        with tempfile.NamedTemporaryFile(dir=folder) if marks else nullcontext() as mark:
-            name = self.ranks.broadcast(Path(mark.name).name if mark else None)
-            found = self.ranks.exchange((str(folder), name is None or (folder / name).exists()))
+        with _mark(folder) if self.is_global_zero else nullcontext() as mark:
+            name = self.ranks.broadcast("" if mark is None else Path(mark.name).name)
+            found = self.ranks.exchange((str(folder), (folder / name).exists()))
         strange = [f"rank {rank} has {where}" for rank, (where, seen) in enumerate(found) if not seen]
         if strange:
             raise ConfigError(
@@ -178,6 +177,17 @@ class _Launcher(_SubprocessScriptLauncher):
         ended.sort(key=lambda each: each[1] > 0)
         words = "; ".join(f"the process of rank {rank} {how_it_ended(code)}" for rank, code in ended)
         return f"{words}." if words else None
+
+
+def _mark(folder: Path) -> Any:
+    """A file in the folder, which is made first; it is removed when it is closed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.NamedTemporaryFile(dir=folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of the run cannot be written to ({error}): give another one, such as hydra.run.dir=FOLDER."
+        ) from error
 
 
 def follows() -> bool:

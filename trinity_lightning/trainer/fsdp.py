@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.common.shard_files import filled, new_folder, places_of, read, without_shards, write
-from trinity_lightning.config.checkpoints import REST
+from trinity_lightning.config.checkpoints import HASH, REST, hash_of
 from trinity_lightning.config.shards import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
@@ -85,6 +85,12 @@ class ShardStrategy(ReplicaStrategy):
         if self.shards is not None:
             self.shards.hold(*self.optimizers)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """As ReplicaStrategy; what rank 0 saves then has no noise of a drill."""
+        if self.shards is not None:
+            self.shards.remove_noise()
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         """The policy moves to the host, all of it in shards."""
         if self.shards is not None:
@@ -112,7 +118,7 @@ class ShardStrategy(ReplicaStrategy):
         elif self.is_global_zero:
             with new_folder(Path(filepath).absolute()) as folder:
                 self.shards.write(folder, "optimizer_states" in checkpoint)
-                super().save_checkpoint(checkpoint, folder / REST, storage_options)
+                super().save_checkpoint(checkpoint | {HASH: hash_of(folder)}, folder / REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """A local checkpoint that stays on disk: each process reads of moments and masters its own rows."""
@@ -261,7 +267,8 @@ class Shards(Replicas):
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """As a forward pass of the sharded model, which the head is part of."""
         self._used.add(model)
-        self._passes_left -= 1
+        if model is self.module.policy and torch.is_grad_enabled():
+            self._passes_left -= 1
         return model.token_logprobs(function, *arguments)
 
     def _watch(self, prefix: str, part: Any, *arguments: Any) -> None:
@@ -397,23 +404,31 @@ class Shards(Replicas):
     @torch.no_grad()
     def perturb(self, scale: float) -> None:
         """Give every parameter its own value plus noise, on all ranks."""
-        self.on_all_ranks("perturb", scale)
-        self.reshard()
-        parameters = list(dict.fromkeys(self._parameters.values()))
-        local = [each.to_local() for each in parameters]
-        if not self._saved:
-            self._saved = [each.to("cpu", copy=True) for each in local]
-        squares = torch.stack([each.double().square().sum().cpu() for each in self._saved])
-        self.ranks.add_up([squares])
-        generator = torch.Generator(local[0].device).manual_seed(DRILL_SEED)
-        for parameter, own, original, square in zip(parameters, local, self._saved, squares, strict=True):
-            size = (square / parameter.numel()).sqrt().float().to(own.device)
-            own.copy_(original).add_(self._own(noise(parameter.shape, generator, scale, size)).to(own.dtype))
+        with self._asking:
+            self.on_all_ranks("perturb", scale)
+            self.reshard()
+            parameters = list(dict.fromkeys(self._parameters.values()))
+            local = [each.to_local() for each in parameters]
+            if not self._saved:
+                self._saved = [each.to("cpu", copy=True) for each in local]
+            squares = torch.stack([each.double().square().sum().cpu() for each in self._saved])
+            self.ranks.add_up([squares])
+            generator = torch.Generator(local[0].device).manual_seed(DRILL_SEED)
+            for parameter, own, original, square in zip(parameters, local, self._saved, squares, strict=True):
+                size = (square / parameter.numel()).sqrt().float().to(own.device)
+                own.copy_(original).add_(self._own(noise(parameter.shape, generator, scale, size)).to(own.dtype))
 
-    @torch.no_grad()
     def restore(self) -> None:
         """End the drill, on all ranks."""
-        self.on_all_ranks("restore")
+        with self._asking:
+            try:
+                self.on_all_ranks("restore")
+            finally:
+                self.remove_noise()
+
+    @torch.no_grad()
+    def remove_noise(self) -> None:
+        """Take back what `perturb` did to this rank's shares, also if another rank has failed: they may be saved."""
         if not self._saved:  # nothing was perturbed
             return
         self.reshard()
