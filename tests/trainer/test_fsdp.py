@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_a_drill_waits_for_a_thread_that_still_sends(name: str) -> None:
     original, held = torch.ones(3), torch.zeros(3)
     shards: Any = object.__new__(Shards)
     shards._asking, shards._used, asked = threading.RLock(), set(), threading.Event()
-    shards._saved, shards._parameters = [original], {"weight": SimpleNamespace(to_local=lambda: held)}
+    shards._saved, shards._parameters = [original], {"weight": Mock(to_local=lambda: held)}
 
     def on_all_ranks(name: str, *arguments: Any) -> NoReturn:
         asked.set()
