@@ -60,7 +60,7 @@ MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need
 
 # What `+recipe=grpo` starts from: the modules that its names in the table of parts stand for are imported by name, and
-# metrics.csv and what experiences are sent as by a function that every run calls.
+# metrics.csv, what experiences are sent as and layers in bfloat16 by a function that every run calls.
 DEFAULT_RUN = (
     "train",
     "build",
@@ -71,6 +71,7 @@ DEFAULT_RUN = (
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",
     "common.experience.payload",
+    "trainer.lean_layers",
 )
 MAX_DEFAULT_RUN = 9_800  # lines of code
 MAX_FILES, MAX_LINES = 180, 34_000  # of the package

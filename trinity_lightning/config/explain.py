@@ -65,7 +65,7 @@ def explain_composition(error: ValueError | OSError | RecursionError) -> str | N
     if isinstance(error, UnicodeDecodeError):
         paths = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
         return f"{paths[-1] if paths else 'a configuration file'} is no text: give a YAML file in UTF-8."
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.filename:
         return f"hydra.run.dir: cannot make the run's folder, '{error.filename}': {error.strerror}."
     return None
 

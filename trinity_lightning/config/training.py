@@ -92,8 +92,8 @@ class LoRAConfig(Section, key="model.lora"):
             raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
 
     @property
-    def scale(self) -> int:
-        """Alpha, settled."""
+    def settled_alpha(self) -> int:
+        """Alpha, or what null stands for."""
         return 2 * (self.r or 0) if self.alpha is None else self.alpha
 
 

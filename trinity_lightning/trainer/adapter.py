@@ -44,7 +44,7 @@ class Adapter:
         self._model, self._config = model, config
         self._peft = LoraConfig(
             r=config.r or 0,  # which peft refuses
-            lora_alpha=config.scale,
+            lora_alpha=config.settled_alpha,
             lora_dropout=config.dropout,
             use_rslora=config.rslora,
             target_modules=_targets(model, config.targets),

@@ -19,14 +19,15 @@ def lean_layers(model: nn.Module) -> None:
     Of a kind are layers with the same parts that take states alone and, tried on random weights, have the same results
     to the bit.
     """
-    tried: dict[tuple[type, type], bool] = {}
+    tried: dict[tuple[type, ...], bool] = {}
     for module in list(model.modules()):
         original = type(module)
         for kind in (LeanNorm, LeanFeedForward):
             if kind.has_parts_of(module):
-                if (kind, original) not in tried:
-                    tried[kind, original] = _computes_the_same(kind, module)
-                if tried[kind, original]:
+                alike = kind, original, type(getattr(module, "act_fn", None))
+                if alike not in tried:
+                    tried[alike] = _computes_the_same(kind, module)
+                if tried[alike]:
                     module.__class__ = _lean(kind, original)
 
 

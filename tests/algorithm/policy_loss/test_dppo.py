@@ -66,6 +66,7 @@ def test_certain_tokens_stay_finite(divergence):
     [
         ({"divergence": "js"}, "args.divergence 'js'"),
         ({"threshold": 0.0}, "args.threshold is 0.0; give a finite number above 0"),
+        ({"threshold": 2.0}, "args.threshold is 2.0; give a finite number above 0, at most 1"),
     ],
 )
 def test_wrong_arguments_are_refused(args, message):

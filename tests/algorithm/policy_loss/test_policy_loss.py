@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from support.losses import batch, totals_of, with_gradient
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_FN, aggregate, create_policy_loss
-from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
+from trinity_lightning.algorithm.policy_loss.policy_loss import accepted, combine_metrics
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.monitor.presentation import find_metric
 
 LOSSES = [name for name in POLICY_LOSS_FN if name != "dpo"]  # of tokens: that of pairs has tests of its own
 
@@ -38,6 +39,15 @@ def test_ppo_and_its_metrics_equal_numpy():
     for name, count in marks.items():
         assert metrics[f"pg_clipfrac_{name}"].item() == pytest.approx(count / n, abs=1e-6)
     assert metrics["pg_clipfrac"].item() == pytest.approx((marks["low"] + marks["high"]) / n, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSS_FN))
+def test_metrics_are_in_the_table_of_names(name):
+    logprobs, old, mask, advantages = (each[:4] for each in batch())
+    extras = {"ref_logprobs": old, "expert_mask": mask[:, 0]} | {"num_expert_tokens": 2, "num_expert_sequences": 1}
+    fn = create_policy_loss(name)
+    _, metrics = fn(logprobs, old, mask, advantages, **accepted(fn, extras))
+    assert [each for each in metrics if find_metric(f"actor/{each}") is None] == []
 
 
 def test_on_policy_ppo_is_reinforce():

@@ -1,5 +1,6 @@
 """DPPO: a trust region by how far the distributions lie apart, in place of PPO's range of ratios."""
 
+import math
 from typing import Unpack
 
 import torch
@@ -39,7 +40,7 @@ def dppo(
 
     Args:
         divergence: "tv" or "kl".
-        threshold: how far the distributions may lie apart; above 0, for "tv" below 1.
+        threshold: how far the distributions may lie apart, above 0; a total variation is never above 1.
         loss_agg_mode: see `aggregate`.
 
     Returns:
@@ -50,7 +51,8 @@ def dppo(
         ConfigError: an unknown divergence or mode, or a threshold out of its range.
     """
     one_of("algorithm.policy_loss.args.divergence", divergence, DIVERGENCES)
-    number("algorithm.policy_loss.args.threshold", threshold, above=0)
+    most = 1.0 if divergence == "tv" else math.inf
+    number("algorithm.policy_loss.args.threshold", threshold, above=0, most=most)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     old = old_logprobs.masked_fill(~action_mask.bool(), 0.0)
     distance = _distance(old + log_r.detach(), old, divergence)
