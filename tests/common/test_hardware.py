@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
 from trinity_lightning.common import hardware as module
-from trinity_lightning.common.hardware import forget, free_memory
+from trinity_lightning.common.hardware import HeapBound, forget, free_memory
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20
@@ -122,6 +124,17 @@ print(before - resident_gb())
 def test_free_memory_between_buffers_is_given_back() -> None:
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
     assert float(done.stdout) > 0.3
+
+
+def test_the_heap_is_trimmed_when_the_process_has_grown_by_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed_at: list[int] = []
+    now = SimpleNamespace(rss=0)
+    monkeypatch.setattr(module, "trim_heap", lambda: trimmed_at.append(now.rss))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: now)
+    heap = HeapBound()
+    for now.rss in (400, 430, 440, 445, 430, 470, 480, 400, 441):
+        heap.check()
+    assert trimmed_at == [445, 480, 441]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise")

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.alone import ALONE, Alone, ranks_of
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.hardware import TORCH_DTYPES, reuse_large_buffers, trim_heap
+from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.checkpoints import check_file
@@ -155,6 +155,7 @@ class PolicyModule(L.LightningModule):
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
+        self._heap = HeapBound()
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._settled: _Settled | None = None
@@ -365,7 +366,7 @@ class PolicyModule(L.LightningModule):
         finally:
             optimizer.zero_grad()  # not at the next step: rollouts need the memory
             if self.device.type == "cpu":
-                trim_heap()
+                self._heap.check()
         self.bad_steps_in_a_row = 0
         peak = None if self._peak is None else self._peak * self._ranks.size
         costs = step_costs(batch, parts, time.perf_counter() - start, self._size, peak)

@@ -123,9 +123,11 @@ class VLLMEngine(InProcessEngine):
         await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
 
     async def wake_up(self) -> None:
-        """Take weights and cache back to the device."""
+        """Take weights and cache back to the device; on a CPU take the memory that the trainer has freed."""
         if self._sleeps:
             await self._on_driver(self._awake)
+        elif self._loaded and self._on_cpu:
+            trim_heap()
 
     def _fall_asleep(self) -> None:
         if self._loaded and not self._asleep:
