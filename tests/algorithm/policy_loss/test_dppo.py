@@ -65,7 +65,7 @@ def test_certain_tokens_stay_finite(divergence):
     ("args", "message"),
     [
         ({"divergence": "js"}, "args.divergence 'js'"),
-        ({"threshold": 0.0}, "args.threshold is 0.0; give a finite number above 0"),
+        ({"threshold": 0.0}, "args.threshold is 0.0; give a finite number above 0, at most 1"),
         ({"threshold": 2.0}, "args.threshold is 2.0; give a finite number above 0, at most 1"),
     ],
 )
