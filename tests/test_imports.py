@@ -73,7 +73,7 @@ DEFAULT_RUN = (
     "common.experience.payload",
     "trainer.lean_layers",
 )
-MAX_DEFAULT_RUN = 9_800  # lines of code
+MAX_DEFAULT_RUN = 9_883  # lines of code
 MAX_FILES, MAX_LINES = 180, 34_000  # of the package
 
 
