@@ -67,6 +67,25 @@ def test_offline_training_and_its_resume(kept: Path, run_train: RunTrain, tmp_pa
     assert any(not torch.equal(resumed[name], before[name]) for name in before)
 
 
+def test_a_run_resumed_within_its_steps_twice_has_the_rows_of_a_whole_one(
+    kept: Path, run_train: RunTrain, tmp_path: Path
+) -> None:
+    """Its second checkpoint is written by a run that was resumed itself."""
+    each_item = ("+callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.every_n_epochs=null")
+    arguments = (*OFFLINE, f"buffer.path={kept}", "steps=4", *each_item, "callbacks.checkpoint.save_top_k=-1")
+
+    def labels() -> list[tuple[str, ...]]:
+        return [tuple(row[name] for name in ("step", "explore_step", "actor/trained_rows")) for row in rows(tmp_path)]
+
+    assert run_train(tmp_path, *arguments).returncode == 0
+    expected = labels()
+    for first in sorted(tmp_path.glob("outputs/offline/*/checkpoints/*.ckpt"))[:2]:
+        copied = shutil.copy(first, tmp_path / "first.ckpt")
+        done = run_train(tmp_path, *arguments, f"ckpt_path={copied}", f"output_dir={first.parents[1]}")
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert labels() == expected
+
+
 def test_what_is_kept_in_a_database_is_there_once_and_trained_on(run_train: RunTrain, tmp_path: Path) -> None:
     """Also the step that a run resumed from an earlier checkpoint does again."""
 

@@ -61,6 +61,11 @@ class StopCheckpoint(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on there is a state worth saving: a resumed run's is restored."""
         self._started = True
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and loop.epoch_progress.current.started == loop.epoch_progress.current.processed:
+            # Saved after the last item of an epoch: the next one begins. Lightning would not count it, and would take
+            # checkpoints within it for those of a finished epoch.
+            loop.reset_restart_stage()
         self._steps_before = _optimizer_steps_begun(trainer)
         self._loader_states = _states_of_loaders(trainer)
         self._give_back_pauses()
