@@ -73,8 +73,8 @@ DEFAULT_RUN = (
     "common.experience.payload",
     "trainer.lean_layers",
 )
-MAX_DEFAULT_RUN = 9_886  # lines of code
-MAX_FILES, MAX_LINES = 170, 32_021  # of the package
+MAX_DEFAULT_RUN = 9_887  # lines of code
+MAX_FILES, MAX_LINES = 170, 32_022  # of the package
 
 
 def room_of(module: str) -> str:

@@ -62,7 +62,8 @@ class StopCheckpoint(L.Callback):
         """From here on there is a state worth saving: a resumed run's is restored."""
         self._started = True
         loop = trainer.fit_loop
-        if loop.restarted_mid_epoch and loop.epoch_progress.current.started == loop.epoch_progress.current.processed:
+        epoch: Any = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and epoch.started == epoch.processed:
             # Saved after the last item of an epoch: the next one begins. Lightning would not count it, and would take
             # checkpoints within it for those of a finished epoch.
             loop.reset_restart_stage()
