@@ -6,7 +6,7 @@ functions take per-token tensors [b, r] of one micro-batch and return metrics th
 
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, aggregate, log_ratio, token_share
+from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, aggregate, log_ratio, peak, token_share
 from trinity_lightning.config.training import CORRECTION_LEVELS, CORRECTION_MODES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
@@ -26,7 +26,7 @@ def logprob_difference(
     difference = (old_logprobs.detach() - rollout_logprobs).abs().masked_fill(~action_mask.bool(), 0.0)
     return {
         "logprob_diff/mean": aggregate(difference, action_mask, num_tokens=num_tokens),
-        "logprob_diff/max": _max(difference),
+        "logprob_diff/max": peak(difference),
     }
 
 
@@ -79,7 +79,7 @@ def rollout_correction(
     weights = weights.masked_fill(~action_mask.bool(), 0.0)
     return weights, {
         "is_weight/mean": aggregate(weights, action_mask, num_tokens=num_tokens),
-        "is_weight/max": _max(weights),
+        "is_weight/max": peak(weights),
         "is_weight/clipfrac": token_share(outside, action_mask, num_tokens),
     }
 
@@ -114,8 +114,3 @@ def off_policy_mask(
     mean = drift.sum(-1, keepdim=True) / action_mask.sum(-1, keepdim=True).clamp(min=1)
     left_out = (mean > threshold) & (advantages < 0)
     return (~left_out).to(advantages.dtype), {"off_policy_mask/frac": token_share(left_out, action_mask, num_tokens)}
-
-
-def _max(values: Tensor) -> Tensor:
-    """The maximum of values of at least 0; 0 if there are none."""
-    return values.amax() if values.numel() else values.new_zeros(())

@@ -77,7 +77,7 @@ def trim_heap() -> None:
 class HeapBound:
     """Keeps the heap's holes from growing over a run: `check` trims it once the process has grown by a tenth.
 
-    Trimming after every step would cost a sixth of a short one: all pages that are used again are zeroed again.
+    Trimming after every step would cost a tenth of a short one: all pages that are used again are zeroed again.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What every way of sending weights to vLLM servers needs: the servers, and what they are told of the tensors."""
+"""What every way of sending weights to vLLM servers needs: the servers, and the announcement of tensors."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol

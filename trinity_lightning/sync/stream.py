@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -69,7 +69,7 @@ def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
         raise WeightSyncError("the weight sync was given up: its weights are not read any further.")
 
     try:
-        yield WeightStream(stream.shapes, tensors)
+        yield replace(stream, tensors=tensors)
     except BaseException:
         given_up.set()
         raise

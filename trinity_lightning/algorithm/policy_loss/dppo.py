@@ -11,6 +11,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     aggregate,
     log_ratio,
     measured_tokens,
+    peak,
     token_share,
 )
 from trinity_lightning.config.values import number, one_of
@@ -51,8 +52,7 @@ def dppo(
         ConfigError: an unknown divergence or mode, or a threshold out of its range.
     """
     one_of("algorithm.policy_loss.args.divergence", divergence, DIVERGENCES)
-    most = 1.0 if divergence == "tv" else math.inf
-    number("algorithm.policy_loss.args.threshold", threshold, above=0, most=most)
+    number("algorithm.policy_loss.args.threshold", threshold, above=0, most=1 if divergence == "tv" else math.inf)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     old = old_logprobs.masked_fill(~action_mask.bool(), 0.0)
     distance = _distance(old + log_r.detach(), old, divergence)
@@ -69,7 +69,7 @@ def dppo(
         "pg_clipfrac": below + above,
         "pg_clipfrac_low": below,
         "pg_clipfrac_high": above,
-        "divergence/max": distance.amax() if distance.numel() else distance.new_zeros(()),
+        "divergence/max": peak(distance),
     }
 
 

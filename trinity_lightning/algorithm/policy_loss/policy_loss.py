@@ -87,6 +87,11 @@ def token_share(condition: Tensor, action_mask: Tensor, num_tokens: int | None =
     return aggregate(condition.float(), action_mask, num_tokens=num_tokens)
 
 
+def peak(values: Tensor) -> Tensor:
+    """The maximum of values of at least 0; 0 if there are none."""
+    return values.amax() if values.numel() else values.new_zeros(())
+
+
 def combine_metrics(micro_batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Metrics of the optimizer batch: the maximum of keys that end in `/max`, the sum of all others.
 
