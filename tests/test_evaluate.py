@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.runs import RunTrain, start
+from support.runs import RunTrain
 
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
 QUICK += ("sampling.max_tokens=8", "eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
@@ -51,18 +51,14 @@ def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: 
     assert [path.name for path in (trained / "outputs").iterdir()] == ["grpo"]  # no folder of a run that never was
 
 
-@pytest.mark.slow
-def test_the_model_itself_several_times(tmp_path: Path) -> None:
-    """A command from its very beginning."""
-    arguments = (*QUICK, "eval_repeat_times=3", "eval_sampling.temperature=1.0")
-    process = start(tmp_path, *arguments, program="trinity_lightning.evaluate")
-    code, printed = process.wait(timeout=240), (tmp_path / "stdout").read_text()
-    assert code == 0, printed[-4000:]
-    (row,) = re.findall(r"^ *addition_heldout .*$", printed, re.MULTILINE)
+def test_the_model_itself_several_times(run_evaluate: RunTrain, tmp_path: Path) -> None:
+    done = run_evaluate(tmp_path, *QUICK, "eval_repeat_times=3", "eval_sampling.temperature=1.0")
+    assert done.returncode == 0, done.stdout[-4000:]
+    (row,) = re.findall(r"^ *addition_heldout .*$", done.stdout, re.MULTILINE)
     assert re.findall(r"\w+@\d", row) == [
         "mean@3", "std@3", "best@2", "best@3", "worst@2", "worst@3", "pass@2", "pass@3"
     ]  # fmt: skip
-    assert re.search(r"^ *addition_heldout/reward/contains_digits +mean@3 ", printed, re.MULTILINE)
+    assert re.search(r"^ *addition_heldout/reward/contains_digits +mean@3 ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

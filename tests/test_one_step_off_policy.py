@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import TRAIN, Commands, RunTrain, only, rows, same_metrics, start, steps_done, wait_for
+from support.runs import TRAIN, Commands, RunTrain, only, rows, same_metrics, steps_done, wait_for
 
 SMALL = (
     "model=tiny",
@@ -76,9 +76,7 @@ def interrupted_and_resumed(
     program: str = TRAIN,
 ) -> Path:
     """Interrupted in the middle of a step, every process of it gone, and run to its end."""
-    # One is a process from its very beginning, and so is its server.
-    begin = run_train.start if program == TRAIN else start
-    process = begin(folder, *arguments, program=program)
+    process = run_train.start(folder, *arguments, program=program)
     checkpoints = f"outputs/{name}/*/checkpoints/*.ckpt"
     wait_for(lambda: steps_done(folder, name) >= 3 and any(folder.glob(checkpoints)), process)
     family = [*psutil.Process(process.pid).children(recursive=True), *run_train.at_work()]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from lightning.pytorch.strategies.launchers import subprocess_script
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from trinity_lightning.explorer.models import server
 
@@ -28,8 +29,12 @@ class Forked:
         folder: where it works.
         environment: variables on top of those of the warm process.
         output: where what it prints goes.
-        serves: whether it is a vLLM server: the leader of a session of its own, with a pipe as its `stdin`.
+        errors: where what it prints as errors goes; None: there, too.
+        serves: whether it is a vLLM server: the leader of a session of its own.
+        asked: whether it has a pipe as its `stdin`, as servers do.
     """
+
+    stdout: IO[str]
 
     def __init__(
         self,
@@ -38,16 +43,20 @@ class Forked:
         folder: Path,
         environment: Mapping[str, str],
         output: IO[Any],
+        errors: IO[Any] | None = None,
         serves: bool = False,
+        asked: bool = False,
     ) -> None:
+        self.args = arguments
         command = {"folder": str(folder), "environment": dict(environment), "arguments": arguments, "serves": serves}
         reading, writing = os.pipe()
-        self.stdin = os.fdopen(writing, "wb")
-        if not serves:
+        self.stdin = os.fdopen(writing, "w")
+        if not (serves or asked):
             self.stdin.close()
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.connect(address)
-        socket.send_fds(self._link, [json.dumps(command).encode()], [reading, output.fileno()])
+        files = [reading, output.fileno(), (errors or output).fileno()]
+        socket.send_fds(self._link, [json.dumps(command).encode()], files)
         os.close(reading)
         self.pid = int(self._link.recv(64))
         self.returncode: int | None = None
@@ -82,14 +91,27 @@ class Forked:
 
 
 def fork_ranks(address: str) -> None:
-    """From now on, ranks that Lightning starts beside this process are forked off the warm one that listens there."""
+    """From now on, ranks that Lightning or torchrun starts for this process are forked off the warm one there."""
 
-    def popen(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Forked:
-        _, _, *arguments = command  # python -m
+    def popen(args: Sequence[str], env: Mapping[str, str], cwd: str | None = None, **_: Any) -> Forked:
         with os.fdopen(1, closefd=False) as output:
-            return Forked(address, arguments, Path(cwd or Path.cwd()), env, output)
+            return Forked(address, args[args.index("-m") + 1 :], Path(cwd or Path.cwd()), env, output)
 
     subprocess_script.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment]
+    subprocess_handler.Popen = popen  # type: ignore[misc]
+
+
+def fork_sides(address: str, turns: Any) -> None:
+    """From now on, sides of a comparison (benchmarks/_turns.py) are forked off the warm one that listens there."""
+
+    def popen(command: Sequence[str], env: Mapping[str, str] | None, stderr: IO[Any], **_: Any) -> Forked:
+        answers, output = os.pipe()
+        with os.fdopen(output, "w") as file:
+            side = Forked(address, command[1:], Path.cwd(), env or {}, file, errors=stderr, asked=True)
+        side.stdout = os.fdopen(answers)
+        return side
+
+    turns.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
 
 
 def fork_servers(address: str, patch: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -103,11 +103,11 @@ class Commands:
         self._folder.cleanup()
 
 
-def start(folder: Path, *arguments: str, program: str = TRAIN) -> subprocess.Popen[str]:
-    """`python -m PROGRAM ARGUMENTS` in a folder, at work; its output goes to the file `stdout`."""
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A process from its very beginning: `python -m trinity_lightning.train ARGUMENTS`, else as `Commands.start`."""
     with (folder / "stdout").open("w") as stdout:
         return subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
+            [sys.executable, "-m", TRAIN, *arguments],
             cwd=folder,
             env=environment(),
             stdout=stdout,

@@ -7,7 +7,7 @@ over the Unix socket of the first argument, from `support/forked.py`.
 
 import atexit
 import gc
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from support.forked import fork_ranks, fork_servers
+from support.forked import fork_ranks, fork_servers, fork_sides
 
 OF_THE_PACKAGE = ("build", "explorer.models.vllm_engine", "explorer.models.transformers_engine", "monitor.csv_logger")
 OF_VLLM = (
@@ -73,7 +73,7 @@ def next_command(address: str) -> tuple[dict[str, Any], list[int]]:
 def fork_and_wait(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Returns in a process forked once more; this one answers with its id and, in the end, its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, files, *_ = socket.recv_fds(connection, 2**20, 2)
+    message, files, *_ = socket.recv_fds(connection, 2**20, 3)
     if (process := os.fork()) == 0:
         return json.loads(message), files
     for file in files:
@@ -88,10 +88,9 @@ def become(command: dict[str, Any], files: list[int]) -> None:
     """Take on a command's folder, environment, arguments, and files for what it reads and prints."""
     os.chdir(command["folder"])
     os.environ.update(command["environment"])
-    for source, targets in zip(files, ([0], [1, 2]), strict=True):
-        for target in targets:
-            os.dup2(source, target)
-        os.close(source)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
     sys.argv = command["arguments"]
 
 
@@ -115,11 +114,13 @@ def become_a_server() -> None:
     multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
 
 
-def run(program: str, folder: str) -> int:
+def run(program: str, folder: str, address: str) -> int:
     """Run a module, or a file; the exit code that Python would end with."""
     try:
         if program.endswith(".py"):
             sys.path[0] = str(Path(program).parent)
+            if importlib.util.find_spec("_turns"):  # a benchmark
+                fork_sides(address, importlib.import_module("_turns"))
             runpy.run_path(program, run_name="__main__")
         else:
             sys.path[0] = folder
@@ -153,4 +154,4 @@ if __name__ == "__main__":
         become_a_server()
     else:
         become_a_command(address)
-    end(run(sys.argv[0], command["folder"]))
+    end(run(sys.argv[0], command["folder"], address))
