@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trinity_lightning.common.experience.codec import DTYPE_NAMES, Writer, known_dtype, unpack
+from trinity_lightning.common.experience.codec import DTYPE_NAMES, Writer, known_dtype
 from trinity_lightning.common.experience.experience import (
     INTEGER_DTYPES,
     RESPONSE_FIELDS,
@@ -19,7 +19,8 @@ from trinity_lightning.common.experience.experience import (
     ExperienceError,
     ExperienceFormatError,
 )
-from trinity_lightning.common.experience.payload import custom_field_rows, read_custom_fields
+from trinity_lightning.common.experience.payload import custom_field_rows
+from trinity_lightning.common.experience.reading import read_custom_fields, unpack
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -304,9 +304,9 @@ class Experience:
         Raises:
             ExperienceFormatError: anything else, or a damaged payload.
         """
-        from trinity_lightning.common.experience import payload
+        from trinity_lightning.common.experience import reading
 
-        return payload.deserialize_many(data, allow_pickle)
+        return reading.deserialize_many(data, allow_pickle)
 
     def to_dict(self) -> dict[str, Any]:
         """What a person or a logger wants to see, without tensors; optional entries only if they are not None."""

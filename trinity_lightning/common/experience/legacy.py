@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import safetensors.torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.codec import check_size, known_dtype
+from trinity_lightning.common.experience.codec import known_dtype
 from trinity_lightning.common.experience.experience import (
     RESPONSE_FIELDS,
     TOKEN_FIELDS,
@@ -22,6 +22,7 @@ from trinity_lightning.common.experience.experience import (
     Experience,
     ExperienceFormatError,
 )
+from trinity_lightning.common.experience.reading import check_size
 
 VERSION = 1
 _HEADER = struct.Struct("<4sBQQ")

@@ -1,6 +1,5 @@
-"""Experiences to payloads and back: one flat tensor a field and dtype, one list a plain field, checked in bulk."""
+"""Experiences to payloads: one flat tensor a field and dtype, one list a plain field, checked in bulk."""
 
-import gc
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import repeat
@@ -12,26 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.codec import (
-    DTYPE_NAMES,
-    MAGIC,
-    Reader,
-    Writer,
-    find_unencodable,
-    host_tensor,
-    known_dtype,
-    unpack,
-)
+from trinity_lightning.common.experience.codec import DTYPE_NAMES, Writer, host_tensor
 from trinity_lightning.common.experience.experience import (
     EID,
-    INTEGER_DTYPES,
     RESPONSE_FIELDS,
     TOKEN_FIELDS,
-    Buffer,
     CustomField,
     Experience,
     ExperienceError,
-    ExperienceFormatError,
     reward_value,
 )
 
@@ -110,9 +97,9 @@ def _integers(column: list[int]) -> np.ndarray:
     return np.array(column, dtype=np.int64 if small else object)
 
 
-# -- Writing and reading -----------------------------------------------------------------------------------------------
+# -- Writing -----------------------------------------------------------------------------------------------------------
 
-_TENSOR_FIELDS = (*TOKEN_FIELDS, *RESPONSE_FIELDS)
+TENSOR_FIELDS = (*TOKEN_FIELDS, *RESPONSE_FIELDS)
 _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 
 
@@ -120,7 +107,7 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
     """See `Experience.serialize_many`."""
     columns, writer = _plain_columns(experiences), Writer()
     chunks, lengths = {}, {}
-    for name in _TENSOR_FIELDS:
+    for name in TENSOR_FIELDS:
         chunks[name], found = _add_field(experiences, name, writer)
         if chunks[name]:
             lengths[name] = found
@@ -133,6 +120,8 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
     try:
         return writer.pack({"count": len(experiences), "columns": columns, "rows": chunks})
     except ExperienceError:
+        from trinity_lightning.common.experience.unencodable import find_unencodable
+
         for name, column in columns.items():
             for experience, value in zip(experiences, column, strict=True):
                 if where := find_unencodable(value):
@@ -164,11 +153,6 @@ def custom_field_rows(custom_fields: Sequence[CustomField]) -> list[list[str]]:
     return [[c.source_field, c.destination_field, DTYPE_NAMES[c.data_type]] for c in custom_fields]
 
 
-def read_custom_fields(rows: list[list[str]]) -> list[CustomField]:
-    """The reverse of `custom_field_rows`."""
-    return [CustomField(source, destination, known_dtype(dtype)) for source, destination, dtype in rows]
-
-
 def _add_field(experiences: Sequence[Experience], name: str, writer: Writer) -> tuple[list[Any], np.ndarray]:
     """Write a field: [dtype, indices of the experiences or None for all, lengths] a dtype; all lengths, -1 for none."""
     tensors = list(map(attrgetter(name), experiences))
@@ -198,101 +182,3 @@ def _group_by_kind(tensors: Sequence[Any]) -> list[tuple[tuple[Any, ...] | None,
         if tensor is not None:
             groups.setdefault(_kind_of(tensor) if isinstance(tensor, Tensor) else None, []).append(index)
     return list(groups.items())
-
-
-def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experience]:
-    """See `Experience.deserialize_many`."""
-    if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise ExperienceFormatError(f"expected bytes, got {type(data).__name__}.")
-    view = memoryview(data)
-    view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-    if view[: len(MAGIC)] == MAGIC and view[len(MAGIC) :][:1] != b"\1":
-        collects = gc.isenabled()
-        gc.disable()  # thousands of new containers, none of them garbage, would set off a full collection
-        try:
-            return unpack(view, _read)
-        finally:
-            if collects:
-                gc.enable()
-    from trinity_lightning.common.experience import legacy  # seldom needed, and it knows of this module
-
-    if view[: len(MAGIC)] == MAGIC:
-        return legacy.read_version_1(view)
-    if allow_pickle:
-        return legacy.read_pickle(view)
-    raise ExperienceFormatError(
-        f"payload of {len(view)} bytes does not start with {MAGIC!r}. "
-        "If it is a plain pickle that you wrote yourself, pass allow_pickle=True."
-    )
-
-
-def _read(reader: Reader) -> list[Experience]:
-    """Experiences from what `serialize_many` packed; forged content raises an error of some kind."""
-    count, columns, chunks = reader.value["count"], reader.value["columns"], reader.value["rows"]
-    if len(reader.value) != 3 or not REQUIRED_COLUMNS.keys() <= columns.keys() <= COLUMN_TYPES.keys():
-        raise ExperienceFormatError(f"metadata: unexpected fields {[*reader.value, *columns]!r:.300}.")
-    for name, column in columns.items():
-        if type(column) is not list or len(column) != count:
-            raise ExperienceFormatError(f"metadata: {name} is not a list of {count!r:.40} values.")
-    if problem := find_wrong_type(columns):
-        raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
-    for inputs in columns.get("multi_modal_inputs", ()):
-        if inputs and not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inputs.items()):
-            raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors by name.")
-    if set(chunks) != set(_TENSOR_FIELDS):
-        raise ExperienceFormatError(f"metadata: unexpected tensor fields {[*chunks]!r:.300}.")
-    for name in COLUMN_TYPES.keys() - columns.keys():
-        kinds = COLUMN_TYPES[name]
-        columns[name] = [None if NoneType in kinds else kinds[0]() for _ in range(count)]
-    columns["custom_fields"] = list(map(read_custom_fields, columns["custom_fields"]))
-    lengths: dict[str, np.ndarray] = {}
-    for name in _TENSOR_FIELDS:
-        columns[name] = [None] * count
-        if chunks[name]:
-            columns[name], lengths[name] = _take_field(name, chunks[name], count, reader)
-    if problem := find_misfit(columns, lengths):
-        raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
-    columns["eid"] = list(map(EID, *(columns[f"eid.{each.name}"] for each in fields(EID))))
-    return list(map(_restore, zip(*map(columns.__getitem__, _STATE), strict=True)))
-
-
-def _take_field(name: str, chunks: list[Any], count: int, reader: Reader) -> tuple[list[Any], np.ndarray]:
-    """One tensor field and its lengths from its chunks."""
-    field: list[Tensor | None] = [None] * count
-    lengths = np.full(count, -1)
-    for dtype, indices, row_lengths in chunks:
-        if name in TOKEN_FIELDS and known_dtype(dtype) not in INTEGER_DTYPES:
-            raise ExperienceFormatError(f"metadata: {name} of dtype {dtype}, which is no integer.")
-        if type(row_lengths) is not list:  # bytes would be a list here, a number there
-            raise ExperienceFormatError(f"metadata: the row lengths of {name} are no list.")
-        if indices is None and len(chunks) == 1 and len(row_lengths) == count:  # the usual case, in bulk
-            return reader.take_rows(f"{name}.{dtype}", row_lengths), np.array(row_lengths, dtype=np.int64)
-        rows = np.arange(count) if indices is None else np.array(indices, dtype=np.int64)
-        if len(rows) != len(row_lengths) or np.any(np.diff(rows, prepend=-1) <= 0):
-            raise ExperienceFormatError(f"metadata: {name} has {len(row_lengths)} rows for {len(rows)} experiences.")
-        if (lengths[rows] >= 0).any():
-            raise ExperienceFormatError(f"metadata: {name} has two rows for one experience.")
-        lengths[rows] = row_lengths
-        for row, tensor in zip(rows.tolist(), reader.take_rows(f"{name}.{dtype}", row_lengths), strict=True):
-            field[row] = tensor
-    return field, lengths
-
-
-_STATE = (*(each.name for each in fields(Experience)), "experience_type")
-
-
-def _restore(state: Sequence[Any]) -> Experience:
-    """The experience with these fields, in the order of `_STATE`, which must have been checked.
-
-    Written out: several times as fast as a loop over names.
-    """
-    e = object.__new__(Experience)
-    # fmt: off
-    (
-        e.eid, e.tokens, e.prompt_length, e.logprobs, e.reward, e.token_level_reward, e.advantages, e.returns,
-        e.truncate_status, e.info, e.metrics, e.response_text, e.prompt_text, e.action_mask, e.messages, e.tools,
-        e.chosen, e.rejected, e.chosen_messages, e.rejected_messages, e.multi_modal_inputs, e.teacher_logprobs,
-        e.custom_fields, e.experience_type,
-    ) = state
-    # fmt: on
-    return e

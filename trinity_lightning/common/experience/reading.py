@@ -1,0 +1,297 @@
+"""Payloads back to values and experiences: what is cut off, damaged or forged is refused."""
+
+import gc
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from itertools import accumulate
+from operator import attrgetter
+from types import NoneType
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from trinity_lightning.common.experience.codec import (
+    BODY,
+    HEADER,
+    MAGIC,
+    NUMBER,
+    NUMPY_DTYPES,
+    VERSION,
+    Marker,
+    entry_of,
+    known_dtype,
+)
+from trinity_lightning.common.experience.experience import (
+    EID,
+    INTEGER_DTYPES,
+    TOKEN_FIELDS,
+    Buffer,
+    CustomField,
+    Experience,
+    ExperienceFormatError,
+)
+from trinity_lightning.common.experience.payload import (
+    COLUMN_TYPES,
+    REQUIRED_COLUMNS,
+    TENSOR_FIELDS,
+    find_misfit,
+    find_wrong_type,
+)
+
+# -- Values and tensors ------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A payload's value, and its rows, which are taken in order; all that is given out is a copy.
+
+    Raises:
+        ExperienceFormatError: the payload is cut off, damaged or of another version. What a parser raises for a forged
+            one passes: see `unpack`.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        if len(view) < BODY:
+            raise ExperienceFormatError(f"payload of {len(view)} bytes is shorter than its header of {BODY}.")
+        magic, version, size, metadata_size = HEADER.unpack_from(view)
+        if magic != MAGIC or version != VERSION:
+            raise ExperienceFormatError(f"expected magic {MAGIC!r} and version {VERSION}, got {magic!r} and {version}.")
+        check_size(view, BODY + size + metadata_size)
+        digest = xxhash.xxh3_64(view[: HEADER.size])
+        digest.update(view[BODY:])
+        if digest.intdigest() != NUMBER.unpack_from(view, HEADER.size)[0]:
+            raise ExperienceFormatError("checksum does not match: the payload is damaged.")
+        self._rest = _split(view[BODY : BODY + size])
+        self._open_markers = 0
+        self.value = self._decode(view[BODY + size :])
+
+    def take(self, name: str, count: int) -> Tensor:
+        """The next `count` items of a tensor, [count]."""
+        return _copy(self._next(name, count), known_dtype(name.rpartition(".")[2]))
+
+    def take_rows(self, name: str, lengths: Sequence[int]) -> list[Tensor]:
+        """The next rows of a tensor, each with storage of its own: filtering a step frees what it drops."""
+        if min(lengths, default=1) < 0:
+            raise ExperienceFormatError(f"tensor {name!r} has a row of negative length.")
+        data, dtype = self._next(name, sum(lengths)), known_dtype(name.rpartition(".")[2])
+        ends = list(accumulate(length * dtype.itemsize for length in lengths))
+        rows = map(data.__getitem__, map(slice, [0, *ends], ends))
+        if 0 in lengths:
+            return [_copy(row, dtype) for row in rows]
+        # `_copy` without a Python call a row: there are tens of thousands of them.
+        return list(map(partial(torch.frombuffer, dtype=dtype), map(bytearray, rows)))
+
+    def check_end(self) -> None:
+        """Raise unless everything was taken."""
+        for name in filter(self._rest.get, self._rest):
+            raise ExperienceFormatError(f"tensor {name!r} is longer than its rows together.")
+
+    def _next(self, name: str, count: int) -> memoryview:
+        """The bytes of the next items, still those of the payload."""
+        if name not in self._rest:
+            raise ExperienceFormatError(f"metadata: refers to the tensor {name!r}, which is missing.")
+        rest, dtype = self._rest[name], known_dtype(name.rpartition(".")[2])
+        size = count * dtype.itemsize
+        if not 0 <= size <= len(rest):
+            raise ExperienceFormatError(f"tensor {name!r} is shorter than its rows together.")
+        data, self._rest[name] = rest[:size], rest[size:]
+        if dtype == torch.bool and data and np.frombuffer(data, dtype=np.uint8).max() > 1:
+            raise ExperienceFormatError(f"tensor {name!r} holds bytes that are no booleans.")
+        return data
+
+    def _decode(self, data: memoryview) -> Any:
+        # skip() walks the whole value without making objects, so that a list claiming more items than there are bytes
+        # is refused before memory is set aside for it.
+        walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+        walker.feed(data)
+        walker.skip()
+        if walker.tell() != len(data):
+            raise ExperienceFormatError(f"{len(data) - walker.tell()} bytes after the metadata.")
+        hooks = {"ext_hook": self._decode_marker, "list_hook": self._decode_list}
+        value = msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass", **hooks)
+        if self._open_markers:
+            raise ExperienceFormatError("metadata: a marker without its list.")
+        return value
+
+    def _decode_marker(self, code: int, data: bytes) -> Marker:
+        if data:
+            raise ExperienceFormatError(f"metadata: extension type {code} with content.")
+        self._open_markers += 1
+        return Marker(code)
+
+    def _decode_list(self, items: list[Any]) -> Any:
+        if not items or type(items[0]) is not Marker:
+            return items
+        self._open_markers -= 1
+        marker, *rest = items
+        if marker is Marker.TUPLE:
+            return tuple(rest)
+        name, shape = (rest[0], []) if marker is Marker.SCALAR else rest
+        if len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
+            raise ExperienceFormatError(f"metadata: {shape!r:.100} is no shape.")
+        if marker is Marker.TENSOR:
+            return self.take(f"values.{name}", math.prod(shape)).reshape(shape)
+        dtype = NUMPY_DTYPES[name]
+        data = self.take("arrays.uint8", math.prod(shape) * dtype.itemsize).numpy()
+        if dtype == np.bool_ and data.size and data.max() > 1:
+            raise ExperienceFormatError("metadata: a boolean array with other bytes than 0 and 1.")
+        array = data.view(dtype).reshape(shape)
+        return array[()] if marker is Marker.SCALAR else array
+
+
+def _split(section: memoryview) -> dict[str, memoryview]:
+    """The bytes of the tensors of a safetensors section, whose header must be exactly what `Writer` writes."""
+    size = NUMBER.unpack_from(section)[0] if len(section) >= NUMBER.size else len(section)
+    data = section[NUMBER.size + size :]
+    if NUMBER.size + size > len(section):
+        raise ExperienceFormatError(f"tensor header of {size} bytes in a section of {len(section)}.")
+    parts, start = {}, 0
+    for name, entry in json.loads(str(section[NUMBER.size : NUMBER.size + size], "utf-8")).items():
+        end = entry["data_offsets"][1]
+        if end < start or entry != entry_of(name, start, end):
+            raise ExperienceFormatError(f"tensor {name!r} has the header entry {entry!r:.200}.")
+        parts[name], start = data[start:end], end
+    if start != len(data):
+        raise ExperienceFormatError(f"tensors of {start} bytes in a section that has {len(data)}.")
+    return parts
+
+
+def _copy(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """A tensor of these bytes, in memory of its own: a bytearray, which is allocated and filled in a fraction of the
+    time that torch takes for a small tensor."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def check_size(view: memoryview, expected: int) -> None:
+    """Refuse a payload of another size than its header says."""
+    if len(view) != expected:
+        raise ExperienceFormatError(f"payload of {len(view)} bytes, expected {expected}: cut off, or followed by more.")
+
+
+def unpack(view: memoryview, read: Callable[[Reader], Any] = attrgetter("value")) -> Any:
+    """What `read` makes of a payload: by default its value.
+
+    Raises:
+        ExperienceFormatError: the payload is damaged, cut off, forged, or not of this version.
+    """
+    try:
+        reader = Reader(view)
+        result = read(reader)
+        reader.check_end()
+    except ExperienceFormatError:
+        raise
+    except Exception as error:  # whatever a forged payload provokes in a parser is the payload's fault
+        raise ExperienceFormatError(f"payload cannot be read: {type(error).__name__}: {error}") from error
+    return result
+
+
+# -- Experiences -------------------------------------------------------------------------------------------------------
+
+
+def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experience]:
+    """See `Experience.deserialize_many`."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise ExperienceFormatError(f"expected bytes, got {type(data).__name__}.")
+    view = memoryview(data)
+    view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+    if view[: len(MAGIC)] == MAGIC and view[len(MAGIC) :][:1] != b"\1":
+        collects = gc.isenabled()
+        gc.disable()  # thousands of new containers, none of them garbage, would set off a full collection
+        try:
+            return unpack(view, _read)
+        finally:
+            if collects:
+                gc.enable()
+    from trinity_lightning.common.experience import legacy  # seldom needed, and it knows of this module
+
+    if view[: len(MAGIC)] == MAGIC:
+        return legacy.read_version_1(view)
+    if allow_pickle:
+        return legacy.read_pickle(view)
+    raise ExperienceFormatError(
+        f"payload of {len(view)} bytes does not start with {MAGIC!r}. "
+        "If it is a plain pickle that you wrote yourself, pass allow_pickle=True."
+    )
+
+
+def read_custom_fields(rows: list[list[str]]) -> list[CustomField]:
+    """The reverse of `payload.custom_field_rows`."""
+    return [CustomField(source, destination, known_dtype(dtype)) for source, destination, dtype in rows]
+
+
+def _read(reader: Reader) -> list[Experience]:
+    """Experiences from what `serialize_many` packed; forged content raises an error of some kind."""
+    count, columns, chunks = reader.value["count"], reader.value["columns"], reader.value["rows"]
+    if len(reader.value) != 3 or not REQUIRED_COLUMNS.keys() <= columns.keys() <= COLUMN_TYPES.keys():
+        raise ExperienceFormatError(f"metadata: unexpected fields {[*reader.value, *columns]!r:.300}.")
+    for name, column in columns.items():
+        if type(column) is not list or len(column) != count:
+            raise ExperienceFormatError(f"metadata: {name} is not a list of {count!r:.40} values.")
+    if problem := find_wrong_type(columns):
+        raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
+    for inputs in columns.get("multi_modal_inputs", ()):
+        if inputs and not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inputs.items()):
+            raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors by name.")
+    if set(chunks) != set(TENSOR_FIELDS):
+        raise ExperienceFormatError(f"metadata: unexpected tensor fields {[*chunks]!r:.300}.")
+    for name in COLUMN_TYPES.keys() - columns.keys():
+        kinds = COLUMN_TYPES[name]
+        columns[name] = [None if NoneType in kinds else kinds[0]() for _ in range(count)]
+    columns["custom_fields"] = list(map(read_custom_fields, columns["custom_fields"]))
+    lengths: dict[str, np.ndarray] = {}
+    for name in TENSOR_FIELDS:
+        columns[name] = [None] * count
+        if chunks[name]:
+            columns[name], lengths[name] = _take_field(name, chunks[name], count, reader)
+    if problem := find_misfit(columns, lengths):
+        raise ExperienceFormatError(f"experience {problem[0]}: {problem[1]}")
+    columns["eid"] = list(map(EID, *(columns[f"eid.{each.name}"] for each in fields(EID))))
+    return list(map(_restore, zip(*map(columns.__getitem__, _STATE), strict=True)))
+
+
+def _take_field(name: str, chunks: list[Any], count: int, reader: Reader) -> tuple[list[Any], np.ndarray]:
+    """One tensor field and its lengths from its chunks."""
+    field: list[Tensor | None] = [None] * count
+    lengths = np.full(count, -1)
+    for dtype, indices, row_lengths in chunks:
+        if name in TOKEN_FIELDS and known_dtype(dtype) not in INTEGER_DTYPES:
+            raise ExperienceFormatError(f"metadata: {name} of dtype {dtype}, which is no integer.")
+        if type(row_lengths) is not list:  # bytes would be a list here, a number there
+            raise ExperienceFormatError(f"metadata: the row lengths of {name} are no list.")
+        if indices is None and len(chunks) == 1 and len(row_lengths) == count:  # the usual case, in bulk
+            return reader.take_rows(f"{name}.{dtype}", row_lengths), np.array(row_lengths, dtype=np.int64)
+        rows = np.arange(count) if indices is None else np.array(indices, dtype=np.int64)
+        if len(rows) != len(row_lengths) or np.any(np.diff(rows, prepend=-1) <= 0):
+            raise ExperienceFormatError(f"metadata: {name} has {len(row_lengths)} rows for {len(rows)} experiences.")
+        if (lengths[rows] >= 0).any():
+            raise ExperienceFormatError(f"metadata: {name} has two rows for one experience.")
+        lengths[rows] = row_lengths
+        for row, tensor in zip(rows.tolist(), reader.take_rows(f"{name}.{dtype}", row_lengths), strict=True):
+            field[row] = tensor
+    return field, lengths
+
+
+_STATE = (*(each.name for each in fields(Experience)), "experience_type")
+
+
+def _restore(state: Sequence[Any]) -> Experience:
+    """The experience with these fields, in the order of `_STATE`, which must have been checked.
+
+    Written out: several times as fast as a loop over names.
+    """
+    e = object.__new__(Experience)
+    # fmt: off
+    (
+        e.eid, e.tokens, e.prompt_length, e.logprobs, e.reward, e.token_level_reward, e.advantages, e.returns,
+        e.truncate_status, e.info, e.metrics, e.response_text, e.prompt_text, e.action_mask, e.messages, e.tools,
+        e.chosen, e.rejected, e.chosen_messages, e.rejected_messages, e.multi_modal_inputs, e.teacher_logprobs,
+        e.custom_fields, e.experience_type,
+    ) = state
+    # fmt: on
+    return e
