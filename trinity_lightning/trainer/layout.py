@@ -8,7 +8,7 @@ prompts begin with is computed once, the rest of each row behind it, and nothing
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from trinity_lightning.common.hardware import free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import Layout
-from trinity_lightning.trainer.attention import CpuSharedPrefix, FlexSharedPrefix, Segments
+from trinity_lightning.trainer.attention import CpuSharedPrefix, Segments
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
 
 # `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Measured on SmolLM2, forward
 # and backward: such a token takes 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16, where
@@ -416,7 +419,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         start += group.prefix
     shared = [group for group in part.groups if group.prefix]
     segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in own])
-    attention = FlexSharedPrefix.of(segments, device) if device.type == "cuda" else CpuSharedPrefix.of(segments)
+    attention = _attention(segments, device)
     padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(behind).unbind(1)
     positions = [torch.arange(len(tokens)) for tokens in prefixes]
@@ -428,6 +431,14 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         "shared_prefix": attention,
     }
     return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.own_starts()[:-1]))
+
+
+def _attention(segments: Segments, device: torch.device) -> "CpuSharedPrefix | FlexSharedPrefix":
+    if device.type != "cuda":
+        return CpuSharedPrefix.of(segments)
+    from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
+
+    return FlexSharedPrefix.of(segments, device)
 
 
 def _logprobs(experience: Experience) -> Tensor:
