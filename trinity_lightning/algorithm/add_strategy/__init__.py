@@ -8,11 +8,8 @@ from typing import Any
 from trinity_lightning.algorithm.add_strategy.add_strategy import ADD_STRATEGY as ADD_STRATEGY
 from trinity_lightning.algorithm.add_strategy.add_strategy import AddStrategy as AddStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import ComposedAddStrategy as ComposedAddStrategy
-from trinity_lightning.algorithm.add_strategy.add_strategy import DAPOAddStrategy as DAPOAddStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import GroupAdvantageStrategy as GroupAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import GRPOAddStrategy as GRPOAddStrategy
-from trinity_lightning.algorithm.add_strategy.add_strategy import OPMDAddStrategy as OPMDAddStrategy
-from trinity_lightning.algorithm.add_strategy.add_strategy import RewardVarianceAddStrategy as RewardVarianceAddStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy as TaskAdvantageStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import create_add_strategy as create_add_strategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import group_by as group_by

@@ -1,8 +1,7 @@
-"""What an experience is worth: the base classes of the add strategies, the best known of them, and several in a row."""
+"""What an experience is worth: the base classes of the add strategies, GRPO, and several in a row."""
 
 import inspect
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.algorithm.add_strategy.group_advantages import (
+    STD_LEVELS,
+    group_stats,
+    grpo_advantages,
+    std_above,
+)
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.runs import Criterion, Run, is_valid_reward, judged, mark_untrained, run_reward, runs_of
+from trinity_lightning.common.runs import (
+    Run,
+    is_valid_reward,
+    last_step,
+    mark_untrained,
+    raw_reward,
+    run_reward,
+    runs_of,
+)
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -62,30 +74,6 @@ def split_valid(
     return valid, len(invalid)
 
 
-def differing_groups(groups: Groups, variance_threshold: float, criterion: Criterion) -> tuple[Groups, int]:
-    """The groups of at least two runs whose rewards differ, and the number of the invalid ones, which are logged.
-
-    Args:
-        groups: by id.
-        variance_threshold: what the population variance over the runs must exceed.
-        criterion: what runs are judged by; a group with a run without it is invalid.
-
-    Raises:
-        ExperienceError: as `Criterion.values`.
-    """
-    values = criterion.values(groups)
-    valid, invalid = split_valid(
-        groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), criterion.metric or "reward"
-    )
-    if not valid:
-        return {}, invalid
-    sizes = [len(values[id_]) for id_ in valid]
-    numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
-    index = torch.repeat_interleave(torch.tensor(sizes))
-    differs = functional.rewards_differ(numbers, index, variance_threshold).split(sizes)
-    return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid
-
-
 def action_mask(exp: Experience) -> Tensor:
     """The experience's action mask [response]. ExperienceError: it has none."""
     if exp.action_mask is None:
@@ -124,7 +112,7 @@ def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
 
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     """reward_mean and reward_std of each group, [G]: 0 and 1 for a group of one."""
-    stats = functional.group_stats(rewards, groups)
+    stats = group_stats(rewards, groups)
     lone = stats.size == 1
     return {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
 
@@ -156,7 +144,7 @@ INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
 class AddStrategy(ABC):
     """Sets the advantages of an explore step's experiences (its groups are complete), and writes what is to be trained.
 
-    The mathematics is in `functional.py`.
+    The mathematics is in `group_advantages.py` and `functional.py`.
 
     Args:
         writer: where the experiences go.
@@ -328,7 +316,7 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
     ) -> None:
         super().__init__(writer, **unknown)
         self.epsilon = number("epsilon", epsilon, least=0)
-        self.std_level = one_of("std_level", std_level, functional.STD_LEVELS)
+        self.std_level = one_of("std_level", std_level, STD_LEVELS)
         self.std_threshold = number("std_threshold", std_threshold, least=0, optional=True)
 
     @classmethod
@@ -336,98 +324,14 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         return {"epsilon": 1e-6}
 
     def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
-        scores = functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level)
+        scores = grpo_advantages(rewards, groups, self.epsilon, self.std_level)
         return scores, reward_metrics(rewards, groups)
 
     def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         if self.std_threshold is None:
             return super().kept_groups(groups, runs)
-        raw_rewards = torch.tensor([judged(run) for run in runs], dtype=torch.float64)
-        return functional.std_above(raw_rewards, groups, self.std_threshold)
-
-
-class OPMDAddStrategy(TaskAdvantageStrategy):
-    """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
-
-    Args:
-        opmd_baseline: "mean": b = mean(r); "logavgexp": b = tau * (logsumexp(r / tau) - log n).
-        tau: temperature of "logavgexp", above 0.
-    """
-
-    def __init__(self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any) -> None:
-        super().__init__(writer, **unknown)
-        self.opmd_baseline = one_of("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES)
-        self.tau = number("tau", tau, above=0)
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        return {"opmd_baseline": "mean", "tau": 1.0}
-
-    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
-        baseline = functional.opmd_baseline(rewards, groups, self.opmd_baseline, self.tau)
-        metrics = {"reward_mean": functional.group_stats(rewards, groups).mean, "group_baseline": baseline}
-        return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics
-
-
-class RewardVarianceAddStrategy(AddStrategy):
-    """Writes the groups whose rewards differ, and sets no advantages: a filter to put before another strategy.
-
-    A group is written when it has at least two runs and its rewards' population variance is above the threshold. It is
-    judged by the rewards as they were before operators: a penalty for length makes no difference between two wrong
-    answers. `filtered_count` counts the experiences that were not written, `add_strategy_time` is in seconds.
-
-    Args:
-        variance_threshold: what the variance of a group must exceed.
-        metric: what to judge by in place of the reward: the name of a reward function ("accuracy"), another metric of
-            the experiences, or an entry of their info ("judge_score").
-    """
-
-    def __init__(
-        self, writer: BufferWriter, variance_threshold: float = 0.0, metric: str | None = None, **unknown: Any
-    ) -> None:
-        super().__init__(writer, **unknown)
-        self.variance_threshold = number("variance_threshold", variance_threshold, least=0)
-        self.criterion = Criterion(metric)
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        return {"variance_threshold": 0.0}
-
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups whose rewards differ, one write a group; see `AddStrategy.add`."""
-        if not experiences:
-            return 0, {}
-        start = time.perf_counter()
-        reject_dpo(experiences)
-        kept, invalid = self._differing(experiences)
-        written, metrics = await self._write(kept, experiences, step)
-        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept.values())))
-        metrics[INVALID_GROUP_COUNT] = float(invalid)
-        metrics["add_strategy_time"] = time.perf_counter() - start
-        return written, metrics
-
-    async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write these groups of the experiences: the number written, and further metrics."""
-        for group in kept.values():
-            await self.writer.write_async(group)
-        return sum(map(len, kept.values())), {}
-
-    def survivors(self, experiences: list[Experience]) -> Groups:
-        """The groups whose rewards differ; see `AddStrategy.survivors`."""
-        return self._differing(experiences)[0]
-
-    def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
-        return differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
-
-
-class DAPOAddStrategy(RewardVarianceAddStrategy):
-    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
-
-    Groups that all failed or all succeeded are left out, and the explorer is asked for new tasks in their place, up to
-    explorer.max_refills times.
-    """
-
-    refills = True
+        raw_rewards = torch.tensor([raw_reward(last_step(run)) for run in runs], dtype=torch.float64)
+        return std_above(raw_rewards, groups, self.std_threshold)
 
 
 # -- By name, alone or one after the other -----------------------------------------------------------------------------
@@ -534,3 +438,11 @@ def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStra
     if not isinstance(args, Mapping):
         raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
     return strategy(writer, **args)
+
+
+def __getattr__(name: str) -> Any:
+    """Strategies that may be imported from here too, and are when they are asked for."""
+    for path in (PARTS["add strategy"]["opmd"], PARTS["add strategy"]["reward_variance"]):
+        if path.endswith(f".{name}"):
+            return import_object(path)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

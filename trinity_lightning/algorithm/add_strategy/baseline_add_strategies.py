@@ -10,7 +10,7 @@ from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy, action_mask
 from trinity_lightning.common.runs import Run
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.values import number
+from trinity_lightning.config.values import number, one_of
 
 
 class BaselineAddStrategy(TaskAdvantageStrategy):
@@ -75,3 +75,26 @@ class ASYMREAddStrategy(BaselineAddStrategy):
 
     def advantages(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         return functional.asymre_advantages(rewards, groups, self.baseline_shift)
+
+
+class OPMDAddStrategy(TaskAdvantageStrategy):
+    """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
+
+    Args:
+        opmd_baseline: "mean": b = mean(r); "logavgexp": b = tau * (logsumexp(r / tau) - log n).
+        tau: temperature of "logavgexp", above 0.
+    """
+
+    def __init__(self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any) -> None:
+        super().__init__(writer, **unknown)
+        self.opmd_baseline = one_of("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES)
+        self.tau = number("tau", tau, above=0)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"opmd_baseline": "mean", "tau": 1.0}
+
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
+        baseline = functional.opmd_baseline(rewards, groups, self.opmd_baseline, self.tau)
+        metrics = {"reward_mean": functional.group_stats(rewards, groups).mean, "group_baseline": baseline}
+        return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics

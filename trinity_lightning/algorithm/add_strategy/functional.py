@@ -6,91 +6,35 @@ finite. Group ids are any integers. Two rules hold everywhere:
 - a group of one has baseline 0: without others to compare with, its reward is its score;
 - a group of equal rewards (up to rounding) has centred rewards of exactly 0
   (`trinity_lightning.common.runs` has the rule).
-"""
 
-from dataclasses import dataclass
+What all of them share, and GRPO's own, is in `group_advantages.py`.
+"""
 
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.runs import EQUAL_TOLERANCE
-from trinity_lightning.config.values import number, one_of, unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.algorithm.add_strategy.group_advantages import STD_LEVELS as STD_LEVELS
+from trinity_lightning.algorithm.add_strategy.group_advantages import GroupStats as GroupStats
+from trinity_lightning.algorithm.add_strategy.group_advantages import (
+    as_rewards,
+    group_extreme,
+    group_stats,
+    group_sum,
+    grpo_advantages,
+    minus_baseline,
+    zero_where_equal,
+)
+from trinity_lightning.algorithm.add_strategy.group_advantages import std_above as std_above
+from trinity_lightning.config.values import number, one_of
 
-STD_LEVELS = ("group", "batch")
 OPMD_BASELINES = ("mean", "logavgexp")
 # Inside the square root of the whitening, as in REINFORCE++.
 WHITEN_EPSILON = 1e-8
 
 
-@dataclass(frozen=True)
-class GroupStats:
-    """Statistics of the rewards of each of G groups, float64 unless said otherwise.
-
-    Attributes:
-        index: position in 0..G-1 of each reward's group, in ascending order of the group ids, int64 [B].
-        size: rewards in the group, int64 [G].
-        mean: [G].
-        variance: population variance [G].
-        std: unbiased (n-1) standard deviation [G]; 0 for a group of one.
-        equal: whether the rewards are equal up to rounding, as they are in a group of one, bool [G].
-        centred: rewards minus their group's mean, exactly 0 in a group of equal rewards, [B].
-    """
-
-    index: Tensor
-    size: Tensor
-    mean: Tensor
-    variance: Tensor
-    std: Tensor
-    equal: Tensor
-    centred: Tensor
-
-
-def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
-    """Statistics of `rewards` [B] within the groups that `groups` [B] names. ValueError: the two differ in shape."""
-    if rewards.ndim != 1 or groups.shape != rewards.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be of shape [B].")
-    rewards = rewards.double()
-    _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)
-    mean = _group_sum(rewards, index, size) / size
-    low, high = _group_extreme(rewards, index, size, "amin"), _group_extreme(rewards, index, size, "amax")
-    equal = high - low <= EQUAL_TOLERANCE * torch.maximum(low.abs(), high.abs())
-    centred = (rewards - mean[index]).masked_fill(equal[index], 0.0)
-    squares = _group_sum(centred.square(), index, size)
-    std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return GroupStats(index, size, mean, squares / size, std, equal, centred)
-
-
-def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_level: str = "group") -> Tensor:
-    """GRPO: (r - mean) / (std + epsilon), std unbiased (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
-
-    Args:
-        rewards: [B].
-        groups: [B].
-        epsilon: keeps the quotient finite.
-        std_level: "group", or "batch": every group is divided by the standard deviation of all rewards
-            (arXiv 2508.08221). The standard deviation of fewer than two rewards, or of equal ones,
-            is taken as 1.
-
-    Raises:
-        ConfigError: unknown std_level.
-    """
-    stats = group_stats(rewards, groups)
-    if std_level == "group":
-        std = torch.where(stats.size == 1, 1.0, stats.std)[stats.index]
-    elif std_level == "batch":
-        batch = group_stats(rewards, torch.zeros_like(groups))
-        std = torch.where(batch.equal, 1.0, batch.std)[batch.index]
-    else:
-        raise ConfigError(unknown_name("std_level", std_level, STD_LEVELS))
-    score = _minus_baseline(rewards, stats) / (std + epsilon)
-    # With epsilon = 0 equal rewards would give 0 / 0.
-    return _as_rewards(_zero_where_equal(score, stats), rewards)
-
-
 def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """Dr. GRPO: r - mean, without the division by the standard deviation (arXiv 2503.20783)."""
-    return _as_rewards(_minus_baseline(rewards, group_stats(rewards, groups)), rewards)
+    return as_rewards(minus_baseline(rewards, group_stats(rewards, groups)), rewards)
 
 
 def opmd_advantages(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
@@ -101,7 +45,7 @@ def opmd_advantages(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau
     """
     stats = group_stats(rewards, groups)
     score = rewards.double() - opmd_baseline(rewards, groups, baseline, tau)[stats.index]
-    return _as_rewards(_zero_where_equal(score, stats), rewards)
+    return as_rewards(zero_where_equal(score, stats), rewards)
 
 
 def opmd_baseline(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
@@ -119,8 +63,8 @@ def opmd_baseline(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: 
         value = stats.mean
     else:
         scaled = rewards.double() / tau
-        peak = _group_extreme(scaled, stats.index, stats.size, "amax")
-        total = _group_sum((scaled - peak[stats.index]).exp(), stats.index, stats.size)
+        peak = group_extreme(scaled, stats.index, stats.size, "amax")
+        total = group_sum((scaled - peak[stats.index]).exp(), stats.index, stats.size)
         value = tau * (peak + total.log() - stats.size.double().log())
     return value.masked_fill(stats.size == 1, 0.0)
 
@@ -129,7 +73,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """RLOO: r minus the mean of the *other* rewards, which is (r - mean) n / (n - 1) (arXiv 2402.14740)."""
     stats = group_stats(rewards, groups)
     n = stats.size[stats.index]
-    return _as_rewards(_minus_baseline(rewards, stats) * n / (n - 1).clamp(min=1), rewards)
+    return as_rewards(minus_baseline(rewards, stats) * n / (n - 1).clamp(min=1), rewards)
 
 
 def asymre_advantages(rewards: Tensor, groups: Tensor, baseline_shift: float = -0.1) -> Tensor:
@@ -139,7 +83,7 @@ def asymre_advantages(rewards: Tensor, groups: Tensor, baseline_shift: float = -
     """
     stats = group_stats(rewards, groups)
     shift = baseline_shift * (stats.size > 1)[stats.index].double()
-    return _as_rewards(_minus_baseline(rewards, stats) - shift, rewards)
+    return as_rewards(minus_baseline(rewards, stats) - shift, rewards)
 
 
 def rank_penalised_rewards(rewards: Tensor, groups: Tensor, likelihoods: Tensor, rank_penalty: float = 0.25) -> Tensor:
@@ -196,8 +140,8 @@ def gigpo_advantages(
     stats = group_stats(step_returns, states)
     of_steps = stats.centred  # 0 for a state met once: by itself it says nothing of the action taken
     if std_norm:
-        of_steps = _zero_where_equal(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
-    return _as_rewards(of_episodes.double()[episodes] + step_weight * of_steps, step_returns)
+        of_steps = zero_where_equal(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
+    return as_rewards(of_episodes.double()[episodes] + step_weight * of_steps, step_returns)
 
 
 def distillation_advantages(teacher_logprobs: Tensor, logprobs: Tensor, kl_coef: float = 1.0) -> Tensor:
@@ -220,12 +164,12 @@ def reinforce_plus_plus_advantages(rewards: Tensor, groups: Tensor, num_tokens: 
         groups: [B].
         num_tokens: trained tokens of each experience [B].
     """
-    centred = _minus_baseline(rewards, group_stats(rewards, groups))
+    centred = minus_baseline(rewards, group_stats(rewards, groups))
     weight = num_tokens.double()
     total = weight.sum()
     deviation = centred - (weight * centred).sum() / total.clamp(min=1)
     variance = (weight * deviation.square()).sum() / (total - 1).clamp(min=1)
-    return _as_rewards(deviation / (variance + WHITEN_EPSILON).sqrt(), rewards)
+    return as_rewards(deviation / (variance + WHITEN_EPSILON).sqrt(), rewards)
 
 
 def rewards_differ(rewards: Tensor, groups: Tensor, variance_threshold: float = 0.0) -> Tensor:
@@ -235,31 +179,3 @@ def rewards_differ(rewards: Tensor, groups: Tensor, variance_threshold: float = 
     """
     stats = group_stats(rewards, groups)
     return (~stats.equal & (stats.variance > variance_threshold))[stats.index]
-
-
-def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
-    """Which groups have at least two rewards with an (unbiased) standard deviation above the threshold, bool [G]."""
-    stats = group_stats(rewards, groups)
-    return (stats.size > 1) & (stats.std > threshold)
-
-
-def _group_sum(values: Tensor, index: Tensor, size: Tensor) -> Tensor:
-    return values.new_zeros(len(size)).index_add_(0, index, values)
-
-
-def _group_extreme(values: Tensor, index: Tensor, size: Tensor, which: str) -> Tensor:
-    return values.new_zeros(len(size)).scatter_reduce_(0, index, values, which, include_self=False)
-
-
-def _minus_baseline(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """Rewards minus their group's mean; the reward itself in a group of one. Float64 [B]."""
-    return torch.where((stats.size == 1)[stats.index], rewards.double(), stats.centred)
-
-
-def _zero_where_equal(score: Tensor, stats: GroupStats, least: int = 2) -> Tensor:
-    """The score, exactly 0 in groups of at least `least` equal rewards."""
-    return score.masked_fill((stats.equal & (stats.size >= least))[stats.index], 0.0)
-
-
-def _as_rewards(advantages: Tensor, rewards: Tensor) -> Tensor:
-    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)

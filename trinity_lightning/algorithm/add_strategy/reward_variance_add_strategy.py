@@ -1,0 +1,106 @@
+"""Filters of groups whose rewards do not differ, to put before a strategy that sets advantages."""
+
+import time
+from typing import Any
+
+import torch
+
+from trinity_lightning.algorithm.add_strategy import functional
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    INVALID_GROUP_COUNT,
+    AddStrategy,
+    Groups,
+    Metrics,
+    reject_dpo,
+    split_valid,
+)
+from trinity_lightning.common.criterion import Criterion
+from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.runs import is_valid_reward
+from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.config.values import number
+
+
+class RewardVarianceAddStrategy(AddStrategy):
+    """Writes the groups whose rewards differ, and sets no advantages: a filter to put before another strategy.
+
+    A group is written when it has at least two runs and its rewards' population variance is above the threshold. It is
+    judged by the rewards as they were before operators: a penalty for length makes no difference between two wrong
+    answers. `filtered_count` counts the experiences that were not written, `add_strategy_time` is in seconds.
+
+    Args:
+        variance_threshold: what the variance of a group must exceed.
+        metric: what to judge by in place of the reward: the name of a reward function ("accuracy"), another metric of
+            the experiences, or an entry of their info ("judge_score").
+    """
+
+    def __init__(
+        self, writer: BufferWriter, variance_threshold: float = 0.0, metric: str | None = None, **unknown: Any
+    ) -> None:
+        super().__init__(writer, **unknown)
+        self.variance_threshold = number("variance_threshold", variance_threshold, least=0)
+        self.criterion = Criterion(metric)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"variance_threshold": 0.0}
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write the groups whose rewards differ, one write a group; see `AddStrategy.add`."""
+        if not experiences:
+            return 0, {}
+        start = time.perf_counter()
+        reject_dpo(experiences)
+        kept, invalid = self._differing(experiences)
+        written, metrics = await self._write(kept, experiences, step)
+        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept.values())))
+        metrics[INVALID_GROUP_COUNT] = float(invalid)
+        metrics["add_strategy_time"] = time.perf_counter() - start
+        return written, metrics
+
+    async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write these groups of the experiences: the number written, and further metrics."""
+        for group in kept.values():
+            await self.writer.write_async(group)
+        return sum(map(len, kept.values())), {}
+
+    def survivors(self, experiences: list[Experience]) -> Groups:
+        """The groups whose rewards differ; see `AddStrategy.survivors`."""
+        return self._differing(experiences)[0]
+
+    def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
+        return differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
+
+
+class DAPOAddStrategy(RewardVarianceAddStrategy):
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
+
+    Groups that all failed or all succeeded are left out, and the explorer is asked for new tasks in their place, up to
+    explorer.max_refills times.
+    """
+
+    refills = True
+
+
+def differing_groups(groups: Groups, variance_threshold: float, criterion: Criterion) -> tuple[Groups, int]:
+    """The groups of at least two runs whose rewards differ, and the number of the invalid ones, which are logged.
+
+    Args:
+        groups: by id.
+        variance_threshold: what the population variance over the runs must exceed.
+        criterion: what runs are judged by; a group with a run without it is invalid.
+
+    Raises:
+        ExperienceError: as `Criterion.values`.
+    """
+    values = criterion.values(groups)
+    valid, invalid = split_valid(
+        groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), criterion.metric or "reward"
+    )
+    if not valid:
+        return {}, invalid
+    sizes = [len(values[id_]) for id_ in valid]
+    numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
+    index = torch.repeat_interleave(torch.tensor(sizes))
+    differs = functional.rewards_differ(numbers, index, variance_threshold).split(sizes)
+    return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid
