@@ -13,9 +13,10 @@ from trinity_lightning.build import build
 from trinity_lightning.common import hardware
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.training import WeightDtype
-from trinity_lightning.engines import check_resumed_dtype, settle_dtypes
+from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.machine import describe_environment
+from trinity_lightning.resume import check_resumed_dtype
 from trinity_lightning.trainer.policy import PolicyModule
 
 AUTO, BF16, FP32 = WeightDtype.auto, WeightDtype.bf16, WeightDtype.fp32

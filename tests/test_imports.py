@@ -19,7 +19,19 @@ MODULES = {
 }
 
 # What joins the rooms, and may import all of them.
-TOPS = ("train", "build", "evaluate", "evaluation", "engines", "gpu_plan", "plan", "planner", "report", "servers")
+TOPS = (
+    "train",
+    "build",
+    "evaluate",
+    "evaluation",
+    "engines",
+    "gpu_plan",
+    "plan",
+    "planner",
+    "report",
+    "resume",
+    "servers",
+)
 PACKAGE_TOPS = ("explorer.callback", "explorer.follower", "buffer.datamodule", "buffer.dataset", "buffer.offline")
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.

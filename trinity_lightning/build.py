@@ -4,8 +4,6 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +15,17 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpo
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.buffer.datamodule import ExperienceDataModule, StepKeeper
+from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.config.checkpoints import checkpoints_in, last_checkpoint, recorded_model
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
-from trinity_lightning.config.schema import BufferConfig, TrainConfig, typed_config
+from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
     check_experts,
-    check_resumed_dtype,
     check_room,
     engines_of,
     settle_dtypes,
@@ -43,7 +39,6 @@ from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.report import write_report
-from trinity_lightning.sync.stream import saved_weights
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -113,6 +108,8 @@ def build(config: DictConfig) -> Run:
     checkpoint = checkpoint_of(config, folder)
     settle_dtypes(config, checkpoint)
     if checkpoint is not None:
+        from trinity_lightning.resume import check_resumed_dtype
+
         check_resumed_dtype(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
     online, follower = typed.buffer.storage == "memory", trains_together(config.trainer) and _follows()
@@ -162,28 +159,22 @@ def _follows() -> bool:
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
-    """The checkpoint to resume from, looked into before anything is loaded.
+    """The checkpoint to resume from, looked into before anything is loaded; None: there is none.
 
     Raises:
         ConfigError: it is none, of another model, or of a later step than the last one asked for; or a run is not to be
             resumed, and its folder holds another one.
     """
-    if config.ckpt_path is None:
-        if (folder / "config.yaml").exists():
-            resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
-            raise ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
-        return None
-    path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(config.ckpt_path)
-    step, _ = saved_weights(path)
-    if step > config.steps:
-        raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
-    if step == config.steps:
-        logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
-    record = folder / "config.yaml"
-    before = recorded_model(record) if record.is_file() else config.model.name
-    if before != config.model.name:
-        raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
-    return str(path)
+    if config.ckpt_path is not None:
+        from trinity_lightning.resume import checkpoint_to_resume
+
+        return checkpoint_to_resume(config, folder)
+    if (folder / "config.yaml").exists():
+        from trinity_lightning.config.checkpoints import checkpoints_in
+
+        resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
+        raise ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
+    return None
 
 
 def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
@@ -333,12 +324,17 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
     clients: dict[str | int, Any] = {
         name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
     }
+    keep = None
+    if config.buffer.keep:
+        from trinity_lightning.buffer.step_files import step_keeper
+
+        keep = step_keeper(config.buffer, folder)
     return ExperienceDataModule(
         [(strategy.name, strategy.args) for strategy in config.add_strategy.values()],
         operators=list(config.operators.values()),
         auxiliary_models=clients,
         folder=folder,
-        keep=step_keeper(config.buffer, folder),
+        keep=keep,
         experts=_experts(config),
         **_dealing(config),
     )
@@ -355,26 +351,6 @@ def offline_data(config: TrainConfig, policy: PolicyModule, follower: bool) -> L
     from trinity_lightning.buffer.offline import offline_data_module
 
     return offline_data_module(config, policy.objective.pairs, follower, response_budget(config))
-
-
-def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper | None:
-    """What keeps the experiences of every explore step of the run in that folder; None if nothing is to be kept.
-
-    Raises:
-        ConfigError: the database's URL is none, or a package for it is missing.
-        StorageError: there is no such database, or it is of something else.
-    """
-    if not buffer.keep:
-        return None
-    from trinity_lightning.buffer.step_files import FOLDER, folder_id, keep_step
-
-    if buffer.keep == "sql":
-        from trinity_lightning.buffer import sql
-
-        place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
-        sql.SqlStorage(place).close()  # what cannot be written to is refused before a model is loaded
-        return lambda step, experiences: sql.keep_step(place, folder_id(folder), step, experiences)
-    return partial(keep_step, folder / FOLDER)
 
 
 def _experts(config: TrainConfig) -> "ExpertData | None":
@@ -432,16 +408,7 @@ def quiet_lightning() -> None:
 def record_config(config: DictConfig, file: Path) -> None:
     """Write the resolved configuration; of a resumed run, say what is no longer as it was."""
     if config.ckpt_path is not None and file.is_file():
-        before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
-        changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-        for key in changed:
-            if key not in ("ckpt_path", "output_dir"):
-                logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
+        from trinity_lightning.resume import log_changes
+
+        log_changes(config, file)
     file.write_text(OmegaConf.to_yaml(config, resolve=True))
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
-    if not isinstance(node, dict):
-        return {prefix: node.name if isinstance(node, Enum) else node}
-    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

@@ -14,10 +14,10 @@ from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabili
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import HALF, WeightDtype, compute_dtype, weight_dtype
+from trinity_lightning.config.training import WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.sync.stream import parameter_shapes, saved_weights
+from trinity_lightning.sync.stream import parameter_shapes
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
@@ -123,32 +123,15 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     trainer = config.trainer or {}
     precision = trainer.get("precision")
     if config.model.dtype is WeightDtype.auto:
-        config.model.dtype = _dtype_of(checkpoint) if checkpoint else faster_dtype(trainer.get("accelerator", "auto"))
+        config.model.dtype = _faster_or_held(trainer.get("accelerator", "auto"), checkpoint)
     config.model.dtype = weight_dtype(config.model.dtype, precision)
     if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
         config.engine.dtype = EngineDtype(compute_dtype(config.model.dtype, precision).value)
 
 
-def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
-    """Refuse to go on with weights in another dtype than the checkpoint's: its optimizer state belongs to that.
+def _faster_or_held(accelerator: object, checkpoint: str | Path | None) -> WeightDtype:
+    if checkpoint is None:
+        return faster_dtype(accelerator)
+    from trinity_lightning.resume import dtype_of
 
-    Args:
-        config: a configuration whose dtypes are settled.
-        checkpoint: what the run resumes from.
-
-    Raises:
-        ConfigError: another dtype.
-    """
-    asked, held = config.model.dtype.value, _dtype_of(checkpoint).value
-    if asked != held:
-        raise ConfigError(
-            f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
-            f"'{checkpoint}' are {held}: a resumed run keeps its own, so leave model.dtype and that precision out."
-        )
-
-
-def _dtype_of(checkpoint: str | Path) -> WeightDtype:
-    """How the run that wrote a checkpoint held its weights; of bfloat16 models some layers stay in float32."""
-    _, weights = saved_weights(checkpoint)
-    rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-    return WeightDtype.bf16 if rounded else WeightDtype.fp32
+    return dtype_of(checkpoint)

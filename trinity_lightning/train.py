@@ -9,9 +9,8 @@ import hydra
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checkpoints import check_checkpoint
 from trinity_lightning.config.checks import validate, workflow_arguments
-from trinity_lightning.config.models import check_on_hub
+from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.schema import TrainConfig, config_dir
 from trinity_lightning.config.targets import check_targets
 from trinity_lightning.errors import ConfigError
@@ -41,7 +40,10 @@ def check(config: DictConfig) -> None:
         ConfigError: names the key and the fix.
     """
     run = validate(config)
-    check_checkpoint(config)
+    if config.ckpt_path is not None:
+        from trinity_lightning.config.checkpoints import check_checkpoint
+
+        check_checkpoint(config)
     check_models(run)
     check_objective(run)
     check_targets(config)
@@ -53,7 +55,10 @@ def check_models(run: TrainConfig) -> None:
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
-        check_on_hub(name)
+        if name not in BUILT_IN_MODELS:
+            from trinity_lightning.config.own_models import check_on_hub
+
+            check_on_hub(name)
     resolve_rewards(run.reward)
 
 

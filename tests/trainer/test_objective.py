@@ -27,10 +27,9 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
 from trinity_lightning.algorithm.policy_loss.policy_loss import accepted
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.offline import OfflineExperienceDataModule
+from trinity_lightning.buffer.offline import OfflineExperienceDataModule, marked
 from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, options
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, RolloutCorrectionConfig
 from trinity_lightning.errors import ConfigError

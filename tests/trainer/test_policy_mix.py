@@ -17,7 +17,7 @@ from support.policy import (
     padded,
 )
 
-from trinity_lightning.common.optimizer_batch import marked
+from trinity_lightning.buffer.offline import marked
 
 MIX: dict[str, Any] = {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}
 

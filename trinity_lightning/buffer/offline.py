@@ -1,5 +1,6 @@
 """Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.optimizer_batch import OptimizerBatch, marked
+from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import number, whole_number
@@ -339,3 +340,12 @@ class AnswerReader(BufferReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
         self._taskset.load_state_dict(state)
+
+
+def marked(experience: Experience, expert: bool) -> Experience:
+    """A copy that says whether it is an expert's."""
+    copied = copy.copy(experience)
+    copied.info = {**experience.info, IS_EXPERT.source_field: expert}
+    others = [f for f in experience.custom_fields if f.destination_field != IS_EXPERT.destination_field]
+    copied.custom_fields = [*others, IS_EXPERT]
+    return copied

@@ -6,13 +6,15 @@ A step is a file `step_<n>.trxp`, a payload of version 2; a resumed run writes t
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
 from trinity_lightning.common.files import write_atomically
+from trinity_lightning.config.schema import BufferConfig
 from trinity_lightning.errors import StorageError, StorageFormatError
 
 FOLDER = "experiences"
@@ -20,6 +22,22 @@ ID_FILE = "folder.id"  # says which folder it is, wherever it is moved to: a pos
 _UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
 _STEP = re.compile(r"step_(\d+)\.trxp")
 _FRAMES = b"TRXB"  # how the files of many writes began that there were before
+
+
+def step_keeper(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
+    """What keeps the experiences of every explore step of the run in that folder, as `buffer.keep` says.
+
+    Raises:
+        ConfigError: the database's URL is none, or a package for it is missing.
+        StorageError: there is no such database, or it is of something else.
+    """
+    if buffer.keep != "sql":
+        return partial(keep_step, folder / FOLDER)
+    from trinity_lightning.buffer import sql
+
+    place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
+    sql.SqlStorage(place).close()  # what cannot be written to is refused before a model is loaded
+    return lambda step, experiences: sql.keep_step(place, folder_id(folder), step, experiences)
 
 
 def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) -> Path:

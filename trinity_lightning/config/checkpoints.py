@@ -33,8 +33,7 @@ def checkpoints_in(folder: Path, pattern: str = "*.ckpt") -> list[Path]:
 
 def check_checkpoint(config: DictConfig) -> None:
     """Refuse a checkpoint to resume from that does not exist or is damaged; a ConfigError."""
-    if config.ckpt_path is not None:
-        check_whole(_newest(Path(config.output_dir)) if config.ckpt_path == "last" else Path(config.ckpt_path))
+    check_whole(_newest(Path(config.output_dir)) if config.ckpt_path == "last" else Path(config.ckpt_path))
 
 
 def hash_of(folder: Path) -> str:

@@ -1,7 +1,6 @@
 """Rules between the sections of a configuration, before torch is imported; a section's own are in its dataclass."""
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from trinity_lightning.config.engines import (
     CAPABILITIES,
     ENGINE_KEYS,
     SENT,
-    SET_BY,
     Capabilities,
     EngineSleep,
     capabilities_of,
@@ -21,15 +19,8 @@ from trinity_lightning.config.engines import (
     gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.models import check_model_name, check_trainable
-from trinity_lightning.config.registry import (
-    ASKING_WORKFLOWS,
-    COMPARING_STRATEGIES,
-    FILTERING_STRATEGIES,
-    PARTS,
-    SHAPING_OPERATORS,
-    STEP_STRATEGIES,
-)
+from trinity_lightning.config.models import BUILT_IN_MODELS, check_model_name
+from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, PARTS
 from trinity_lightning.config.schema import (
     FREE,
     TrainConfig,
@@ -39,10 +30,8 @@ from trinity_lightning.config.schema import (
 )
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.training import SHARDS, Layout, check_settings_of_a_run, strategy_of, trains_together
-from trinity_lightning.config.values import unknown_name, whole_number
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 def validate(config: DictConfig) -> TrainConfig:
@@ -72,7 +61,10 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
     check_seed(config.seed)  # before explorer.seed, which follows it
     run = typed_config(config)
     check_model_name(run.model.name)
-    check_trainable(run.model.name)
+    if run.model.name not in BUILT_IN_MODELS:
+        from trinity_lightning.config.own_models import check_trainable
+
+        check_trainable(run.model.name)
     _check_weighing(run)
     _check_training(run)
     _check_expert(run)
@@ -112,7 +104,7 @@ def _restore_left_out(config: DictConfig) -> None:
 
 
 def _check_weighing(run: TrainConfig) -> None:
-    """Refuse operators and strategies that do not go together with each other, the workflow or the group size."""
+    """Refuse strategies that set no advantages, or do not go together with the loss, the workflow or the group size."""
     named = [strategy.name for strategy in run.add_strategy.values()]
     if not named:
         raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
@@ -121,64 +113,11 @@ def _check_weighing(run: TrainConfig) -> None:
             f"add_strategy={named[-1]} only filters: put a strategy that sets advantages behind it, such as "
             f"add_strategy=[{named[-1]},grpo]."
         )
-    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
-        raise ConfigError(
-            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
-            "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
-        )
-    own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
-    asks_none = run.buffer.has_rollouts and run.workflow.name != "on_policy_distill" and not own_parts
-    if "on_policy_distill" in named and asks_none:
-        raise ConfigError(
-            "add_strategy=on_policy_distill weighs tokens by a teacher's log-probabilities, and "
-            f"workflow={run.workflow.name} asks none: choose workflow=on_policy_distill, and give the teacher as "
-            "+auxiliary_models.teacher.model=FOLDER."
-        )
-    step_wise = run.workflow.args.get("step_reward") == "own"
-    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
-        raise ConfigError(
-            "add_strategy=gigpo sums the rewards of an episode's steps: set workflow.args.step_reward=own, as `return` "
-            "gives every step the whole episode's."
-        )
-    if run.workflow.args.get("mode") == "step_wise":
-        _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
-    if run.explorer.repeat_times == 1 and run.buffer.has_rollouts:
-        _check_groups_of_one(named)
+    alone, in_steps = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
+    if alone or in_steps or {"asymre", "gigpo", "on_policy_distill"} & set(named):
+        from trinity_lightning.config.weighing import check_strategies
 
-
-def _check_step_rewards(run: TrainConfig, built_in: list[str]) -> None:
-    """Refuse a strategy that compares runs by one reward if the steps of a run may have different ones."""
-    one_a_run = [name for name in built_in if name not in STEP_STRATEGIES]
-    if not one_a_run:
-        return
-    if run.workflow.args.get("step_reward") == "own":
-        raise ConfigError(
-            "workflow.args.step_reward=own gives the steps of a run different rewards, and "
-            f"add_strategy={one_a_run[0]} compares runs by one: choose add_strategy=step_wise_grpo or gigpo, or "
-            "step_reward=return."
-        )
-    for operator in run.operators.values():
-        if operator.name in SHAPING_OPERATORS:
-            raise ConfigError(
-                f"operator '{operator.name}' gives the steps of a run (workflow.args.mode=step_wise) different "
-                f"rewards, and add_strategy={one_a_run[0]} compares runs by one: choose add_strategy=step_wise_grpo or "
-                "gigpo."
-            )
-
-
-def _check_groups_of_one(named: list[str]) -> None:
-    for name in named:
-        if name in FILTERING_STRATEGIES:
-            raise ConfigError(
-                f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ: none would be "
-                "left. Give explorer.repeat_times=8, say."
-            )
-        if name in COMPARING_STRATEGIES:
-            logger.warning(
-                "explorer.repeat_times is 1, so add_strategy=%s has nothing to compare a rollout with: its advantage "
-                "is the reward itself, as with add_strategy=reinforce.",
-                name,
-            )
+        check_strategies(run, named)
 
 
 def _check_training(run: TrainConfig) -> None:
@@ -322,12 +261,6 @@ def _check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         raise ConfigError(
             f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
         )
-    taken = [name for name in SET_BY.get(method, ()) if name in engine.args]
-    if taken:
-        raise ConfigError(
-            f"synchronizer={method} sets {taken[0]} of the servers itself: leave it out of engine.args, or take "
-            "synchronizer=checkpoint."
-        )
 
 
 def workflow_arguments(
@@ -347,14 +280,6 @@ def workflow_arguments(
     key = ASKING_WORKFLOWS.get(workflow)
     if key is None:
         return dict(args)
-    fix = "Give one, such as +auxiliary_models.judge.model=FOLDER."
-    asked = args.get(key, 0)
-    if isinstance(asked, str):
-        if asked not in models:
-            message = unknown_name("auxiliary model", asked, models)
-            raise ConfigError(f"{section}.args.{key}: {message} {fix}")
-        asked = list(models).index(asked)
-    whole_number(f"{section}.args.{key}", asked, least=0)
-    if asked >= len(models):
-        raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
-    return {**args, key: asked}
+    from trinity_lightning.config.servers import asked_model
+
+    return {**args, key: asked_model(section, workflow, key, args.get(key, 0), models)}

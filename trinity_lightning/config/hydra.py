@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig, trains_together
@@ -79,6 +78,8 @@ def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
         return str(_new_folder(Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
+    from trinity_lightning.config.checkpoints import checkpoints_in
+
     found = checkpoints_in(Path(root, name), "*/checkpoints/*.ckpt")
     if not found:
         raise ConfigError(f"ckpt_path=last: there is no checkpoint under {Path(root, name)} to resume from.")
@@ -164,20 +165,10 @@ def check_overrides(config: DictConfig) -> None:
 
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
-    hydra = HydraConfig.get()
-    if not trains_together(config.trainer or {}):
-        return
-    if hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError(
-            "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
-            "sweep again: start its jobs one by one, without --multirun."
-        )
-    named = any(each.startswith("hydra.run.dir=") for each in hydra.overrides.hydra)
-    if "RANK" in os.environ and not named and config.ckpt_path != "last":
-        raise ConfigError(
-            "processes that torchrun starts need one folder for the run: give it, such as "
-            f"hydra.run.dir={config.output_root}/{config.name}/first."
-        )
+    if trains_together(config.trainer or {}):
+        from trinity_lightning.config.processes import check_start
+
+        check_start(config, HydraConfig.get())
 
 
 @contextmanager

@@ -4,6 +4,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
 from trinity_lightning.config.engines import gpu_count
 from trinity_lightning.errors import ConfigError
 
@@ -34,4 +37,27 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"trainer.devices is {devices}, each a process of its own, and this process may use {cores} CPU cores: "
             f"give at most {max(cores, ALWAYS)}."
+        )
+
+
+def check_start(config: DictConfig, hydra: Any) -> None:
+    """Refuse a sweep of processes that train together, and those that torchrun starts without one folder.
+
+    Args:
+        config: the run's.
+        hydra: Hydra's own.
+
+    Raises:
+        ConfigError: says how to start it.
+    """
+    if hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(
+            "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
+            "sweep again: start its jobs one by one, without --multirun."
+        )
+    named = any(each.startswith("hydra.run.dir=") for each in hydra.overrides.hydra)
+    if "RANK" in os.environ and not named and config.ckpt_path != "last":
+        raise ConfigError(
+            "processes that torchrun starts need one folder for the run: give it, such as "
+            f"hydra.run.dir={config.output_root}/{config.name}/first."
         )

@@ -15,6 +15,7 @@ from omegaconf import MISSING
 from trinity_lightning.config.engines import (
     PARALLEL,
     SENT,
+    SET_BY,
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
@@ -25,7 +26,7 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import Section, section_of
-from trinity_lightning.config.values import AUTO, url
+from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
@@ -97,6 +98,31 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
     if section is None or not section.model:
         raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
     return section
+
+
+def asked_model(section: str, workflow: str, key: str, asked: Any, models: Sequence[str]) -> int:
+    """The auxiliary model that a workflow asks, by its number.
+
+    Args:
+        section: what to call the workflow's section in messages.
+        workflow: its name.
+        key: the argument that says which model.
+        asked: its value: a name, or a number.
+        models: names of the auxiliary models.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    fix = "Give one, such as +auxiliary_models.judge.model=FOLDER."
+    if isinstance(asked, str):
+        if asked not in models:
+            message = unknown_name("auxiliary model", asked, models)
+            raise ConfigError(f"{section}.args.{key}: {message} {fix}")
+        asked = list(models).index(asked)
+    whole_number(f"{section}.args.{key}", asked, least=0)
+    if asked >= len(models):
+        raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
+    return asked
 
 
 def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any]) -> None:
@@ -205,6 +231,12 @@ def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int)
 
 
 def _check_gpu_to_gpu(method: str, engine: EngineConfig, can: Capabilities, accelerator: str) -> None:
+    taken = [name for name in SET_BY[method] if name in engine.args]
+    if taken:
+        raise ConfigError(
+            f"synchronizer={method} sets {taken[0]} of the servers itself: leave it out of engine.args, or take "
+            "synchronizer=checkpoint."
+        )
     if method == "nccl":
         require_vllm()  # its sending end
     there = gpu_count()

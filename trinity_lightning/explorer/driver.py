@@ -8,25 +8,17 @@ import asyncio
 import logging
 import math
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-PACKAGE = Path(__file__).parents[1]
-LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
 
 SIGNAL_CHECK_SECONDS = 0.5
 CANCEL_SECONDS = 30.0
@@ -294,11 +286,12 @@ class LoopWatch:
         silent = self.silent()
         if silent <= min(self.warn_after, self.fail_after):
             return
+        from trinity_lightning.explorer.blocked import stack_of
+
         blocker = self.blocker()
         if not self._warned and silent > self.warn_after:
             self._warned = True
-            stack = "".join(traceback.format_stack(self._frame()))
-            what = blocker or "something"
+            what, stack = blocker or "something", stack_of(self._thread)
             logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", what, silent, stack)
         if blocker is not None and silent > self.fail_after:
             raise WorkflowBlockedError(
@@ -308,32 +301,7 @@ class LoopWatch:
             )
 
     def blocker(self) -> str | None:
-        """The innermost line that the loop is in and no library has, with its workflow; None while the loop waits."""
-        frames = list(self._running())
-        own = [frame for frame in frames if not _of_a_library(frame)]
-        place = next((_place(frame) for frame in own or frames), None)
-        owners = (frame.f_locals.get("self") for frame in frames)
-        workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
-        return None if place is None else place + workflow
+        """What the loop is busy with; None while it waits."""
+        from trinity_lightning.explorer.blocked import blocker_of
 
-    def _running(self) -> Iterator[FrameType]:
-        """Frames of the callback that the loop is in, the innermost first; none while it waits for something to do."""
-        frame, frames = self._frame(), []
-        while frame is not None:
-            if frame.f_code is asyncio.Handle._run.__code__:
-                yield from frames
-                return
-            frames.append(frame)
-            frame = frame.f_back
-
-    def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._thread.ident or 0)
-
-
-def _of_a_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
-
-
-def _place(frame: FrameType) -> str:
-    return f"'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'"
+        return blocker_of(self._thread)

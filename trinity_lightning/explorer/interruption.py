@@ -14,8 +14,7 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.alone import ranks_of
-from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.checkpoints import checkpoints_in
+from trinity_lightning.common.random_state import random_state
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +144,9 @@ class StopCheckpoint(L.Callback):
             earlier = self._earlier(path)
             logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", earlier)
             return
-        self._back_to_whole_items(trainer)
+        from trinity_lightning.explorer.whole_items import back_to_whole_items
+
+        back_to_whole_items(trainer, _loaders(trainer), self._random_state, self._loader_states)
         trainer.save_checkpoint(path)
         logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, self._resume(path))
 
@@ -158,6 +159,8 @@ class StopCheckpoint(L.Callback):
 
     def _earlier(self, path: Path | None) -> str:
         """What to go on with if nothing was saved now; nothing if there is none."""
+        from trinity_lightning.config.checkpoints import checkpoints_in
+
         checkpoints = [] if path is None else checkpoints_in(path.parent)
         return f"The last checkpoint before it stands. {self._resume(checkpoints[-1])}" if checkpoints else ""
 
@@ -165,33 +168,6 @@ class StopCheckpoint(L.Callback):
         """Whether the item under way has begun to change the weights, and did not come to its end."""
         items: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         return items.processed < items.ready and _optimizer_steps_begun(trainer) > self._steps_before
-
-    def _back_to_whole_items(self, trainer: L.Trainer) -> None:
-        """Let Lightning's counters and the loaders say what was trained on: a resumed run would skip the rest."""
-        loop = trainer.fit_loop.epoch_loop
-        epoch: Any = trainer.fit_loop.epoch_progress  # Lightning declares its counters narrower than they are
-        items: Any = loop.batch_progress
-        if epoch.current.started > epoch.current.processed:  # within an epoch: the items counted are its own
-            if items.current.processed < items.current.ready:
-                if self._random_state is not None:
-                    restore_random_state(self._random_state)
-                for loader, state in self._loader_states:
-                    loader.load_state_dict(state)
-            for each in (items.total, items.current):
-                each.ready = each.started = each.completed = each.processed
-            for loader in _loaders(trainer):
-                if hasattr(loader, "rewind"):
-                    loader.rewind(items.current.processed)
-            items.is_last_batch = False
-            if items.current.processed == trainer.num_training_batches:
-                epoch.increment_processed()
-        if epoch.current.started == epoch.current.processed:
-            items.reset_on_run()
-            # An epoch that was about to start is saved as not begun. Lightning would go on with it by leaving
-            # `current.ready` one behind, and would then take checkpoints of later epochs' ends for unfinished epochs.
-            for each in (epoch.total, epoch.current):
-                each.ready = each.started
-        loop._batches_that_stepped = items.total.completed
 
 
 def _optimizer_steps_begun(trainer: L.Trainer) -> int:

@@ -1,27 +1,22 @@
 """The policy's weights on their way to an engine: what will come, known before anything is sent."""
 
-import copy
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.values import nearest
-from trinity_lightning.errors import ConfigError, WeightSyncError
+from trinity_lightning.errors import WeightSyncError
 
 Shape = tuple[int, ...]
 
 CPU = torch.device("cpu")
 MAX_LISTED = 8
-_POLICY = "model."  # PolicyModule.model
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -146,37 +141,6 @@ def parameter_stream(model: nn.Module) -> WeightStream:
     return WeightStream(shapes, lambda: ((name, tensor.detach()) for name, tensor in tensors.items()))
 
 
-def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
-    """The explore step that a checkpoint was written after, and the policy's weights in it, by its parameters' names.
-
-    Raises:
-        ConfigError: not a checkpoint of a training run.
-    """
-    step, saved = saved_weights(path)
-    weights = whole(path, {"state_dict": saved})["state_dict"]
-    return step, WeightStream.of((name.removeprefix(_POLICY), tensor) for name, tensor in weights.items())
-
-
-def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
-    """The step, and the weights by the checkpoint's names as `common.checkpoints.contents` has them: not read yet.
-
-    Raises:
-        ConfigError: not a checkpoint of a training run.
-    """
-    try:
-        checkpoint = contents(path)
-        step = _explore_step(checkpoint)
-        weights = {name: each for name, each in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, UnpicklingError) as error:
-        raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
-    return step, weights
-
-
-def _explore_step(checkpoint: dict[str, Any]) -> int:
-    # Not the explorer's, which may be ahead; and not "epoch", which is counted up only after a checkpoint at its end.
-    return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
-
-
 def skeleton(path: str) -> Any:
     """The Hugging Face model in a folder (or of a hub name), from its config, without any weights in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -209,21 +173,12 @@ def as_checkpoint(
     """
     groups, device = _layers(tensors), next(iter(tensors.values())).device
     take = read or (lambda name: tensors[name].detach())
-    conversions = _conversions(model)
-    if not conversions:  # of nearly all models
-        shapes = {name: tuple(tensors[name].shape) for names in groups for name in names}
-        return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
-    plain = copy.copy(model)
-    plain._weight_conversions = conversions
-    shapes = _shapes(tensors, groups, plain)
-    if len(groups) > 1 and shapes != (whole := _shapes(tensors, [list(tensors)], plain)):
-        groups, shapes = [list(tensors)], whole
+    if conversions := _conversions(model):  # of few models
+        from trinity_lightning.sync.converted import converted
 
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        for names in groups:
-            yield from _reverted({name: take(name) for name in names}, plain).items()
-
-    return WeightStream(shapes, stream, device)
+        return converted(tensors, groups, take, model, conversions, device)
+    shapes = {name: tuple(tensors[name].shape) for names in groups for name in names}
+    return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -236,20 +191,6 @@ def _conversions(model: Any) -> list[Any]:
 
     every = get_model_conversion_mapping(model, add_legacy=False)
     return [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
-
-
-def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
-    """Names and shapes of what is streamed, in its order."""
-    empty = (
-        {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
-    )
-    return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
-
-
-def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, tensors)
 
 
 def _layers(names: Iterable[str]) -> list[list[str]]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.common.files import put_in_place, remove
 
 
@@ -50,5 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ConfigError: its shards are damaged.
         """
         if Path(path).is_dir():
+            from trinity_lightning.common.checkpoints import contents, whole
+
             return whole(path, contents(path))
         return super().load_checkpoint(path, map_location, weights_only)

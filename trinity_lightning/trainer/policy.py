@@ -27,7 +27,6 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
@@ -42,7 +41,6 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
-from trinity_lightning.sync.stream import saved_weights
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import (
     MicroBatch,
@@ -572,6 +570,9 @@ class PolicyModule(L.LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As of every LightningModule; a ConfigError if it is damaged, in shards, or of no training run."""
         if isinstance(checkpoint_path, str | Path):
+            from trinity_lightning.config.checkpoints import check_file
+            from trinity_lightning.sync.saved import saved_weights
+
             check_file(Path(checkpoint_path))
             saved_weights(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)

@@ -1,0 +1,54 @@
+"""What blocks an event loop that runs in another thread, for messages."""
+
+import asyncio
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from trinity_lightning.explorer.workflows.workflow import Workflow
+
+PACKAGE = Path(__file__).parents[1]
+LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
+
+
+def blocker_of(thread: threading.Thread) -> str | None:
+    """The innermost line that the thread's loop is in and no library has, with its workflow; None while it waits."""
+    frames = list(_running(thread))
+    own = [frame for frame in frames if not _of_a_library(frame)]
+    place = next((_place(frame) for frame in own or frames), None)
+    owners = (frame.f_locals.get("self") for frame in frames)
+    workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
+    return None if place is None else place + workflow
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Where the thread stands."""
+    return "".join(traceback.format_stack(_frame_of(thread)))
+
+
+def _running(thread: threading.Thread) -> Iterator[FrameType]:
+    """Frames of the callback that the loop is in, the innermost first; none while it waits for something to do."""
+    frame, frames = _frame_of(thread), []
+    while frame is not None:
+        if frame.f_code is asyncio.Handle._run.__code__:
+            yield from frames
+            return
+        frames.append(frame)
+        frame = frame.f_back
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def _of_a_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def _place(frame: FrameType) -> str:
+    return f"'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'"

@@ -1,0 +1,77 @@
+"""What a run goes on from: its checkpoint, and what that says of the run before."""
+
+import logging
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_lightning.config.checkpoints import last_checkpoint, recorded_model
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.training import HALF, WeightDtype
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.saved import saved_weights
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
+    """The checkpoint that `ckpt_path` means for the run of that folder.
+
+    Raises:
+        ConfigError: it is none, of another model, or of a later step than the last one asked for.
+    """
+    path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
+    step, _ = saved_weights(path)
+    if step > config.steps:
+        raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
+    if step == config.steps:
+        logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
+    record = folder / "config.yaml"
+    before = recorded_model(record) if record.is_file() else config.model.name
+    if before != config.model.name:
+        raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
+    return str(path)
+
+
+def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
+    """Refuse to go on with weights in another dtype than the checkpoint's: its optimizer state belongs to that.
+
+    Args:
+        config: a configuration whose dtypes are settled.
+        checkpoint: what the run resumes from.
+
+    Raises:
+        ConfigError: another dtype.
+    """
+    asked, held = config.model.dtype.value, dtype_of(checkpoint).value
+    if asked != held:
+        raise ConfigError(
+            f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
+            f"'{checkpoint}' are {held}: a resumed run keeps its own, so leave model.dtype and that precision out."
+        )
+
+
+def dtype_of(checkpoint: str | Path) -> WeightDtype:
+    """How the run that wrote a checkpoint held its weights; of bfloat16 models some layers stay in float32."""
+    _, weights = saved_weights(checkpoint)
+    rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+    return WeightDtype.bf16 if rounded else WeightDtype.fp32
+
+
+def log_changes(config: DictConfig, file: Path) -> None:
+    """Warn of what is no longer as the run's `config.yaml` has it."""
+    before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    for key in changed:
+        if key not in ("ckpt_path", "output_dir"):
+            logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
+    if not isinstance(node, dict):
+        return {prefix: node.name if isinstance(node, Enum) else node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
