@@ -16,7 +16,7 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_experts
 from trinity_lightning.errors import ConfigError, WeightSyncError
-from trinity_lightning.sync import stream as streams
+from trinity_lightning.sync import converted as conversions
 from trinity_lightning.sync.stream import parameter_shapes, weight_stream, while_sent
 
 SIZES: dict[str, Any] = {
@@ -60,9 +60,9 @@ def test_the_stream_is_what_save_pretrained_writes(name: str, tmp_path: Path) ->
 def test_layers_are_converted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["mixtral"]()
     stream, converted = weight_stream(model), []
-    original = streams._reverted
+    original = conversions._reverted
     monkeypatch.setattr(
-        streams, "_reverted", lambda tensors, plain: converted.append(len(tensors)) or original(tensors, plain)
+        conversions, "_reverted", lambda tensors, plain: converted.append(len(tensors)) or original(tensors, plain)
     )
     seen = iter(stream)
     next(seen)
