@@ -18,9 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-RECIPES = ("grpo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_plus_plus")
+RECIPES = (
+    *("grpo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_plus_plus"),
+    "rewards_mixed",
+)
 COMMON = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "save_model=false")
-TINY = ("model=tiny", "reward=contains_digits", "optimizer.lr=5e-3")
+TINY = ("model=tiny", "optimizer.lr=5e-3")
 
 
 def learned(recipe: str, arguments: tuple[str, ...]) -> dict[str, float]:
@@ -45,9 +48,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
-    model = TINY if args.model == "tiny" else (f"model={args.model}",)
     runs: dict[str, dict[str, dict[str, float]]] = {}
     for recipe in args.recipes:
+        model = (f"model={args.model}",)
+        if args.model == "tiny":  # a mixture of rewards has it as one more
+            model = (*TINY, "+reward.contains_digits=1" if recipe == "rewards_mixed" else "reward=contains_digits")
         for seed in args.seeds:
             result = learned(recipe, (*model, f"seed={seed}", f"steps={args.steps}"))
             runs.setdefault(recipe, {})[str(seed)] = result

@@ -15,7 +15,7 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import options, typed_config
 from trinity_lightning.config.sections import PartConfig
 
-BELOW = ("grpo_gsm8k", "sweep_lr")
+BELOW = ("grpo_gsm8k", "rewards_mixed", "sweep_lr")
 
 
 def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: str) -> Path:
@@ -35,7 +35,7 @@ def assert_trains(run_train: RunTrain, folder: Path, recipe: str, *arguments: st
 
 # Without rollouts: tests/test_offline_runs.py, tests/test_dataset_runs.py; a teacher: tests/test_auxiliary_models.py;
 # what needs more: below.
-ELSEWHERE = {"offline", "sft", "dpo", "on_policy_distill", *BELOW}
+ELSEWHERE = {"offline", "sft", "dpo", "on_policy_distill", "on_policy_distill_top_k", "streams", *BELOW}
 
 
 @pytest.mark.parametrize("recipe", sorted({*options("recipe")} - ELSEWHERE))
@@ -56,6 +56,19 @@ def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_p
     rollouts = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
     assert {"reward/math", "reward/contains_digits"} <= rollouts[0].keys()
     assert "What is" in rollouts[0]["prompt"]
+
+
+def test_mixed_rewards_are_logged_each_by_itself(run_train: RunTrain, tmp_path: Path) -> None:
+    small = [each for each in SMALL if not each.startswith("reward=")]
+    done = run_train(tmp_path, "+recipe=rewards_mixed", *small, "steps=1", "+reward.contains_digits=0.5")
+    assert done.returncode == 0, done.stdout[-4000:]
+    [file] = tmp_path.glob("outputs/rewards_mixed/*/metrics.csv")
+    with file.open() as lines:
+        row = next(row for row in csv.DictReader(lines) if row["reward/mean"])
+    weights = {"last_number": 1.0, "exact_match": 0.2, "contains_digits": 0.5}
+    each = sum(weight * float(row[f"reward/{name}/mean"]) for name, weight in weights.items())
+    assert float(row["reward/mean"]) == pytest.approx(each, rel=1e-5)
+    assert each > 0
 
 
 def test_a_sweep_tries_learning_rates(run_train: RunTrain, tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ BY_THE_COMMAND = {
     "another primary file": (["--config-name", "grpo"], ["leave out --config-name", "+recipe=NAME"]),
 }
 
+TAUGHT = ["+recipe=on_policy_distill_top_k", "auxiliary_models.teacher.model=tiny"]
+STREAM = ["+recipe=grpo", "algorithm=streams"]
+STREAMS = "+algorithm.policy_loss.args.streams"
 REFUSED = {
     "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
     "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
@@ -344,6 +347,38 @@ REFUSED = {
     "an argument of a workflow that has none": (
         ["+recipe=grpo", "+workflow.args.foo=1"],
         ["unknown workflow.args of MathWorkflow: 'foo'", "Known: system_prompt."],
+    ),
+    "a teacher's tokens without a teacher": (
+        ["+recipe=grpo", "algorithm=teacher_kl"],
+        ["loss teacher_kl needs a teacher", "operators=teacher_top_k", "+auxiliary_models.teacher.model=FOLDER"],
+    ),
+    "a teacher that is not there": (
+        ["+recipe=grpo", "algorithm=teacher_kl", "operators=teacher_top_k"],
+        ["operator teacher_top_k: unknown auxiliary model 'teacher'", "+auxiliary_models.teacher.model=FOLDER"],
+    ),
+    "more of a teacher's tokens than there are": (
+        [*TAUGHT, "model=tiny", "operators.teacher_top_k.args.k=1000"],
+        ["operator teacher_top_k: k is 1000, and the model's vocabulary has", "tokens"],
+    ),
+    "a teacher at another temperature": (
+        [*TAUGHT, "sampling.temperature=0.7"],
+        ["loss teacher_kl compares distributions at temperature 1, not 0.7", "set sampling.temperature=1"],
+    ),
+    "a stream of expert data that are not there": (
+        [*STREAM, f"{STREAMS}.expert={{loss: sft, tokens: expert}}"],
+        ["algorithm.policy_loss=streams needs expert data", "buffer.expert.per_step=8"],
+    ),
+    "expert data that are in no stream": (
+        [*STREAM, f"{STREAMS}.rl.loss=ppo", "buffer.expert.per_step=2", "buffer.expert.dataset.source=addition"],
+        ["policy_loss=streams learns nothing from expert data", "a stream with tokens=expert"],
+    ),
+    "observations of one turn": (
+        [*STREAM, f"{STREAMS}.tools={{loss: sft, tokens: observations}}"],
+        ["streams.tools: workflow=math has one turn", "workflow=multi_turn or workflow=tool_use"],
+    ),
+    "a stream's unknown key": (
+        [*STREAM, f"{STREAMS}.rl.wieght=2"],
+        ["unknown key 'algorithm.policy_loss.args.streams.rl.wieght'", "Did you mean", "rl.weight"],
     ),
     "distillation without a teacher": (
         ["+recipe=grpo", "add_strategy=on_policy_distill"],

@@ -41,7 +41,7 @@ from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import PolicyModule
 
-LOSSES = sorted(POLICY_LOSS_FN)
+LOSSES = sorted({*POLICY_LOSS_FN} - {"streams", "teacher_kl"})  # of columns of their own: test_policy_streams.py
 
 
 def algorithm_of(*overrides: str) -> AlgorithmConfig:

@@ -22,6 +22,7 @@ from support.policy import (
     naive_gradients,
     naive_grpo,
 )
+from support.streams import STREAMS, read
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
@@ -40,7 +41,8 @@ def small_chunks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["ppo", "mix"])  # of mixed batches, too
+# Of mixed batches, too; and of tokens that only some terms are of.
+@pytest.fixture(scope="module", params=["ppo", "mix", STREAMS["policy_loss"]], ids=["ppo", "mix", "streams"])
 def policy(request) -> PolicyModule:
     return make_loaded(policy_loss=request.param, entropy_coef=0.1)
 
@@ -54,6 +56,8 @@ def make_loaded(**settings) -> PolicyModule:
 def step(policy: PolicyModule, batch: OptimizerBatch, layout: Layout, budget: int) -> tuple[float, torch.Tensor]:
     """Loss and gradient of an optimizer batch, computed without a Trainer."""
     policy.policy.zero_grad()
+    read(batch.experiences)
+    policy.objective.add_columns(batch)
     total = 0.0
     for part in cut(batch, rows_to_train(batch, skip_zero_advantage=False), budget, layout):
         micro = collate(batch, part, policy.device)

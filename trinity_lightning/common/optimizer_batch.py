@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class OptimizerBatch:
         explore_step: the explore step (EID.batch) of the experiences.
         step: all experiences of the explore step, which decide what has to be alike in all of its batches; None: these
             are all.
+        stream_totals: the first three of a loss, for each stream of an objective of several.
         unit: experiences that follow each other and are computed together: 2 if they are preference pairs, the chosen
             response and the rejected one; else 1.
     """
@@ -70,6 +72,7 @@ class OptimizerBatch:
     num_expert_tokens: int = 0
     num_expert_sequences: int = 0
     step: Sequence[Experience] | None = None
+    stream_totals: dict[str, Any] = field(default_factory=dict)
     unit: int = 1
 
     @classmethod

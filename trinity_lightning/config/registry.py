@@ -29,7 +29,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "dppo": "dppo.dppo",
             "grpo": "ppo.ppo",
             "gspo": "ratio.gspo",
-            "mix": "mixed.mix",
+            "mix": "streams.mix",
             "opmd": "likelihood.opmd",
             "ppo": "ppo.ppo",
             "rec": "off_policy.rec",
@@ -37,6 +37,8 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "sapo": "ratio.sapo",
             "sft": "likelihood.sft",
             "sppo": "off_policy.sppo",
+            "streams": "streams.streams",
+            "teacher_kl": "teacher_kl.teacher_kl",
             "topr": "off_policy.topr",
         },
     ),
@@ -83,6 +85,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "reward_filter": "filters.RewardFilter",
             "reward_shaping_mapper": "mappers.RewardShapingMapper",
             "reward_std_filter": "filters.RewardSTDFilter",
+            "teacher_top_k": "teacher.TeacherTopK",
         },
     ),
     "workflow": _within(
@@ -147,7 +150,7 @@ FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # t
 STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 # Made for experiences of any policy: nothing corrects for older weights.
-OFF_POLICY_LOSSES = ("asymre", "dpo", "opmd", "sft")
+OFF_POLICY_LOSSES = ("asymre", "dpo", "opmd", "sft", "teacher_kl")
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked

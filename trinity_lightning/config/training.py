@@ -233,6 +233,10 @@ class AlgorithmConfig(Section, key="algorithm"):
         one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss.args:
             raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
+        if self.policy_loss.name == "streams":
+            from trinity_lightning.config.streams import streams_of  # an option
+
+            streams_of(self)
         one_of("algorithm.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
         one_of("algorithm.old_logprobs", self.old_logprobs, OLD_LOGPROBS)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
@@ -255,12 +259,16 @@ class AlgorithmConfig(Section, key="algorithm"):
         """Whether the policy loss is for the policy that sampled.
 
         `opmd` and `sft` are made for experiences of any policy, and so may be a loss of one's own. `mix` is as the loss
-        of its rollouts.
+        of its rollouts, and `streams` as any of its own.
         """
-        loss = self.policy_loss.name
-        if loss == "mix":
-            loss = self.policy_loss.args.get("usual", "ppo")
-        return loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES
+        losses = [self.policy_loss.name]
+        if losses == ["mix"]:
+            losses = [self.policy_loss.args.get("usual", "ppo")]
+        elif losses == ["streams"]:
+            from trinity_lightning.config.streams import streams_of
+
+            losses = [stream.loss for stream in streams_of(self).values()]
+        return any(loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES for loss in losses)
 
     def check_corrected(self) -> None:
         """Refuse to train on experiences of older weights with nothing that corrects for it; a ConfigError."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.hardware import free_memory
@@ -287,6 +288,9 @@ def tokens_that_fit(shape: ModelShape, width: int, free: int) -> int:
 
 # -- the tensors of one micro-batch: made on the CPU, and moved to a GPU in one copy -----------------------------------
 
+# Columns that say more than a number of each token: the weights of a stream, by its name, and further ids [response, k]
+# whose log-probabilities are wanted.
+STREAM, CANDIDATES = "stream:", "candidates"
 # Masks of four dimensions are the caller's own to transformers: it makes none from positions that start again.
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several
@@ -294,14 +298,16 @@ ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several
 
 @dataclass
 class MicroBatch:
-    """A part of an optimizer batch. B rows, R tokens of the longest response, n trained tokens in all.
+    """A part of an optimizer batch. B rows, R tokens of the longest response, n computed tokens in all.
 
     Attributes:
         inputs: keyword arguments of the model's forward pass: token ids, and where prefixes are shared what that needs.
-        states: where in the flattened tokens the state is that predicts each trained token, int64 [n].
-        targets: the trained tokens' ids, int64 [n].
-        rows: the trained tokens' rows, int64 [n].
-        action_mask: which response tokens are trained, bool [B, R], n of them true.
+        states: where in the flattened tokens the state is that predicts each computed token, int64 [n].
+        targets: the computed tokens' ids, int64 [n]; with candidates those follow, [n, 1 + k].
+        rows: the computed tokens' rows, int64 [n].
+        action_mask: which response tokens are trained, bool [B, R].
+        computed: of which response tokens log-probabilities are computed, bool [B, R], n of them true: the trained
+            ones, and those of a stream.
         columns: float32 [B, R] by name, 0 where padded: advantages, old_logprobs, ... and, where an engine made any of
             the rows, its logprobs.
         sampled: which rows have log-probabilities of an engine (expert data have none), bool [B].
@@ -315,11 +321,18 @@ class MicroBatch:
     targets: Tensor
     rows: Tensor
     action_mask: Tensor
+    computed: Tensor
     columns: dict[str, Tensor]
     sampled: Tensor
     temperature: Tensor
     expert: Tensor
     pairs: Tensor | None = None
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the computed tokens [n, ...] as [B, R, ...]; 0 elsewhere."""
+        spread = values.new_zeros(*self.computed.shape, *values.shape[1:])
+        mask = self.computed if values.dim() == 1 else self.computed[..., None]
+        return spread.masked_scatter(mask, values)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with all of its tensors on the device."""
@@ -362,15 +375,20 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
         columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
     tokens = _shared(experiences, part, device) if part.groups else _padded(experiences)
     action_mask = _pad([trained_mask(e) for e in experiences])
-    rows, offsets = action_mask.nonzero(as_tuple=True)
+    weights = [column != 0 for name, column in columns.items() if name.startswith(STREAM)]
+    computed = torch.stack([action_mask, *weights]).any(0) if weights else action_mask
+    rows, offsets = computed.nonzero(as_tuple=True)
     index = torch.tensor([e.prompt_length for e in experiences])[rows] + offsets
     targets = tokens.inputs["input_ids"].flatten()[tokens.place(rows, index)]
+    if CANDIDATES in columns:
+        targets = torch.cat([targets[:, None], columns.pop(CANDIDATES)[computed]], -1)
     micro = MicroBatch(
         inputs=tokens.inputs,
         states=tokens.place(rows, index - 1),
         targets=targets,
         rows=rows,
         action_mask=action_mask,
+        computed=computed,
         columns=columns,
         sampled=torch.tensor([e.logprobs is not None for e in experiences]),
         temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences]),
@@ -446,4 +464,6 @@ def _logprobs(experience: Experience) -> Tensor:
 
 
 def _pad(rows: Sequence[Tensor]) -> Tensor:
+    if rows[0].dim() > 1:
+        return pad_sequence(list(rows), batch_first=True)
     return gather_rows(list(rows), max(map(len, rows)))

@@ -146,11 +146,11 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Ten
 
     Args:
         hidden: hidden state at the position *before* each target [n, hidden].
-        targets: token ids, int64 [n].
+        targets: token ids, int64 [n]; or several of each position [n, m].
         temperature: sampling temperature of each target's rollout, float32 [n].
 
     Returns:
-        Log-probabilities and entropies (in nats), float32 [n], both differentiable.
+        Log-probabilities, float32 of the targets' shape, and entropies (in nats), float32 [n], both differentiable.
     """
     if len(targets) == 0:
         return hidden.sum(-1).float(), hidden.new_zeros(0, dtype=torch.float32)  # empty, yet part of the graph
@@ -169,11 +169,12 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Ten
 def _chunk(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     # Whether nobody else reads the logits: a module of another kind may need them in its backward pass.
     own = type(head.projection) is nn.Linear
-    return _LogSoftmax.apply(head.logits(hidden), targets, temperature, own)
+    logprobs, entropy = _LogSoftmax.apply(head.logits(hidden), targets.view(len(targets), -1), temperature, own)
+    return logprobs.view_as(targets), entropy
 
 
 class _LogSoftmax(Function):
-    """log p(target) and entropy of p = softmax(logits / temperature), in float32.
+    """log p(target) [n, m] and entropy [n] of p = softmax(logits / temperature), in float32.
 
     Written by hand because autograd makes five float32 tensors [n, vocabulary] in the backward pass: that was a third
     of the time of a training step of a small model with a large vocabulary. This makes none: it goes through the
@@ -183,7 +184,8 @@ class _LogSoftmax(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, own: bool) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, highest, log_sum = (torch.empty_like(temperature) for _ in range(4))
+        entropy, highest, log_sum = (torch.empty_like(temperature) for _ in range(3))
+        logprobs = temperature.new_empty(targets.shape)
         with torch.autocast(logits.device.type, enabled=False):  # it would round the entropy's sum
             for block, scaled in _blocks(logits, temperature):
                 highest[block] = scaled.amax(-1)
@@ -191,7 +193,7 @@ class _LogSoftmax(Function):
                 exps = shifted.exp()
                 sums = exps.sum(-1)
                 log_sum[block] = sums.log()
-                logprobs[block] = shifted.gather(-1, targets[block, None]).squeeze(-1) - log_sum[block]
+                logprobs[block] = shifted.gather(-1, targets[block]) - log_sum[block, None]
                 entropy[block] = log_sum[block] - torch.linalg.vecdot(exps, shifted) / sums
         ctx.save_for_backward(logits, targets, temperature, entropy, highest, log_sum)
         ctx.set_materialize_grads(False)
@@ -204,7 +206,9 @@ class _LogSoftmax(Function):
         if all(grad is None for grad in grads):
             return None, None, None, None
         # With z = logits / temperature: d log p_t / dz = onehot_t - p, and d entropy / dz = -p (log p + entropy).
-        of_logprob, of_entropy = (torch.zeros_like(temperature) if g is None else g / temperature for g in grads)
+        of_target = temperature.new_zeros(targets.shape) if grads[0] is None else grads[0] / temperature[:, None]
+        of_entropy = torch.zeros_like(temperature) if grads[1] is None else grads[1] / temperature
+        of_logprob = of_target.sum(-1)
         result = logits if ctx.own else torch.empty_like(logits)
         for block, scaled in _blocks(logits, temperature):
             log_p = scaled.sub_(highest[block, None]).sub_(log_sum[block, None])
@@ -213,7 +217,7 @@ class _LogSoftmax(Function):
             else:
                 of_p = log_p.add(entropy[block, None]).mul_(of_entropy[block, None]).add_(of_logprob[block, None])
                 grad = log_p.exp_().mul_(of_p.neg_())
-            grad.scatter_add_(-1, targets[block, None], of_logprob[block, None])
+            grad.scatter_add_(-1, targets[block], of_target[block])
             result[block] = grad.to(result.dtype)
         return result, None, None, None
 

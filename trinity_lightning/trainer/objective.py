@@ -50,7 +50,9 @@ class Objective:
         self._policy_loss = create_policy_loss(config.policy_loss.name, **arguments)
         _check_result(config.policy_loss.name, self._policy_loss)
         self._mode = _aggregation(self._policy_loss)
-        self.pairs = "pairs" in inspect.signature(self._policy_loss).parameters
+        parameters = inspect.signature(self._policy_loss).parameters
+        self.pairs = "pairs" in parameters
+        self._streams = _streams_of(config) if "teacher_top_k_logprobs" in parameters else None
         self._ignores_advantages = self.pairs or _has_gradient_without_advantage(self._policy_loss)
         self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
         if self.pairs and self._has_kl:
@@ -93,7 +95,8 @@ class Objective:
         """Loss and metrics of a micro-batch; both add up over the micro-batches of the optimizer batch.
 
         Args:
-            logprobs: log-probabilities of the response tokens [B, R], with gradient.
+            logprobs: log-probabilities of the response tokens [B, R], with gradient; if the micro-batch has candidates,
+                theirs follow, [B, R, 1 + k].
             entropy: their entropies [B, R], with gradient.
             micro: the micro-batch.
             batch: the whole optimizer batch, whose totals normalise the loss.
@@ -104,6 +107,7 @@ class Objective:
             ConfigError: the experiences lack advantages, or columns of `PolicyModule.prepare_step`.
         """
         mask, config = micro.action_mask, self._config
+        logprobs, top_k_logprobs = (logprobs[..., 0], logprobs[..., 1:]) if logprobs.dim() == 3 else (logprobs, None)
         trainer = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
         advantages, metrics = self._corrected(self._advantages(micro), micro, trainer, sampled_tokens)
         sampled = self._engine(micro, trainer)
@@ -132,6 +136,8 @@ class Objective:
             "num_expert_sequences": batch.num_expert_sequences,
             "pairs": micro.pairs,
         }
+        if self._streams is not None:
+            extras |= self._streams.extras(micro, batch) | {"top_k_logprobs": top_k_logprobs}
         loss, policy_metrics = self._policy_loss(
             logprobs, old, mask, advantages, **totals, **accepted(self._policy_loss, extras)
         )
@@ -145,6 +151,11 @@ class Objective:
             loss = loss + term
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
+
+    def add_columns(self, batch: OptimizerBatch) -> None:
+        """Give the batch the columns that only the loss needs; an ExperienceError if an experience lacks something."""
+        if self._streams is not None:
+            self._streams.add_columns(batch)
 
     def check(self, batch: OptimizerBatch) -> None:
         """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience."""
@@ -205,6 +216,13 @@ class Objective:
             num_tokens=sampled_tokens,
         )
         return torch.where(sampled, advantages * weights, advantages), metrics | weight_metrics
+
+
+def _streams_of(config: AlgorithmConfig) -> Any:
+    from trinity_lightning.config.streams import streams_of
+    from trinity_lightning.trainer.streams import Streams  # an option
+
+    return Streams(streams_of(config))
 
 
 def _column(micro: MicroBatch, name: str) -> Tensor:
@@ -277,6 +295,8 @@ def _call(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[tuple[
     ref = logprobs.detach() - 0.3  # whatever `moved` is: a loss may depend on it, and have no ratio
     extras = {"ref_logprobs": ref, "num_computed_tokens": 4, "expert_mask": torch.zeros(2, dtype=torch.bool)}
     extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0, "pairs": torch.tensor([[0, 1]])}
+    extras |= {"top_k_logprobs": torch.stack([logprobs, logprobs - 1], -1)}
+    extras |= {"teacher_top_k_logprobs": torch.stack([ref, ref - 2], -1)}
     totals: dict[str, Any] = {"num_tokens": 4, "num_sequences": 2, "max_response_length": 2}
     advantages = torch.full((2, 2), advantage)
     return loss_fn(logprobs, old, mask, advantages, **totals, **accepted(loss_fn, extras)), logprobs

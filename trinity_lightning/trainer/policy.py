@@ -344,6 +344,7 @@ class PolicyModule(L.LightningModule):
             return None
         if self.objective.needs_reference and "ref_logprobs" not in batch.columns:
             batch.columns |= self._columns(batch)  # the reference stays the same: now is soon enough
+        self.objective.add_columns(batch)
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
         shares = self._shares(batch, rows, self._ranks.size)
@@ -411,12 +412,11 @@ class PolicyModule(L.LightningModule):
         return torch.stack(losses), metrics | {"time/collate": collating}
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [B, R] of the trained tokens; 0 elsewhere."""
+        """Log-probabilities, candidates' too, and entropies [B, R] of the computed tokens; 0 elsewhere."""
         values = self._placement.logprobs(
             self._logprob_fn, model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
         )
-        zeros = torch.zeros(micro.action_mask.shape, device=micro.action_mask.device)
-        logprobs, entropies = (zeros.masked_scatter(micro.action_mask, value) for value in values)
+        logprobs, entropies = map(micro.spread, values)
         return logprobs, entropies
 
     def _idle_pass(self, model: Any) -> Tensor:

@@ -10,7 +10,8 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import accepted, combin
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.presentation import find_metric
 
-LOSSES = [name for name in POLICY_LOSS_FN if name != "dpo"]  # of tokens: that of pairs has tests of its own
+# Of tokens: those of pairs and of a teacher have tests of their own.
+LOSSES = [name for name in POLICY_LOSS_FN if name not in ("dpo", "teacher_kl")]
 
 
 def numpy_ppo(lp, old, mask, advantages, *, low=0.2, high=0.2, c=3.0):
@@ -45,6 +46,7 @@ def test_ppo_and_its_metrics_equal_numpy():
 def test_metrics_are_in_the_table_of_names(name):
     logprobs, old, mask, advantages = (each[:4] for each in batch())
     extras = {"ref_logprobs": old, "expert_mask": mask[:, 0]} | {"num_expert_tokens": 2, "num_expert_sequences": 1}
+    extras |= dict.fromkeys(("top_k_logprobs", "teacher_top_k_logprobs"), old[..., None])
     fn = create_policy_loss(name)
     _, metrics = fn(logprobs, old, mask, advantages, **accepted(fn, extras))
     assert [each for each in metrics if find_metric(f"actor/{each}") is None] == []

@@ -53,7 +53,8 @@ def aggregate(
 
     Args:
         values: [b, r].
-        action_mask: which tokens are trained, bool (or 0 and 1) [b, r].
+        action_mask: which tokens are trained, bool [b, r]; or their weights, float: t m is then t times the weight, and
+            a token with one counts as one.
         loss_agg_mode: one of the four above.
         num_tokens: N; see `BatchTotals`.
         num_sequences: B.
@@ -64,6 +65,8 @@ def aggregate(
     """
     mask = action_mask.bool()
     values = values.masked_fill(~mask, 0.0)
+    if action_mask.is_floating_point():
+        values = values * action_mask
     sequences = max(mask.shape[0] if num_sequences is None else num_sequences, 1)
     if loss_agg_mode == "token-mean":
         return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else max(num_tokens, 1))
@@ -118,7 +121,10 @@ MAX_LOG_RATIO = 20.0
 
 # Keyword arguments that the trainer gives, not the configuration.
 TOTALS = ("num_tokens", "num_sequences", "max_response_length")
-EXTRAS = ("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs")
+EXTRAS = (
+    *("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs"),
+    *("stream_weights", "stream_totals", "top_k_logprobs", "teacher_top_k_logprobs"),
+)
 
 # Plain types of arguments, the Python types that fit them, and what to give.
 _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
@@ -138,7 +144,7 @@ class PolicyLossFn(Protocol):
         logprobs: log pi_theta of each response token.
         old_logprobs: the same at the start of the step, without gradient (on-policy: `logprobs.detach()`); or the
             engine's, with algorithm.old_logprobs=engine.
-        action_mask: which tokens are trained.
+        action_mask: which tokens are trained, bool; or their weights, float (of a stream).
         advantages: A.
         ref_logprobs: of the reference model, if one is loaded: for the KL term, or because the loss has this argument
             without a default, which says that it needs it (unless its argument `reference_free` is true).
@@ -151,6 +157,9 @@ class PolicyLossFn(Protocol):
 
     A loss with an argument `pairs` is of preference pairs, which are never parted: it is given their rows, int64
     [pairs, 2], chosen and rejected, and `num_sequences` is twice their number.
+
+    A loss with an argument `teacher_top_k_logprobs` [b, r, k], of the k tokens that a teacher finds likeliest, is given
+    the policy's of the same tokens as `top_k_logprobs`; `stream_weights` and `stream_totals` are of `streams`.
 
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.

@@ -49,7 +49,7 @@ def gspo(
     ratio = (log_s + own - own.detach()).exp()
     clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
     loss_token = torch.maximum(-advantages * ratio, -advantages * clipped)
-    loss = aggregate(loss_token, mask, loss_agg_mode, **totals)
+    loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
 
     n = measured_tokens(num_computed_tokens, totals)
     return loss, {

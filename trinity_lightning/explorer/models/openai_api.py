@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -56,6 +56,15 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_ids", "safety_identifier")
 
 
+@runtime_checkable
+class PassesOn(Protocol):
+    """A model that has an API of its own, to which requests of plain completions are passed on as they are."""
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body of the response; its `model` is this one in any case."""
+        ...
+
+
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
@@ -78,6 +87,8 @@ class ChatCompletions:
         try:
             if path.endswith("/models"):
                 return 200, {"object": "list", "data": [_model_card()]}
+            if path == f"{ROOT}/completions" and isinstance(self._model, PassesOn):
+                return 200, await self._model.complete(body)
             if not path.endswith("/chat/completions"):
                 message = f"there is no {path} here: only chat.completions.create and models.list."
                 return 404, api_error(message, "unknown")

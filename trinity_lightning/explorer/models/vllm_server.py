@@ -248,7 +248,8 @@ class VLLMServerEngine(Engine):
         return self._client
 
     def _flags(self, path: str) -> list[str]:
-        arguments = _parallel_args(self._gpus, self._config)
+        arguments = {"max_logprobs": -1}  # a teacher's top k may be any number
+        arguments |= _parallel_args(self._gpus, self._config)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         if self.sync_method == "nccl":
             arguments["weight_transfer_config"] = {"backend": "nccl"}
@@ -392,6 +393,11 @@ class VLLMServerEngine(Engine):
         answer = await self._running().post("/v1/completions", body)
         entries = answer["choices"][0]["prompt_logprobs"][1:]  # the first token has none
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The server's answer to a request of its completions API; RolloutError or ValueError if it refuses it."""
+        await self.load()
+        return await self._running().post("/v1/completions", body | {"model": self._model_id})
 
     async def _take(self, stream: WeightStream, version: int) -> None:
         if self._weights is None:

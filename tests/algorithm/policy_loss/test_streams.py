@@ -1,0 +1,137 @@
+"""Objectives of several terms: each over tokens of its own, normalised by their number, however the batch is cut."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.losses import batch, with_gradient
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, streams
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
+from trinity_lightning.config.streams import stream_configs
+from trinity_lightning.errors import ConfigError
+
+STREAMS: dict[str, Any] = {
+    "rl": {"loss": "reinforce"},
+    "clone": {"loss": "sft", "tokens": "weights", "weight": 0.5},
+    "teacher": {"loss": "teacher_kl", "weight": 0.25, "args": {"direction": "forward"}},
+}
+
+
+def weights_of(mask: Tensor, seed: int) -> dict[str, Tensor]:
+    """Each stream's own tokens, of any weights."""
+    generator = torch.Generator().manual_seed(seed)
+    some = torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    return {"rl": mask.double(), "clone": some * (some > 0.5), "teacher": (mask & (some < 0.6)).double()}
+
+
+def totals_of(weights: dict[str, Tensor]) -> dict[str, BatchTotals]:
+    return {
+        name: BatchTotals(num_tokens=int((each != 0).sum()), num_sequences=len(each), max_response_length=7)
+        for name, each in weights.items()
+    }
+
+
+def candidates(seed: int) -> tuple[Tensor, Tensor]:
+    """What policy and teacher think of three of five tokens [5, 7, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randn(2, 5, 7, 5, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :3]
+    return both[0], both[1]
+
+
+def test_it_is_the_sum_of_its_terms_in_numpy() -> None:
+    logprobs, old, mask, advantages = batch()
+    weights, (policy, teacher) = weights_of(mask, 0), candidates(0)
+    loss, metrics = streams(
+        *(logprobs, old, mask, advantages),
+        stream_weights=weights,
+        stream_totals=totals_of(weights),
+        top_k_logprobs=policy,
+        teacher_top_k_logprobs=teacher,
+        streams=STREAMS,
+    )
+    lp, a = logprobs.numpy(), advantages.numpy()
+    rl, clone, kl = (each.numpy() for each in weights.values())
+    p, q = (np.exp(each.numpy()) for each in (policy, teacher))
+    p, q = (np.concatenate([each, 1 - each.sum(-1, keepdims=True)], -1) for each in (p, q))
+    terms = [
+        -(rl * a * lp).sum() / (rl != 0).sum(),
+        -(clone * lp).sum() / (clone != 0).sum(),
+        (kl * (q * np.log(q / p)).sum(-1)).sum() / (kl != 0).sum(),
+    ]
+    assert loss.item() == pytest.approx(terms[0] + 0.5 * terms[1] + 0.25 * terms[2], rel=1e-12)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {"pg_loss": terms[0], "clone_loss": terms[1], "teacher_loss": terms[2]}
+    )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 1000), cut=st.integers(0, 5), order=st.permutations(range(5)))
+def test_cutting_and_reordering_change_nothing(mode: str, seed: int, cut: int, order: list[int]) -> None:
+    tensors = batch(seed)
+    weights, (policy, teacher) = weights_of(tensors[2], seed), candidates(seed)
+
+    def result(rows: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return with_gradient(
+            streams,
+            *(each[rows] for each in tensors),
+            stream_weights={name: each[rows] for name, each in weights.items()},
+            stream_totals=totals_of(weights),
+            top_k_logprobs=policy[rows],
+            teacher_top_k_logprobs=teacher[rows],
+            streams=STREAMS,
+            loss_agg_mode=mode,
+        )
+
+    loss, gradient, metrics = result(slice(None))
+    parts = [(rows, result(rows)) for rows in (order[:cut], order[cut:])]
+    torch.testing.assert_close(parts[0][1][0] + parts[1][1][0], loss)
+    torch.testing.assert_close(combine_metrics(metrics for _, (_, _, metrics) in parts), metrics)
+    for rows, (_, part, _) in parts:
+        torch.testing.assert_close(part, gradient[rows])
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "sft", "rec"])
+def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: str) -> None:
+    tensors = batch()
+    fn = create_policy_loss("streams", streams={"one": {"loss": loss}}, loss_agg_mode=mode)
+    own = totals_of({"one": tensors[2]})
+    whole, half = (
+        fn(*tensors, stream_weights={"one": weight * tensors[2].double()}, stream_totals=own)[0]
+        for weight in (1.0, 0.5)
+    )
+    torch.testing.assert_close(whole, create_policy_loss(loss, loss_agg_mode=mode)(*tensors)[0])
+    torch.testing.assert_close(half, 0.5 * whole)
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({}, "at least one"),
+        ({"rl": "ppo"}, r"streams\.rl is 'ppo'; give {loss, tokens, weight, args}"),
+        ({"rl": {"los": "ppo"}}, r"unknown key '.*streams\.rl\.los'.*Did you mean '.*streams\.rl\.loss'"),
+        ({"rl": {"loss": "pppo"}}, r"streams\.rl: .*'pppo'.*Did you mean 'ppo'"),
+        ({"rl": {"loss": "mix"}}, r"streams\.rl: .*'mix'"),
+        ({"rl": {"tokens": "experts"}}, r"streams\.rl: .*Did you mean 'expert'"),
+        ({"rl": {"weight": float("nan")}}, r"streams\.rl: weight is nan"),
+        (
+            {"tools": {"tokens": "observations"}},
+            r"loss=ppo needs tokens that the policy sampled, not observations: use sft",
+        ),
+        ({"expert": {"loss": "teacher_kl", "tokens": "expert"}}, r"no teacher reads tokens=expert"),
+    ],
+)
+def test_wrong_streams_are_refused(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stream_configs(given_)
+
+
+def test_an_argument_that_a_streams_loss_lacks_is_refused() -> None:
+    with pytest.raises(TypeError, match="clip_range_hi"):
+        streams(*batch(), streams={"rl": {"args": {"clip_range_hi": 0.3}}})

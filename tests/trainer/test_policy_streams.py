@@ -1,0 +1,128 @@
+"""PolicyModule with an objective of several terms: policy gradient, expert, teacher, tools, weights of one's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.policy import (
+    assert_same_gradients,
+    batch_of,
+    fit,
+    groups,
+    load_tiny,
+    make_experiences,
+    make_policy,
+    naive_gradients,
+    naive_logprobs,
+    one_step,
+    padded,
+)
+from support.streams import ALL_STREAMS, STREAMS, read
+from torch import Tensor
+
+from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.optimizer_batch import marked
+from trinity_lightning.trainer.streams import Streams
+
+
+def mixed() -> list[Experience]:
+    """Rollouts with tokens of others among their own, some without advantage, and an expert's experiences."""
+    experiences = groups(zero_every=3)
+    for experience in make_experiences(4, seed=7, batch=2):
+        expert = marked(experience, expert=True)
+        expert.logprobs, expert.advantages = None, torch.zeros(experience.response_length)
+        experiences.append(expert)
+    read(experiences)
+    return experiences
+
+
+def naive_top_k(model: Any, experience: Experience) -> Tensor:
+    """The policy's log-probabilities of what the teacher finds likeliest [response, k]."""
+    logits = model(input_ids=experience.tokens[None].long()).logits[0, experience.prompt_length - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, experience.info["teacher_top_k"]["ids"].long())
+
+
+def with_rest(logprobs: Tensor) -> Tensor:
+    return torch.cat([logprobs, (1 - logprobs.exp().sum(-1, keepdim=True)).log()], -1)
+
+
+def naive(model: Any, experiences: list[Experience]) -> Tensor:
+    """All terms written out by hand, each a mean over its own tokens; on-policy, importance weights cut at 2."""
+    rollouts = experiences[:8]
+    everything, own = naive_logprobs(model, experiences), naive_logprobs(model, rollouts)
+    mask, praise = padded(rollouts, "action_mask").bool(), [e.info["token_weights"]["praised"] for e in experiences]
+    weight = (own.detach() - padded(rollouts, "logprobs")).exp().clamp(max=2.0)
+    rl = -((own - own.detach()).exp() * padded(rollouts, "advantages") * weight)[mask].mean()
+    expert = -naive_logprobs(model, experiences[8:])[padded(experiences[8:], "action_mask").bool()].mean()
+    observed = [~e.action_mask.bool() for e in rollouts if e.action_mask is not None]
+    tools = -torch.cat([row[: len(seen)][seen] for row, seen in zip(own, observed, strict=True)]).mean()
+    divergences = []
+    for each in rollouts:
+        p, q = with_rest(naive_top_k(model, each)), with_rest(each.info["teacher_top_k"]["logprobs"])
+        assert each.action_mask is not None
+        divergences.append((p.exp() * (p - q)).sum(-1)[each.action_mask.bool()])
+    praised = torch.nn.utils.rnn.pad_sequence(praise, batch_first=True)
+    liked = -(praised * everything).sum() / (praised != 0).sum()
+    return rl + 0.5 * expert + 0.3 * torch.cat(divergences).mean() + 0.2 * tools + 0.1 * liked
+
+
+def test_loss_and_gradients_equal_the_formula_written_out() -> None:
+    loss, gradients = one_step(mixed(), **STREAMS)
+    tiny = load_tiny()
+    expected = naive(tiny, mixed())
+    torch.testing.assert_close(torch.tensor(loss), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients, naive_gradients(tiny, expected), tolerance=2e-5)
+
+
+def test_what_is_kept_trains_as_what_was_rolled_out() -> None:
+    """Ids, log-probabilities and weights are in the payload."""
+    loss, gradients = one_step(Experience.deserialize_many(Experience.serialize_many(mixed())), **STREAMS)
+    expected, its_gradients = one_step(mixed(), **STREAMS)
+    assert loss == expected
+    assert_same_gradients(gradients, its_gradients, tolerance=0)
+
+
+def test_the_metrics_are_of_each_stream() -> None:
+    settings: dict[str, Any] = STREAMS | {"max_tokens_per_micro_batch": 30, "kl": {"coef": 0.1}}
+    logged = fit(make_policy(**settings), [batch_of(mixed())]).logged_metrics
+    assert {f"actor/{name}_loss" for name in ALL_STREAMS if name != "rl"} <= logged.keys()
+    assert all(logged[f"actor/{name}_loss"] > 0 for name in ALL_STREAMS if name != "rl")
+    assert logged["actor/kl_loss"] == 0
+
+
+def test_what_a_filter_masked_is_in_no_stream() -> None:
+    experiences = mixed()
+    left = one_step(experiences[1:], **STREAMS)
+    experiences[0].action_mask = torch.zeros(experiences[0].response_length, dtype=torch.bool)
+    masked = one_step(experiences, **STREAMS)
+    assert masked[0] == pytest.approx(left[0], rel=1e-5)
+    assert_same_gradients(masked[1], left[1])
+
+
+def test_a_loss_of_a_teacher_alone_needs_no_advantages() -> None:
+    experiences = groups()
+    read(experiences)
+    for each in experiences:
+        each.advantages = None
+    results = [one_step(experiences, policy_loss="teacher_kl", max_tokens_per_micro_batch=n) for n in (10, 4096)]
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert_same_gradients(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("teacher_top_k", None, r"lacks the 3 tokens .*use the operator teacher_top_k"),
+        ("teacher_top_k", {"ids": torch.zeros(2, 5), "logprobs": torch.zeros(2, 5)}, r"lacks the 3 tokens"),
+        ("token_weights", {"praised": [1.0]}, r"must be \d+ finite numbers.*not \[1\]"),
+        ("token_weights", {"praised": torch.full((99,), torch.nan)}, r"must be \d+ finite numbers"),
+    ],
+)
+def test_experiences_that_lack_something_are_refused(entry: str, value: Any, message: str) -> None:
+    experiences = mixed()
+    info = {name: it for name, it in experiences[2].info.items() if name != entry}
+    experiences[2].info = info if value is None else info | {entry: value}
+    objective = make_policy(**STREAMS).objective
+    assert isinstance(objective._streams, Streams)
+    with pytest.raises(ExperienceError, match=message):
+        objective.add_columns(batch_of(experiences))

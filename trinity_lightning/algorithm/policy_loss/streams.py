@@ -1,0 +1,154 @@
+"""Objectives of several terms, each over tokens of its own; and MIX, one of two."""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, accepted, create_policy_loss
+from trinity_lightning.config.streams import StreamConfig, stream_configs
+from trinity_lightning.config.values import number
+from trinity_lightning.errors import ConfigError
+
+
+def streams(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    stream_weights: Mapping[str, Tensor] | None = None,
+    stream_totals: Mapping[str, BatchTotals] | None = None,
+    top_k_logprobs: Tensor | None = None,
+    teacher_top_k_logprobs: Tensor | None = None,
+    streams: Mapping[str, Any] | None = None,
+    loss_agg_mode: str | None = None,
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Several terms: sum over streams of weight x loss of the stream's tokens, each averaged over its own of the batch.
+
+    Policy gradient on rollouts, cross-entropy on expert data or on what tools answered, KL to a teacher: a token may be
+    in several streams, with a weight in each. A stream is normalised by its own tokens and sequences, of the whole
+    optimizer batch: how many others there are does not change its weight. Tensors are [b, r]; see `PolicyLossFn` for
+    arguments not named here.
+
+    Args:
+        stream_weights: by stream, the weight of each token, 0 for those that are not in it [b, r]; None: all tokens are
+            of rollouts, and in every stream but an expert's.
+        stream_totals: by stream, its totals; None: of the tensors at hand.
+        streams: {name: {loss, tokens, weight, args}}, see `StreamConfig`; null: `ppo` on rollouts.
+        loss_agg_mode: of all streams, see `aggregate`; None: of each its own loss's. `args` may have another one.
+
+    Returns:
+        The loss; the metrics of the first stream, and of each further one its loss as `<stream>_loss`, before its
+        weight.
+
+    Raises:
+        ConfigError: as `stream_configs`, or as a stream's loss says.
+        ValueError, TypeError: an argument that a stream's loss does not have.
+    """
+    mode: dict[str, Any] = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
+    given = {
+        "ref_logprobs": ref_logprobs,
+        "top_k_logprobs": top_k_logprobs,
+        "teacher_top_k_logprobs": teacher_top_k_logprobs,
+    }
+    tokens = totals.get("num_tokens")
+    skipped = 0 if tokens is None or num_computed_tokens is None else tokens - num_computed_tokens
+    loss, metrics = logprobs.new_zeros(()), {}
+    for name, stream in stream_configs(streams).items():
+        fn = create_policy_loss(stream.loss, **(mode | stream.args))
+        weights = action_mask.bool() & (stream.tokens != "expert") if stream_weights is None else stream_weights[name]
+        own = totals if stream_totals is None else stream_totals[name]
+        # Rows without advantage, which alone may have been left out, are rollouts.
+        count = own.get("num_tokens")
+        computed = None if count is None or stream.tokens != "rollouts" else count - skipped
+        extras = accepted(fn, given | {"num_computed_tokens": computed})
+        term, measured = fn(logprobs, old_logprobs, weights, advantages, **own, **extras)
+        loss = loss + stream.weight * term
+        metrics |= {f"{name}_loss": term.detach()} if metrics else measured
+    return loss, metrics
+
+
+def mix(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    num_computed_tokens: int | None = None,
+    expert_mask: Tensor | None = None,
+    num_expert_tokens: int | None = None,
+    num_expert_sequences: int | None = None,
+    mu: float = 0.1,
+    usual: str = "ppo",
+    usual_args: Mapping[str, Any] | None = None,
+    loss_agg_mode: str | None = None,
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """MIX: (1 - mu) usual policy loss of the rollouts + mu SFT loss of the expert's (Trinity-RFT, arXiv 2505.17826).
+
+    Two `streams`: mu is the weight of the expert data however many there are, and an optimizer batch without any takes
+    (1 - mu) times the usual step. "seq-mean-token-sum-norm" divides both by the longest response of all, a constant of
+    the run. Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
+
+    Args:
+        expert_mask: which rows are an expert's, bool [b]; None: none is.
+        num_expert_tokens, num_expert_sequences: how many of `num_tokens` and `num_sequences` are theirs; None: of the
+            tensors at hand.
+        mu: weight of the expert data, from 0 to 1.
+        usual: name of the loss of the rollouts, or the dotted path of your own.
+        usual_args: its arguments, such as clip_range_high.
+        loss_agg_mode: of both terms, see `aggregate`; None: of each term its own loss's. `usual_args` may have another
+            one for the rollouts.
+
+    Returns:
+        The loss; the metrics of the usual loss, of the rollouts and before the weighting; and `sft_loss`, the expert's
+        term before the weighting.
+
+    Raises:
+        ConfigError: mu is out of range, the usual loss is this one, or as the usual loss says.
+        ValueError, TypeError: an unknown loss, or an argument that it does not have.
+    """
+    number("algorithm.policy_loss.args.mu", mu, least=0, most=1)
+    if usual == "mix":
+        raise ConfigError("algorithm.policy_loss.args.usual is mix: give the loss of the rollouts, such as ppo.")
+    mask = action_mask.bool()
+    expert = mask.new_zeros(len(mask)) if expert_mask is None else expert_mask.bool()
+    own = _totals(mask, expert, num_expert_tokens, num_expert_sequences, totals)
+    return streams(
+        logprobs,
+        old_logprobs,
+        mask,
+        advantages,
+        ref_logprobs=ref_logprobs,
+        num_computed_tokens=num_computed_tokens,
+        stream_weights={"rollouts": mask & ~expert[:, None], "sft": mask & expert[:, None]},
+        stream_totals=dict(zip(("rollouts", "sft"), own, strict=True)),
+        streams={
+            "rollouts": StreamConfig(usual, weight=1 - mu, args=dict(usual_args or {})),
+            "sft": StreamConfig("sft", "expert", mu),
+        },
+        loss_agg_mode=loss_agg_mode,
+        **totals,
+    )
+
+
+def _totals(
+    mask: Tensor, expert: Tensor, expert_tokens: int | None, expert_sequences: int | None, totals: BatchTotals
+) -> tuple[BatchTotals, BatchTotals]:
+    """Totals of the rollouts and of the expert's data, those not given counted in the tensors at hand."""
+    tokens, sequences = totals.get("num_tokens"), totals.get("num_sequences")
+    tokens = int(mask.sum()) if tokens is None else tokens
+    sequences = len(mask) if sequences is None else sequences
+    expert_tokens = int(mask[expert].sum()) if expert_tokens is None else expert_tokens
+    expert_sequences = int(expert.sum()) if expert_sequences is None else expert_sequences
+    longest = totals.get("max_response_length")
+    rollouts = BatchTotals(
+        num_tokens=tokens - expert_tokens, num_sequences=sequences - expert_sequences, max_response_length=longest
+    )
+    experts = BatchTotals(num_tokens=expert_tokens, num_sequences=expert_sequences, max_response_length=longest)
+    return rollouts, experts

@@ -1,0 +1,139 @@
+"""Rules of objectives of several terms (policy_loss=streams), and of a teacher's top k (policy_loss=teacher_kl)."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.sections import Section, unknown_key
+from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.values import number, one_of, unknown_name
+from trinity_lightning.errors import ConfigError
+
+KEY = "algorithm.policy_loss.args.streams"
+TOKENS = ("rollouts", "expert", "observations", "weights")
+SUPERVISED = ("sft", "teacher_kl")  # they need no advantages, and no policy that sampled the token
+TEACHER_LOSS, TEACHER_OPERATOR = "teacher_kl", "teacher_top_k"
+
+
+@dataclass
+class StreamConfig(Section):
+    """A term of an objective: a loss over tokens of its own, averaged over their number in the optimizer batch.
+
+    Attributes:
+        loss: a registered loss of tokens (`ppo`, `sft`, `teacher_kl`, ...), or the dotted path of your own.
+        tokens: which tokens: `rollouts`, what the policy wrote in rollouts; `expert`, the responses of expert data
+            (buffer.expert); `observations`, what the environment or the tools wrote into rollouts of several turns, by
+            the chat template; `weights`, those with a weight in the experience's info["token_weights"][the stream's
+            name], a number for each token of the response, which its loss is multiplied by.
+        weight: of the term.
+        args: arguments of the loss.
+
+    Raises:
+        ConfigError: an unknown name, a number that is not finite, or a loss that its tokens lack something for.
+    """
+
+    loss: str = "ppo"
+    tokens: str = "rollouts"
+    weight: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        losses = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]
+        one_of("loss", self.loss, losses, with_paths=True)
+        one_of("tokens", self.tokens, TOKENS)
+        number("weight", self.weight)
+        if self.tokens in ("expert", "observations") and "." not in self.loss and self.loss not in SUPERVISED:
+            raise ConfigError(f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}: use sft.")
+        if self.tokens == "expert" and self.loss == TEACHER_LOSS:
+            raise ConfigError("loss=teacher_kl is of rollouts, and no teacher reads tokens=expert: use sft.")
+
+
+def stream_configs(given: Any) -> dict[str, StreamConfig]:
+    """The streams by name, in order; None: `ppo` on rollouts.
+
+    Raises:
+        ConfigError: no stream, an unknown key, or a value that a stream refuses.
+    """
+    if given is None:
+        given = {"rollouts": {}}
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(f"{KEY} is {given!r}; give {{name: {{loss, tokens, weight, args}}}}, at least one.")
+    return {str(name): _stream(f"{KEY}.{name}", it) for name, it in given.items()}
+
+
+def _stream(key: str, given: Any) -> StreamConfig:
+    if isinstance(given, StreamConfig):
+        return given
+    known = [each.name for each in fields(StreamConfig)]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key} is {given!r}; give {{{', '.join(known)}}}, each of them optional.")
+    for name in given:
+        if name not in known:
+            raise ConfigError(unknown_key(f"{key}.{name}", known))
+    try:
+        return StreamConfig(**{**given, "args": dict(given.get("args") or {})})
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
+    """The terms of the objective; of a loss that is no mixture, one by its own name. Errors as `stream_configs`."""
+    loss = algorithm.policy_loss
+    if loss.name == "streams":
+        return stream_configs(loss.args.get("streams"))
+    return {loss.name: StreamConfig(loss.name)}
+
+
+def check_streams(run: TrainConfig) -> bool:
+    """Whether a stream is of expert data.
+
+    Raises:
+        ConfigError: a stream without its tokens, or a teacher that is missing or asked for too much.
+    """
+    streams = streams_of(run.algorithm)
+    if run.buffer.has_rollouts and run.workflow.name in SINGLE_RESPONSE_WORKFLOWS:
+        for name, stream in streams.items():
+            if stream.tokens == "observations":
+                raise ConfigError(
+                    f"{KEY}.{name}: workflow={run.workflow.name} has one turn, and nothing observed in it: choose "
+                    "workflow=multi_turn or workflow=tool_use."
+                )
+    if any(stream.loss == TEACHER_LOSS for stream in streams.values()) and run.buffer.has_rollouts:
+        _check_teacher(run)
+    return any(stream.tokens == "expert" for stream in streams.values())
+
+
+def _check_teacher(run: TrainConfig) -> None:
+    operators = run.operators.values()
+    asked = [operator for operator in operators if operator.name == TEACHER_OPERATOR]
+    if not asked and not any("." in operator.name for operator in operators):
+        raise ConfigError(
+            "loss teacher_kl needs a teacher: choose operators=teacher_top_k, and give its model as "
+            "+auxiliary_models.teacher.model=FOLDER."
+        )
+    if run.sampling.temperature != 1:
+        raise ConfigError(
+            f"loss teacher_kl compares distributions at temperature 1, not {run.sampling.temperature}: set "
+            "sampling.temperature=1."
+        )
+    for operator in asked:
+        model, models = operator.args.get("model", "teacher"), list(run.auxiliary_models)
+        if model not in models:
+            message = unknown_name("auxiliary model", str(model), models)
+            fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
+            raise ConfigError(f"operator teacher_top_k: {message} {fix}")
+        k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
+        if vocabulary is not None and isinstance(k, int) and k > vocabulary:
+            raise ConfigError(f"operator teacher_top_k: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
+
+
+def _vocabulary(model: str) -> int | None:
+    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
+    file = Path(resolve_model(model)) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
