@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import marked
+from trinity_lightning.config.training import KLConfig
 from trinity_lightning.trainer.streams import Streams
 
 
@@ -83,7 +84,7 @@ def test_what_is_kept_trains_as_what_was_rolled_out() -> None:
 
 
 def test_the_metrics_are_of_each_stream() -> None:
-    settings: dict[str, Any] = STREAMS | {"max_tokens_per_micro_batch": 30, "kl": {"coef": 0.1}}
+    settings: dict[str, Any] = STREAMS | {"max_tokens_per_micro_batch": 30, "kl": KLConfig(coef=0.1)}
     logged = fit(make_policy(**settings), [batch_of(mixed())]).logged_metrics
     assert {f"actor/{name}_loss" for name in ALL_STREAMS if name != "rl"} <= logged.keys()
     assert all(logged[f"actor/{name}_loss"] > 0 for name in ALL_STREAMS if name != "rl")
