@@ -54,7 +54,7 @@ TAUGHT = {
         ("engine=transformers", "operators.teacher_top_k.args.k=40"),
         ("actor/pg_loss", "experience_pipeline/teacher_top_k/mass/mean"),
     ),
-    "streams": (("engine=transformers",), ("actor/expert_loss", "actor/teacher_loss")),
+    "streams": (("engine=transformers", "engine.max_model_len=511"), ("actor/expert_loss", "actor/teacher_loss")),
 }
 
 
@@ -74,7 +74,7 @@ def test_a_server_of_the_runs_own_teaches(recipe: str, run_train: RunTrain, tmp_
         "steps=1",
         *arguments,
         f"auxiliary_models.teacher.model={teacher}",
-        "+auxiliary_models.teacher.engine.max_model_len=1024",
+        "+auxiliary_models.teacher.engine.max_model_len=512",
         "+auxiliary_models.teacher.engine.kv_cache_gb=0.1",
     )
     assert done.returncode == 0, done.stdout[-4000:]

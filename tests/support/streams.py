@@ -15,7 +15,7 @@ ALL_STREAMS: dict[str, Any] = {
     "tools": {"loss": "sft", "tokens": "observations", "weight": 0.2},
     "praised": {"loss": "sft", "tokens": "weights", "weight": 0.1},
 }
-STREAMS = {"policy_loss": {"name": "streams", "args": {"streams": ALL_STREAMS}}}
+STREAMS: dict[str, Any] = {"policy_loss": {"name": "streams", "args": {"streams": ALL_STREAMS}}}
 
 
 def read(experiences: Sequence[Experience], k: int = 3, vocabulary: int = 90) -> None:

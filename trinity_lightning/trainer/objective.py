@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.correction import logprob_difference, off_policy_mask, rollout_correction
-from trinity_lightning.algorithm.kl import KL_FN, entropy_loss, kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
 from trinity_lightning.common.experience import ExperienceError
@@ -38,14 +37,13 @@ class Objective:
 
     Raises:
         ConfigError: the ratio is to be against the engine, and the loss has none; or a KL term beside preference pairs.
-        ValueError, TypeError: an unknown policy loss or KL estimate, or an argument that the loss does not have.
+        ValueError, TypeError: an unknown policy loss, or an argument that the loss does not have.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         arguments = dict(config.policy_loss.args)
         if config.loss_agg_mode is not None:
             arguments["loss_agg_mode"] = config.loss_agg_mode
-        KL_FN.get(config.kl.name)
         self._config = config
         self._policy_loss = create_policy_loss(config.policy_loss.name, **arguments)
         _check_result(config.policy_loss.name, self._policy_loss)
@@ -144,9 +142,13 @@ class Objective:
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
         if self._has_kl and ref is not None:
+            from trinity_lightning.algorithm.kl import kl_loss  # an option
+
             term, kl_metrics = kl_loss(config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals)
             loss, metrics = loss + term, metrics | kl_metrics
         if self.needs_entropy:
+            from trinity_lightning.algorithm.kl import entropy_loss  # an option
+
             term, _ = entropy_loss(entropy, mask, coefficient=config.entropy_coef, **totals)
             loss = loss + term
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
@@ -303,6 +305,7 @@ def _call(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[tuple[
 
 
 # -- a gradient that is not finite -------------------------------------------------------------------------------------
+
 
 MAX_NAMED = 5
 

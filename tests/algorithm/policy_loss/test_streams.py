@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from support.losses import batch, with_gradient
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, streams
+from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
+from trinity_lightning.algorithm.policy_loss.streams import streams
 from trinity_lightning.config.streams import stream_configs
 from trinity_lightning.errors import ConfigError
 
@@ -100,7 +101,7 @@ def test_cutting_and_reordering_change_nothing(mode: str, seed: int, cut: int, o
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "sft", "rec"])
 def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: str) -> None:
     tensors = batch()
-    fn = create_policy_loss("streams", streams={"one": {"loss": loss}}, loss_agg_mode=mode)
+    fn: Any = create_policy_loss("streams", streams={"one": {"loss": loss}}, loss_agg_mode=mode)
     own = totals_of({"one": tensors[2]})
     whole, half = (
         fn(*tensors, stream_weights={"one": weight * tensors[2].double()}, stream_totals=own)[0]

@@ -248,7 +248,7 @@ class VLLMServerEngine(Engine):
         return self._client
 
     def _flags(self, path: str) -> list[str]:
-        arguments = {"max_logprobs": -1}  # a teacher's top k may be any number
+        arguments: dict[str, Any] = {"max_logprobs": -1}  # a teacher's top k may be any number
         arguments |= _parallel_args(self._gpus, self._config)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         if self.sync_method == "nccl":
