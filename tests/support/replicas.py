@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from support.policy import Gradients, Prepare, batch_of, fit, groups, local, make_experiences, make_policy, whole
 from support.runs import Commands
+from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common import shard_files
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint

@@ -20,8 +20,8 @@ from support.policy import (
 from support.streams import ALL_STREAMS, STREAMS, read
 from torch import Tensor
 
+from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.optimizer_batch import marked
 from trinity_lightning.config.training import KLConfig
 from trinity_lightning.trainer.streams import Streams
 
