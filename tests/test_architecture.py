@@ -50,7 +50,7 @@ def write_examples(folder: Path) -> None:
 
 def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
     assert {row[1] for row in PART_ROWS} == set(EXAMPLES)
-    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "schedule"}
+    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "optimizer", "schedule"}
 
 
 def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -> None:

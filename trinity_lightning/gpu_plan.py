@@ -20,7 +20,7 @@ from trinity_lightning.common.memory_plan import (
     plan,
     requests_at_once,
 )
-from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engines import (
     TRAINER_GPU,
     EngineConfig,
@@ -207,6 +207,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
         adapters=adapters,
         adapter_width=adapter_width,
+        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # of one's own unknown: taken to be Adam's
     )
 
 

@@ -171,7 +171,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     states = {
         POLICY: (FLOAT if split else width) * each + width * training.adapters,
         MASTERS: FLOAT * trained if width < FLOAT and not split else 0,
-        MOMENTS: 2 * FLOAT * trained,
+        MOMENTS: training.moments * trained,
         GRADIENTS: FLOAT * trained,
         REFERENCE: width * each if training.reference else 0,
         GATHERED: (width + 2 * FLOAT) * shape.outside + (3 * width + FLOAT) * layer if split else 0,

@@ -104,6 +104,7 @@ class Training:
         on_cpu: whether it computes on a CPU.
         adapters: parameters of adapters (model.lora), which are trained in place of the weights; 0: there are none.
         adapter_width: numbers of each token that adapters keep for the backward pass, all layers together.
+        moments: bytes that the optimizer keeps of a parameter, besides a float32 master.
     """
 
     width: int
@@ -116,6 +117,7 @@ class Training:
     on_cpu: bool = False
     adapters: int = 0
     adapter_width: int = 0
+    moments: int = 2 * FLOAT
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> int:

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
-from trinity_lightning.config.training import AlgorithmConfig, trains_together
+from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
@@ -42,10 +42,11 @@ def register() -> None:
     """Make the schema, the recipes, the parts and our resolvers known to Hydra; calling it twice is allowed."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(TrainConfig)
-    # A plain mapping: a PartConfig would not merge with the bare name that a recipe may give.
-    loss = OmegaConf.create(vars(AlgorithmConfig().policy_loss))
-    OmegaConf.set_struct(loss.args, False)  # no plus sign: the loss knows its arguments
-    schema.algorithm.policy_loss = loss
+    # Plain mappings: a PartConfig would not merge with the bare name that a recipe may give.
+    schema.algorithm.policy_loss = OmegaConf.create(vars(AlgorithmConfig().policy_loss))
+    schema.optimizer.lr_scheduler = OmegaConf.create(vars(OptimizerConfig().lr_scheduler))
+    for part in (schema.algorithm.policy_loss, schema.optimizer.lr_scheduler, schema.optimizer):
+        OmegaConf.set_struct(part.args, False)  # no plus sign: the part knows its arguments
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")

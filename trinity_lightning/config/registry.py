@@ -125,6 +125,11 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "vllm_server": "vllm_server.VLLMServerEngine",
         },
     ),
+    # (parameters or groups, lr, betas, eps, weight_decay)
+    "optimizer": {
+        "adamw": "trinity_lightning.trainer.optim.adamw",
+        "adamw_8bit": "trinity_lightning.trainer.adamw_8bit.adamw_8bit",
+    },
     # (optimizer, num_warmup_steps, num_training_steps), of which a schedule takes what it needs
     "schedule": {
         "constant": "transformers.get_constant_schedule",

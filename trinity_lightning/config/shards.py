@@ -12,7 +12,7 @@ from trinity_lightning.errors import ConfigError
 
 def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
-    check_shards_of(trainer.get("precision"), run.model.compile, run.model.lora)
+    check_shards_of(trainer.get("precision"), run.model.compile, run.model.lora, run.optimizer.name)
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
         raise ConfigError(
@@ -27,8 +27,8 @@ def check_distributed_checkpoint(given: Any) -> None:
         raise ConfigError(f"trainer.strategy.save_distributed_checkpoint is {given!r}: give true, false or {AUTO}.")
 
 
-def check_shards_of(precision: Any, compile_layers: bool, lora: LoRAConfig) -> None:
-    """Refuse mixed precision, layers that are compiled, and adapters; a ConfigError."""
+def check_shards_of(precision: Any, compile_layers: bool, lora: LoRAConfig, optimizer: str) -> None:
+    """Refuse mixed precision, layers that are compiled, adapters, and optimizers but AdamW; a ConfigError."""
     if precision in MIXED:
         raise ConfigError(
             f"trainer.precision is {precision}: trainer=fsdp2 computes in bfloat16 over float32 shards by "
@@ -38,3 +38,8 @@ def check_shards_of(precision: Any, compile_layers: bool, lora: LoRAConfig) -> N
         raise ConfigError("model.compile=true is not for layers in shards: leave it out, or choose trainer=ddp.")
     if lora.r is not None:
         raise ConfigError("model.lora is not for layers in shards: leave it out, or choose trainer=ddp.")
+    if optimizer != "adamw":
+        raise ConfigError(
+            f"optimizer.name={optimizer}: trainer=fsdp2 puts the state of adamw together for a checkpoint, choose that "
+            "one, or trainer=ddp."
+        )

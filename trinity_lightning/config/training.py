@@ -315,28 +315,38 @@ class DatasetConfig(Section, key="buffer.dataset"):
         one_of("buffer.dataset.overlong", self.overlong, OVERLONG)
 
 
+ADAM = ("adamw", "adamw_8bit")  # which `betas` and `eps` are of
+BETAS, EPS = [0.9, 0.999], 1e-8
+
+
 @dataclass
 class OptimizerConfig(Section, key="optimizer"):
-    """AdamW and its learning rate.
+    """The optimizer and its learning rate.
 
     Attributes:
+        name: adamw; adamw_8bit, whose moments have 8 bits (torchao: the extra `optim`); or any
+            `torch.optim.Optimizer` by its dotted path, such as torch.optim.SGD.
+        args: its arguments, of one by its dotted path.
         lr: peak learning rate.
-        betas, eps: as in AdamW.
-        weight_decay: as in AdamW, of matrices alone: embeddings, norms and biases do not decay.
-        lr_scheduler: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, or your own function of
-            (optimizer, num_warmup_steps, num_training_steps) by its dotted path.
+        betas, eps: of adamw and adamw_8bit.
+        weight_decay: of matrices alone: embeddings, norms and biases do not decay.
+        lr_scheduler: {name, args}: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, a class of
+            torch.optim.lr_scheduler by its dotted path, or your own function of (optimizer, num_warmup_steps,
+            num_training_steps), of which it takes what it needs. A name alone is short for {name: it}.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: horizon of the schedule in optimizer steps; null: those of the run.
 
     Raises:
-        ConfigError: a number out of its range, or an unknown schedule.
+        ConfigError: a number out of its range, an unknown name, or torchao is needed and not installed.
     """
 
+    name: str = "adamw"
+    args: dict[str, Any] = field(default_factory=dict)
     lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
+    betas: list[float] = field(default_factory=lambda: [*BETAS])
+    eps: float = EPS
     weight_decay: float = 0.0
-    lr_scheduler: str = "constant"
+    lr_scheduler: Any = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
 
@@ -346,9 +356,26 @@ class OptimizerConfig(Section, key="optimizer"):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
         number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
         number("optimizer.weight_decay", self.weight_decay, least=0)
-        one_of("optimizer.lr_scheduler", self.lr_scheduler, PARTS["schedule"], with_paths=True)
+        self._check_name()
+        self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
+        one_of("optimizer.lr_scheduler", self.lr_scheduler.name, PARTS["schedule"], with_paths=True)
         whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
         whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
+
+    def _check_name(self) -> None:
+        """Refuse an unknown optimizer, one whose package is missing, and settings of another; a ConfigError."""
+        one_of("optimizer.name", self.name, PARTS["optimizer"], with_paths=True)
+        if self.name in ADAM and self.args:
+            raise ConfigError(
+                f"optimizer.args are of an optimizer by its dotted path: {self.name} has optimizer.betas, eps and "
+                "weight_decay."
+            )
+        if self.name not in ADAM and (list(self.betas), self.eps) != (BETAS, EPS):
+            raise ConfigError(f"optimizer.betas and eps are of {' and '.join(ADAM)}: {self.name} has optimizer.args.")
+        if taken := sorted({"lr", "weight_decay"} & self.args.keys()):
+            raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
+        if self.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError("optimizer.name=adamw_8bit needs torchao: pip install 'trinity-lightning[optim]'.")
 
 
 # Each precision that a policy trains in, by Lightning's names of it.

@@ -1,17 +1,20 @@
-"""The optimizer: AdamW and its schedule, float32 masters of bfloat16 weights, and both in the host's memory."""
+"""The optimizer and its schedule, float32 masters of bfloat16 weights, and both in the host's memory."""
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.config.registry import PARTS, Registry
+from trinity_lightning.config.training import ADAM, OptimizerConfig
+from trinity_lightning.errors import ConfigError
 
+OPTIMIZER: Registry[Callable[..., Optimizer]] = Registry("optimizer")
 SCHEDULE: Registry[Callable[..., Any]] = Registry("schedule")
 
 # Parameters that do not decay by the last part of their names: down_proj_bias, mixer.A_log, mixer.D, ...
@@ -38,29 +41,89 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
-def adamw(parameters: Any, config: OptimizerConfig) -> Optimizer:
-    """AdamW over parameters or parameter groups; `weight_decay` is that of groups without one of their own."""
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        parameters, config.lr, (beta1, beta2), config.eps, weight_decay=config.weight_decay, fused=True
-    )
+def adamw(parameters: Any, **settings: Any) -> Optimizer:
+    """torch's AdamW over parameters or parameter groups."""
+    return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
-def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any:
-    """The schedule of that name, stepped once an optimizer step.
+def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
+    """What makes the optimizer of that name; `weight_decay` is that of groups without one of their own.
 
     Raises:
-        ValueError: an unknown name, or one that needs `total_steps`, and there is none.
+        ConfigError: there is none at that dotted path, or it does not take these arguments.
     """
-    name = config.lr_scheduler
+    if config.name not in ADAM:
+        from trinity_lightning.trainer.own_optimizer import own_factory
+
+        return own_factory(config)
+    beta1, beta2 = config.betas
+    settings = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps, "weight_decay": config.weight_decay}
+    return partial(OPTIMIZER.get(config.name), **settings)
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Try an optimizer or a schedule of one's own on a few numbers, before anything is loaded.
+
+    Raises:
+        ConfigError: there is none, or it does not take these arguments; the optimizer needs more than gradients, or
+            does not go on from a checkpoint to the bit; the schedule needs more than the number of steps.
+    """
+    if config.name in ADAM and config.lr_scheduler.name in PARTS["schedule"] and not config.lr_scheduler.args:
+        return
+    from trinity_lightning.trainer.own_optimizer import try_out
+
+    try_out(config)
+
+
+def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> None:
+    """Refuse a checkpoint of another optimizer, or of a version that let all parameters decay; a ConfigError."""
+    optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
+    if any(len(each["param_groups"]) == 1 for each in optimizers):
+        raise ConfigError(
+            "the checkpoint is of a version in which norms, biases and embeddings decayed too, as one parameter "
+            "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
+        )
+    before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # earlier versions had that alone
+    if optimizers and before != config.name:
+        raise ConfigError(f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}: choose that.")
+
+
+def optimizer_of_policy(
+    model: nn.Module, config: OptimizerConfig, factory: Callable[[Any], Optimizer] | None
+) -> tuple[Optimizer, Any]:
+    """The optimizer, over float32 masters if the weights are of less precision, and its schedule.
+
+    `factory` makes it of parameter groups, in place of the one of that name. Errors as of `learning_rate_schedule`.
+    """
+    groups, factory = parameter_groups(model), factory or optimizer_factory(config)
+    low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for group in groups for p in group["params"])
+    optimizer = MasterWeights(groups, factory) if low_precision else factory(groups)
+    return optimizer, learning_rate_schedule(optimizer, config)
+
+
+def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig, total_steps: int | None = None) -> Any:
+    """The schedule of that name, stepped once an optimizer step; `total_steps`: its horizon, if the config has none.
+
+    Raises:
+        ConfigError: there is no such schedule, or it does not take these arguments, or no warm-up.
+        ValueError: one that needs `total_steps`, and there is none.
+    """
+    name = config.lr_scheduler.name
     if name == "constant" and config.warmup_steps > 0:
         name = "constant_with_warmup"  # transformers would silently not warm up
     schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
-    steps = {"num_warmup_steps": config.warmup_steps, "num_training_steps": config.total_steps}
-    taken = {key: value for key, value in steps.items() if key in inspect.signature(schedule).parameters}
+    steps = {"num_warmup_steps": config.warmup_steps, "num_training_steps": config.total_steps or total_steps}
+    signature = inspect.signature(schedule)
+    taken = {key: value for key, value in steps.items() if key in signature.parameters}
     if None in taken.values():
         raise ValueError(f"optimizer.lr_scheduler={name} needs optimizer.total_steps.")
-    return schedule(optimizer, **taken)
+    if config.warmup_steps > 0 and "num_warmup_steps" not in taken:
+        raise ConfigError(f"optimizer.lr_scheduler={name} has no warm-up: set optimizer.warmup_steps=0.")
+    try:
+        signature.bind(optimizer, **taken, **config.lr_scheduler.args)
+    except TypeError as error:
+        raise ConfigError(f"optimizer.lr_scheduler={name} cannot be made of these args: {error}.") from error
+    return schedule(optimizer, **taken, **config.lr_scheduler.args)
 
 
 # -- float32 masters ---------------------------------------------------------------------------------------------------
@@ -90,6 +153,7 @@ class MasterWeights(Optimizer):
         self.inner = factory(masters)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
+        self.defaults = self.inner.defaults  # which schedules of momentum look at
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -133,7 +197,7 @@ class MasterWeights(Optimizer):
     @property
     def moments(self) -> list[Tensor]:
         """What the inner optimizer remembers of each parameter; nothing before the first step."""
-        return [value for state in self.inner.state.values() for value in state.values() if is_moment(value)]
+        return _moments(self.inner)
 
     def _round(self) -> None:
         """Make the weights their masters, rounded: all tensors of a device in one go."""
@@ -189,8 +253,18 @@ def _kept(optimizer: Optimizer) -> list[Tensor]:
     """Tensors as large as a parameter; counts of steps stay where they are."""
     if isinstance(optimizer, MasterWeights):
         return [*optimizer.masters, *optimizer.moments]
-    # Of a policy in shards, what this process has.
-    return [getattr(v, "_local_tensor", v) for each in optimizer.state.values() for v in each.values() if is_moment(v)]
+    return _moments(optimizer)
+
+
+def _moments(optimizer: Optimizer) -> list[Tensor]:
+    """What a plain optimizer keeps of each parameter: of shards this process's, of quantized ones what they are of."""
+    found = [value for state in optimizer.state.values() for value in state.values() if is_moment(value)]
+    return [part for each in found for part in _made_of(each)]
+
+
+def _made_of(tensor: Any) -> list[Tensor]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of torch's wrapper subclasses
+    return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
 
 def _counts(optimizer: Optimizer) -> list[Tensor]:

@@ -63,7 +63,7 @@ from trinity_lightning.trainer.model import (
     usable_layout,
 )
 from trinity_lightning.trainer.objective import Objective, describe_fault
-from trinity_lightning.trainer.optim import MasterWeights, adamw, learning_rate_schedule, parameter_groups
+from trinity_lightning.trainer.optim import check_optimizer, check_resumed, optimizer_of_policy
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class PolicyModule(L.LightningModule):
     Args:
         model: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name.
         algorithm: the objective and how batches are cut; a mapping as a checkpoint has it, too.
-        optimizer: AdamW's knobs and the learning-rate schedule; likewise.
-        optimizer_factory: makes an optimizer of your own from the parameter groups, instead of AdamW: one of matrices,
-            and one of all else, which has no weight decay.
+        optimizer: the optimizer and the learning-rate schedule; likewise.
+        optimizer_factory: makes an optimizer of your own from the parameter groups, instead: one of matrices, and one
+            of all else, which has no weight decay.
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
         dropout: `off`: the model's dropout is set to 0; `keep`: trained with, as its configuration says.
         compile_layers: compile the model's layers with torch.compile when training starts.
@@ -140,6 +140,7 @@ class PolicyModule(L.LightningModule):
         self.optimizer_config = section_of("optimizer", OptimizerConfig, optimizer)
         self.lora = section_of("model.lora", LoRAConfig, lora)
         self.objective = Objective(self.algorithm)
+        check_optimizer(self.optimizer_config)
         if self.objective.caveat is not None:
             logger.warning(self.objective.caveat)
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
@@ -225,11 +226,7 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        groups = parameter_groups(self.policy)
-        factory = self._optimizer_factory or (lambda groups: adamw(groups, self.optimizer_config))
-        low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for group in groups for p in group["params"])
-        optimizer = MasterWeights(groups, factory) if low_precision else factory(groups)
-        schedule = learning_rate_schedule(optimizer, self.optimizer_config)
+        optimizer, schedule = optimizer_of_policy(self.policy, self.optimizer_config, self._optimizer_factory)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _load_model(self) -> Any:
@@ -543,12 +540,8 @@ class PolicyModule(L.LightningModule):
             put_base_in(checkpoint, self)
         state = checkpoint["policy"]
         check_version(state, (*COUNTERS, BUDGET), "the policy")
-        optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
-        if self._optimizer_factory is None and any(len(each["param_groups"]) == 1 for each in optimizers):
-            raise ConfigError(
-                "the checkpoint is of a version in which norms, biases and embeddings decayed too, as one parameter "
-                "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
-            )
+        if self._optimizer_factory is None:
+            check_resumed(checkpoint, self.optimizer_config)
         for name in COUNTERS:
             setattr(self, name, state[name])
         if self.algorithm.max_tokens_per_micro_batch == AUTO:

@@ -1,0 +1,237 @@
+"""Optimizers and schedules by name: what they are made of; they go on from a checkpoint to the bit, or are refused."""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.compose import composed
+from support.policy import batch_of, fit, make_experiences, make_policy, optimizer_of, rate_of
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils._pytree import tree_leaves
+
+from trinity_lightning.config.checks import validate
+from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.optim import HostMemory, MasterWeights, learning_rate_schedule, optimizer_factory
+from trinity_lightning.trainer.policy import PolicyModule
+
+LR = 1e-2
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra optim) is not installed")
+
+
+class Signs(torch.optim.Optimizer):
+    """A user's own: steps of the gradient's sign, without weight decay."""
+
+    def __init__(self, params: Any, lr: float, slower: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr / slower})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad.sign())
+
+
+class Forgetful(Signs):
+    """Keeps its count of steps where no checkpoint finds it."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = LR / self.steps
+        super().step()
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Without the compiler that an update in 8 bits is for: the same numbers, at once."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+CASES: list[dict[str, Any]] = [
+    {"name": "torch.optim.SGD", "args": {"momentum": 0.9, "nesterov": True}},
+    {"name": "torch.optim.Adafactor"},
+    {"name": f"{__name__}.Signs", "args": {"slower": 2.0}},
+    {"name": "adamw_8bit", "weight_decay": 0.1},
+]
+NAMED = [pytest.param(each, id=each["name"], marks=[NEEDS_TORCHAO] if "8bit" in each["name"] else []) for each in CASES]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", NAMED)
+def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    config = OptimizerConfig(**settings, lr=LR, lr_scheduler="linear", total_steps=8)
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
+    policy, resumed = make_policy(config, dtype), make_policy(config, dtype)
+    fit(policy, batches, max_epochs=2)
+    fit(make_policy(config, dtype), batches).save_checkpoint(tmp_path / "it.ckpt")
+    fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert float(rate_of(resumed)) == float(rate_of(policy)) == pytest.approx(LR / 2 / config.args.get("slower", 1))
+    assert all(map(torch.equal, policy.policy.parameters(), resumed.policy.parameters()))
+    mine, theirs = (tree_leaves(optimizer_of(each).state_dict()["state"]) for each in (policy, resumed))
+    assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_by_its_dotted_path_steps_over_float32_with_decay_of_matrices_alone(dtype: str) -> None:
+    config = OptimizerConfig(name="torch.optim.SGD", lr=LR, weight_decay=0.5)
+    made = {name: make_policy(each, dtype) for name, each in (("named", config), ("factory", None))}
+    made["factory"]._optimizer_factory = lambda groups: torch.optim.SGD(groups, lr=LR, weight_decay=0.5)
+    for policy in made.values():
+        fit(policy, [batch_of(make_experiences())])
+    optimizer = optimizer_of(made["named"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert isinstance(optimizer.optimizer, MasterWeights) == (dtype == "bf16")
+    assert all(map(torch.equal, made["named"].policy.parameters(), made["factory"].policy.parameters()))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences())]
+    fit(make_policy(), batches).save_checkpoint(tmp_path / "it.ckpt")
+    other = make_policy(OptimizerConfig(name="torch.optim.SGD", lr=LR))
+    with pytest.raises(ConfigError, match=r"is torch.optim.SGD, and the checkpoint's optimizer is adamw"):
+        fit(other, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+
+
+# -- moments in 8 bits -------------------------------------------------------------------------------------------------
+
+
+def stepped(config: OptimizerConfig, masters: bool, steps: int) -> tuple[nn.Parameter, Any, list[torch.Tensor]]:
+    """A matrix after so many steps, its optimizer, and where the matrix was."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(64, 128, generator=generator)
+    matrix = nn.Parameter(weights.bfloat16() if masters else weights)
+    make = optimizer_factory(config)
+    optimizer = MasterWeights([matrix], make) if masters else make([matrix])
+    places = []
+    for _ in range(steps):
+        matrix.grad = torch.randn(64, 128, generator=generator)
+        optimizer.step()
+        places.append((optimizer.masters[0] if isinstance(optimizer, MasterWeights) else matrix).detach().clone())
+    return matrix, optimizer, places
+
+
+@NEEDS_TORCHAO
+@pytest.mark.usefixtures("eager")
+def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
+    ways = {}
+    for name in ("adamw", "adamw_8bit"):
+        _, optimizer, places = stepped(OptimizerConfig(name=name, lr=LR, weight_decay=0.1), masters=True, steps=10)
+        ways[name] = sum(each.nbytes for each in optimizer.moments), places
+    (size, exact), (small, near) = ways.values()
+    assert size == 2 * 4 * 64 * 128
+    assert small < 0.3 * size  # codes, scales of 256 each, and a table of codes a moment
+    assert (near[0] - exact[0]).abs().max() < 1e-2 * LR  # the first step is of moments before they are rounded
+    moved = exact[-1] - exact[0]
+    assert (near[-1] - exact[-1]).norm() < 0.1 * moved.norm()
+
+
+@NEEDS_TORCHAO
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("masters", [True, False])
+def test_eight_bits_leave_for_the_host_and_come_back(masters: bool) -> None:
+    config = OptimizerConfig(name="adamw_8bit", lr=LR)
+    stay, staying, _ = stepped(config, masters, steps=2)
+    leave, leaving, _ = stepped(config, masters, steps=2)
+    memory = HostMemory(leaving)
+    memory.leave()
+    memory.come_back()
+    for matrix, optimizer in ((stay, staying), (leave, leaving)):
+        matrix.grad = torch.ones(64, 128)
+        optimizer.step()
+    assert torch.equal(stay, leave)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def rates(schedule: Any) -> list[float]:
+    found = []
+    for _ in range(6):
+        found.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_a_schedule_of_torch_by_its_dotted_path() -> None:
+    for kind, args in ((CosineAnnealingLR, {"T_max": 4}), (StepLR, {"step_size": 2, "gamma": 0.5})):
+        config = OptimizerConfig(lr_scheduler={"name": f"torch.optim.lr_scheduler.{kind.__name__}", "args": args})
+        assert rates(learning_rate_schedule(sgd(), config)) == rates(kind(sgd(), **args))
+
+
+def test_a_schedule_of_rate_and_momentum_reaches_the_masters() -> None:
+    args = {"max_lr": LR, "total_steps": 20}
+    config = OptimizerConfig(lr=LR, lr_scheduler={"name": "torch.optim.lr_scheduler.OneCycleLR", "args": args})
+    policy = make_policy(config, "bf16")
+    fit(policy, [batch_of(make_experiences(seed=seed)) for seed in range(2)])
+    (group, _), (inner, _) = optimizer_of(policy).param_groups, optimizer_of(policy).optimizer.inner.param_groups
+    assert 0.85 < group["betas"][0] < inner["betas"][0] < 0.95  # that of the next step, and of the last one
+    assert inner["lr"] < group["lr"] < LR
+
+
+# -- refused before anything is loaded ---------------------------------------------------------------------------------
+
+REFUSED = {
+    "unknown": ({"name": "adamww"}, "unknown optimizer.name 'adamww'. Did you mean 'adamw'?"),
+    "no class": ({"name": "torch.optim.SDG"}, "Did you mean 'SGD'?"),
+    "no optimizer": ({"name": "torch.nn.Linear", "args": {"out_features": 2}}, "torch.nn.Linear cannot be made so"),
+    "no such argument": ({"name": "torch.optim.SGD", "args": {"momentom": 0.9}}, "unexpected keyword argument"),
+    "a value": ({"name": "torch.optim.SGD", "args": {"momentum": -1.0}}, "Invalid momentum value"),
+    "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "argument 'weight_decay'"),
+    "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "set optimizer.lr."),
+    "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps are of adamw"),
+    "args of adamw": ({"args": {"amsgrad": True}}, "adamw has optimizer.betas, eps and weight_decay"),
+    "a closure": ({"name": "torch.optim.LBFGS"}, "cannot train a policy"),
+    "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
+    "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),
+    "forgetful": ({"name": f"{__name__}.Forgetful"}, "does not go on from a checkpoint to the bit"),
+    "a schedule's argument": (
+        {"lr_scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step": 2}}},
+        "StepLR cannot be made of these args",
+    ),
+    "a schedule's missing argument": ({"lr_scheduler": "torch.optim.lr_scheduler.StepLR"}, "argument: 'step_size'"),
+    "a schedule of the loss": ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "no schedule of"),
+    "no warm-up": (
+        {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR", "warmup_steps": 2},
+        "has no warm-up: set optimizer.warmup_steps=0",
+    ),
+    "built-in schedule's argument": ({"lr_scheduler": {"name": "cosine", "args": {"cycles": 2}}}, "'cycles'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_train_is_refused(case: str) -> None:
+    settings, refusal = REFUSED[case]
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        PolicyModule("tiny", optimizer={"lr": LR, **settings})
+
+
+def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[optim\]'"):
+        OptimizerConfig(name="adamw_8bit")
+
+
+def test_from_the_command_line_arguments_need_no_plus_sign() -> None:
+    chosen = ["optimizer.name=torch.optim.SGD", "optimizer.args.momentum=0.9"]
+    chosen += ["optimizer.lr_scheduler.name=torch.optim.lr_scheduler.StepLR", "optimizer.lr_scheduler.args.step_size=2"]
+    found = validate(composed("+recipe=grpo", *chosen)).optimizer
+    assert (found.name, found.args) == ("torch.optim.SGD", {"momentum": 0.9})
+    assert found.lr_scheduler.args == {"step_size": 2}
+    assert validate(composed("+recipe=grpo", "optimizer.lr_scheduler=cosine")).optimizer.lr_scheduler.name == "cosine"

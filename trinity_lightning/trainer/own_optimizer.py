@@ -1,0 +1,99 @@
+"""An optimizer or a schedule by its dotted path: made of the configuration, and tried before anything is loaded."""
+
+import inspect
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
+
+from trinity_lightning.config.registry import import_object
+from trinity_lightning.config.training import ADAM, OptimizerConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory
+
+OptimizerFactory = Callable[[Any], Optimizer]
+
+
+def own_factory(config: OptimizerConfig) -> OptimizerFactory:
+    """What makes the optimizer at that dotted path, of parameters or groups.
+
+    Raises:
+        ConfigError: there is none, or it does not take these arguments.
+    """
+    make: Any = import_object(config.name)
+    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
+    try:
+        signature = inspect.signature(make)
+        taken = signature.parameters
+        if config.weight_decay == 0 and "weight_decay" not in taken:
+            del settings["weight_decay"]
+        signature.bind([], **settings, **config.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.name={config.name} cannot be made so: {error}.") from error
+    return partial(make, **settings, **config.args)
+
+
+def try_out(config: OptimizerConfig) -> None:
+    """Refuse what cannot train: see `optim.check_optimizer`."""
+    make = optimizer_factory(config)
+    try:
+        if config.name not in ADAM and not _goes_on(make):
+            raise ConfigError("it does not go on from a checkpoint to the bit.")
+        optimizer = make(_groups())
+    except Exception as error:  # of code that is not ours
+        raise ConfigError(f"optimizer.name={config.name} cannot train a policy: {error}") from error
+    schedule = learning_rate_schedule(optimizer, config, config.total_steps or 1)
+    if isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "step"):
+        raise ConfigError(
+            f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone: choose a class of "
+            "torch.optim.lr_scheduler that is."
+        )
+
+
+def _groups() -> list[dict[str, Any]]:
+    """As `parameter_groups` has them; the matrix is large enough for quantized moments."""
+    matrix, vector = torch.linspace(-1, 1, 4096).view(64, 64), torch.linspace(-1, 1, 64)
+    return [{"params": [nn.Parameter(matrix)]}, {"params": [nn.Parameter(vector)], "weight_decay": 0.0}]
+
+
+def _goes_on(make: OptimizerFactory) -> bool:
+    """Whether an optimizer that goes on from a checkpoint takes the same step as one that was not interrupted.
+
+    Raises:
+        ConfigError: it is none, or its state has tensors that are not plain, which no checkpoint can hold.
+    """
+    optimizer, resumed = make(_groups()), make(_groups())
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError("it makes no torch.optim.Optimizer.")
+    for step in range(2):
+        _step(optimizer, step)
+    state = optimizer.state_dict()
+    if any(isinstance(each, Tensor) and type(each) is not Tensor for each in tree_leaves(state)):
+        raise ConfigError("its state has tensors of its own kind, which a checkpoint does not hold.")
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for own, other in zip(_parameters(resumed), _parameters(optimizer), strict=True):
+        own.data.copy_(other.data)
+    for each in (optimizer, resumed):
+        _step(each, 2)
+    pairs = zip(_parameters(optimizer), _parameters(resumed), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def _step(optimizer: Optimizer, number: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)
+        for parameter in _parameters(optimizer):
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
