@@ -40,8 +40,9 @@ from trinity_lightning.gpu_plan import (
     with_auxiliary_shares,
 )
 from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.budget import GPU_TOKENS, tokens_that_fit
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
-from trinity_lightning.trainer.layout import GPU_TOKENS, tokens_that_fit, worth_sharing
+from trinity_lightning.trainer.layout import worth_sharing
 from trinity_lightning.trainer.objective import Objective
 
 FORWARD = 1 / 3  # of the operations of a forward and backward pass

@@ -1,25 +1,16 @@
 """Cutting, budgets and the tensors of micro-batches: nothing lost, nothing twice, prefixes shared as well as can be."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layouts import batches, experiences
-from support.policy import batch_of, fit, make_experiences, make_policy
-from support.shapes import SMOLLM2
 
-import trinity_lightning.trainer.layout as layout_module
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import (
-    CPU_TOKENS,
-    GPU_TOKENS,
     MOST_PROMPTS,
     MicroBatch,
     Part,
@@ -31,8 +22,6 @@ from trinity_lightning.trainer.layout import (
     padding_ratio,
     prefix_groups,
     rows_to_train,
-    tokens_that_fit,
-    useful_tokens,
 )
 
 # -- cutting: nothing lost, nothing twice, within the budget, and prefixes shared as well as can be --------------------
@@ -213,61 +202,6 @@ def test_a_truncated_prompt_has_nothing_to_train():
     batch = OptimizerBatch.of([experience], explore_step=1)
     assert rows_to_train(batch, skip_zero_advantage=False) == []
     assert batch.num_tokens == 0
-
-
-# -- what `algorithm.max_tokens_per_micro_batch=auto` stands for: by what is free, once a run --------------------------
-
-
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how many bytes of memory are free."""
-    return lambda size: monkeypatch.setattr(layout_module, "free_memory", lambda: size)
-
-
-# Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.
-@pytest.mark.parametrize(("gib", "tokens"), [(1, 256), (2, 256), (2.5, 512), (3.3, 1024), (100, 1024)])
-def test_a_cpu_computes_what_fits_beside_gradients_and_moments(gib: float, tokens: int) -> None:
-    assert tokens_that_fit(SMOLLM2, width=2, free=int(gib * GIB)) == tokens
-
-
-def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
-    policy = make_policy()
-    policy.configure_model()
-    free(100 * GIB)
-    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[0]
-    assert useful_tokens(policy.policy, torch.device("cpu"), trainers=10**6) == CPU_TOKENS[-1]
-    free(0)
-    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
-    assert useful_tokens(policy.policy, torch.device("cuda")) == GPU_TOKENS
-
-
-def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: Path) -> None:
-    batches = [batch_of(make_experiences())]
-    free(0)
-    first = make_policy(max_tokens_per_micro_batch="auto")
-    fit(first, batches).save_checkpoint(tmp_path / "it.ckpt")
-    free(100 * GIB)
-    assert first.max_tokens == CPU_TOKENS[-1]  # settled: memory that is freed later changes nothing
-    resumed = make_policy(max_tokens_per_micro_batch="auto")
-    fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
-    assert resumed.max_tokens == CPU_TOKENS[-1]
-    chosen = make_policy(max_tokens_per_micro_batch=77)
-    fit(chosen, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
-    assert chosen.max_tokens == 77
-
-
-def test_a_script_that_computes_on_the_cpu_first_trains_with_the_tokens_of_its_device(free: Any) -> None:
-    free(100 * GIB)
-    policy = make_policy(max_tokens_per_micro_batch="auto")
-    policy.configure_model()
-    policy.sequence_logprobs([5, 17, 4])
-    assert policy.max_tokens == CPU_TOKENS[0]
-    policy.to("meta")  # another device, of which nothing is computed
-    assert policy.max_tokens == CPU_TOKENS[0]
-    policy.check_trainable()  # training starts
-    assert policy.max_tokens == GPU_TOKENS
-    policy.to_empty(device="cpu")  # as after training on a GPU, where a last checkpoint is written
-    assert policy.max_tokens == GPU_TOKENS
 
 
 # -- the tensors of a micro-batch: those of the experiences, whichever way they lie ------------------------------------

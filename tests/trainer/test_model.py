@@ -23,8 +23,8 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.attention import CpuSharedPrefix, attention_implementation
+from trinity_lightning.trainer.budget import CPU_TOKENS, useful_tokens
 from trinity_lightning.trainer.flops import ModelSize
-from trinity_lightning.trainer.layout import CPU_TOKENS, useful_tokens
 from trinity_lightning.trainer.logprobs import Head, lean_embeddings
 from trinity_lightning.trainer.model import (
     logprob_function,

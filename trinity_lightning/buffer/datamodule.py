@@ -11,7 +11,7 @@ import lightning as L
 from torch import Tensor
 
 from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
-from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
+from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.sections import OperatorConfig
 from trinity_lightning.errors import OperatorError
@@ -19,6 +19,7 @@ from trinity_lightning.errors import OperatorError
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.buffer.operators import AuxiliaryModels
+    from trinity_lightning.buffer.refill import MoreRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class ExperienceDataModule(UnmovedDataModule):
         return self.storage.experiences
 
     async def fill(
-        self, experiences: list[Experience], step: int, more: MoreRollouts | None = None, *, all_rows: bool = False
+        self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
     ) -> dict[str, float]:
         """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
 

@@ -6,6 +6,8 @@
 import importlib.util
 import logging
 import string
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from trinity_lightning.config.models import CACHE_VARIABLE
 from trinity_lightning.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -104,3 +107,28 @@ def _tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 BUILDERS = {"smollm2": _convert_smollm2, "tiny": _build_tiny}
+
+
+def write_once(target: Path, build: Callable[[Path], None]) -> None:
+    """Make a folder by `build(folder)`: next to its place, and then renamed, so that one seen there is complete.
+
+    Of two processes that build at once, the second keeps the first one's.
+
+    Raises:
+        ModelLoadError: the cache cannot be written to.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
+        ) from error
+    with scratch:
+        built = Path(scratch.name) / target.name
+        build(built)
+        try:
+            built.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise

@@ -9,9 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,8 +61,12 @@ def resolve_model(name: str) -> Path | str:
     """
     check_model_name(name)
     if name in BUILT_IN_MODELS:
-        key = _smollm2_key() if name == "smollm2" else f"tiny-r{_TINY_REVISION}"
-        return _cached(key, partial(_build, name))
+        built = _folder_of(_smollm2_key() if name == "smollm2" else f"tiny-r{_TINY_REVISION}")
+        if not built.is_dir():
+            from trinity_lightning.config.built_in_models import BUILDERS, write_once  # needed once a machine
+
+            write_once(built, BUILDERS[name])
+        return built
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else name
 
@@ -107,41 +108,8 @@ def _check_smollm2_packages() -> None:
         )
 
 
-def _build(name: str, folder: Path) -> None:
-    from trinity_lightning.config.built_in_models import BUILDERS  # which needs torch, and is needed once a machine
-
-    BUILDERS[name](folder)
-
-
 def _folder_of(key: str) -> Path:
     return cache_folder() / "models" / key
-
-
-def _cached(key: str, build: Callable[[Path], None]) -> Path:
-    """The cached folder of `key`, made by `build(folder)` if there is none.
-
-    It is built next to its place and then renamed, so that a folder seen there is always complete; of two processes
-    that build at once, the second keeps the first one's.
-    """
-    target = _folder_of(key)
-    if target.is_dir():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=target.parent)
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
-        ) from error
-    with scratch:
-        built = Path(scratch.name) / key
-        build(built)
-        try:
-            built.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-    return target
 
 
 def _smollm2_key() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trinity_lightning.common.model_memory import layer_configs, query_width
+from trinity_lightning.common.model_config import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.layout import Part, computed_tokens, padding_ratio, trained_tokens
 

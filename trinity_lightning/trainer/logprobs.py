@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from trinity_lightning.common.model_memory import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
+from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 
 # -- gradients of embeddings and head, added up where they lie ---------------------------------------------------------
 # Autograd makes the gradient of a whole matrix for every micro-batch, twice where the head is tied to the embeddings,

@@ -51,7 +51,6 @@ from trinity_lightning.trainer.layout import (
     deal,
     rows_to_train,
     trained_tokens,
-    useful_tokens,
 )
 from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.model import (
@@ -299,6 +298,8 @@ class PolicyModule(L.LightningModule):
             layout = usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
             tokens = self._given_tokens
             if tokens is None:
+                from trinity_lightning.trainer.budget import useful_tokens
+
                 tokens = useful_tokens(self.policy, device or self.device, getattr(self._trainer, "num_devices", 1))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             self._settled = _Settled(device or self.device, layout, tokens)

@@ -1,0 +1,65 @@
+"""What `algorithm.max_tokens_per_micro_batch=auto` stands for: by what is free, once a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.policy import batch_of, fit, make_experiences, make_policy
+from support.shapes import SMOLLM2
+
+from trinity_lightning.common.hardware import GIB
+from trinity_lightning.trainer import budget
+from trinity_lightning.trainer.budget import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how many bytes of memory are free."""
+    return lambda size: monkeypatch.setattr(budget, "free_memory", lambda: size)
+
+
+# Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.
+@pytest.mark.parametrize(("gib", "tokens"), [(1, 256), (2, 256), (2.5, 512), (3.3, 1024), (100, 1024)])
+def test_a_cpu_computes_what_fits_beside_gradients_and_moments(gib: float, tokens: int) -> None:
+    assert tokens_that_fit(SMOLLM2, width=2, free=int(gib * GIB)) == tokens
+
+
+def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
+    policy = make_policy()
+    policy.configure_model()
+    free(100 * GIB)
+    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[0]
+    assert useful_tokens(policy.policy, torch.device("cpu"), trainers=10**6) == CPU_TOKENS[-1]
+    free(0)
+    assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
+    assert useful_tokens(policy.policy, torch.device("cuda")) == GPU_TOKENS
+
+
+def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences())]
+    free(0)
+    first = make_policy(max_tokens_per_micro_batch="auto")
+    fit(first, batches).save_checkpoint(tmp_path / "it.ckpt")
+    free(100 * GIB)
+    assert first.max_tokens == CPU_TOKENS[-1]  # settled: memory that is freed later changes nothing
+    resumed = make_policy(max_tokens_per_micro_batch="auto")
+    fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert resumed.max_tokens == CPU_TOKENS[-1]
+    chosen = make_policy(max_tokens_per_micro_batch=77)
+    fit(chosen, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert chosen.max_tokens == 77
+
+
+def test_a_script_that_computes_on_the_cpu_first_trains_with_the_tokens_of_its_device(free: Any) -> None:
+    free(100 * GIB)
+    policy = make_policy(max_tokens_per_micro_batch="auto")
+    policy.configure_model()
+    policy.sequence_logprobs([5, 17, 4])
+    assert policy.max_tokens == CPU_TOKENS[0]
+    policy.to("meta")  # another device, of which nothing is computed
+    assert policy.max_tokens == CPU_TOKENS[0]
+    policy.check_trainable()  # training starts
+    assert policy.max_tokens == GPU_TOKENS
+    policy.to_empty(device="cpu")  # as after training on a GPU, where a last checkpoint is written
+    assert policy.max_tokens == GPU_TOKENS
