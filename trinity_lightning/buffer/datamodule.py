@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import Tensor
@@ -23,12 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 # Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.
 StepKeeper = Callable[[int, list[Experience]], object]
-
-WAIT_SECONDS = 60.0  # for the loop that operators live on, if it runs in another thread
-CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run there
 
 
 class UnmovedDataModule(L.LightningDataModule):
@@ -162,13 +157,18 @@ class ExperienceDataModule(UnmovedDataModule):
     def teardown(self, stage: str) -> None:
         """Close the operators, on the loop they were prepared on as long as it runs."""
         if self.pipeline.prepared:
-            _on_loop(self.close, self._loop)
+            from trinity_lightning.buffer.operators.experience_operator import on_loop
+
+            on_loop(self.close, self._loop)
 
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
+        if not self.pipeline.prepared:
+            return
+        from trinity_lightning.buffer.operators.experience_operator import CLOSE_SECONDS, on_loop
+
         try:
-            if self.pipeline.prepared:
-                _on_loop(self.close, self._loop, CLOSE_SECONDS)
+            on_loop(self.close, self._loop, CLOSE_SECONDS)
         except (OperatorError, TimeoutError) as error:
             logger.warning("%s", error)
 
@@ -188,22 +188,3 @@ class ExperienceDataModule(UnmovedDataModule):
         self.storage.load_state_dict(state_dict)
         if self._experts is not None and "experts" in state_dict:
             self._experts.load_state_dict(state_dict["experts"])
-
-
-def _on_loop(
-    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
-) -> T:
-    """What the coroutine function returns: run on `loop` if that runs in another thread, else on a loop of its own.
-
-    Raises:
-        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
-    """
-    try:
-        own = asyncio.get_running_loop()
-    except RuntimeError:
-        own = None
-    if loop is not None and loop.is_running() and loop is not own:
-        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
-    # In a thread, as the present one may have a running loop: a notebook's has.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(lambda: asyncio.run(function())).result()

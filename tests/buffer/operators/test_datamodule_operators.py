@@ -7,9 +7,9 @@ import threading
 import pytest
 from support.operators import HERE, AddOne, operators_of, rewards, step_of
 
-from trinity_lightning.buffer import datamodule
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OperatorConfig
+from trinity_lightning.buffer.operators.experience_operator import on_loop
 from trinity_lightning.errors import OperatorError
 
 
@@ -107,7 +107,7 @@ def test_an_operator_that_cannot_be_closed_is_told_and_hides_no_other_error(capl
 
 def test_closing_has_an_end(loop):
     with pytest.raises(TimeoutError):
-        datamodule._on_loop(lambda: asyncio.sleep(60), loop, wait=0.05)
+        on_loop(lambda: asyncio.sleep(60), loop, wait=0.05)
 
 
 def test_prepare_comes_before_the_first_step_where_it_is_called():

@@ -1,16 +1,18 @@
 """What an experience operator is, how configurations become operators, and how those run one after the other."""
 
+import asyncio
 import copy
 import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -387,3 +389,30 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+# -- where they live ---------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+WAIT_SECONDS = 60.0  # for the loop that operators live on, if it runs in another thread
+CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run there
+
+
+def on_loop(
+    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
+) -> T:
+    """What the coroutine function returns: run on `loop` if that runs in another thread, else on a loop of its own.
+
+    Raises:
+        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
+    """
+    try:
+        own = asyncio.get_running_loop()
+    except RuntimeError:
+        own = None
+    if loop is not None and loop.is_running() and loop is not own:
+        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
+    # In a thread, as the present one may have a running loop: a notebook's has.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(lambda: asyncio.run(function())).result()
