@@ -142,21 +142,9 @@ PARTS: Mapping[str, Mapping[str, str]] = {
 }
 
 # What the checks before any import need to know of parts by name; parts of one's own have none of it.
-COMPARING_STRATEGIES = (
-    "asymre",
-    "correct_bias",
-    "dr_grpo",
-    "grpo",
-    "opmd",
-    "rloo",
-    "step_wise_grpo",
-)  # with their group
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
-STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
-SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 # Made for experiences of any policy: nothing corrects for older weights.
 OFF_POLICY_LOSSES = ("asymre", "dpo", "opmd", "sft", "teacher_kl")
-DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
 

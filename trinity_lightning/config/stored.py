@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from trinity_lightning.config.registry import DATASET_LOSSES, PARTS
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
 from trinity_lightning.errors import ConfigError
 
+DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 

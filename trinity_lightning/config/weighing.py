@@ -2,17 +2,24 @@
 
 import logging
 
-from trinity_lightning.config.registry import (
-    COMPARING_STRATEGIES,
-    FILTERING_STRATEGIES,
-    PARTS,
-    SHAPING_OPERATORS,
-    STEP_STRATEGIES,
-)
+from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+# Of parts by name; those of one's own are of none of these.
+COMPARING_STRATEGIES = (
+    "asymre",
+    "correct_bias",
+    "dr_grpo",
+    "grpo",
+    "opmd",
+    "rloo",
+    "step_wise_grpo",
+)  # with their group
+STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
+SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 
 
 def check_strategies(run: TrainConfig, named: list[str]) -> None:
