@@ -15,6 +15,7 @@ import torch
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.explorer import WorkflowRunner
@@ -132,6 +133,22 @@ def test_a_coroutine_runs_elsewhere_and_the_engine_here(driver: Driver, engine: 
     assert answer == [65, 66]
     assert where != threading.get_ident()
     assert engine.threads == {threading.get_ident()}
+
+
+def test_the_loop_takes_no_threads_of_openmp_and_others_keep_theirs() -> None:
+    async def threads() -> int:
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    driver = Driver()
+    try:
+        assert driver.run(threads()) == 1
+        assert torch.get_num_threads() == 3
+        assert driver.run(run_in_thread(torch.get_num_threads)) == 3
+    finally:
+        driver.close()
+        torch.set_num_threads(before)
 
 
 def test_many_coroutines_share_the_steps(driver: Driver, engine: CountingEngine) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+from trinity_lightning.common.threads import compute_on_one_thread
 from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
 
@@ -162,6 +163,7 @@ class Driver:
 
     def _serve(self) -> None:
         """Run the loop until `close`; closed by its own thread, which a workflow may hold for longer than that."""
+        compute_on_one_thread()
         try:
             self._loop.run_forever()
             left = asyncio.all_tasks(self._loop)  # what was asked for while it was blocked
