@@ -60,7 +60,9 @@ def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_p
 
 def test_mixed_rewards_are_logged_each_by_itself(run_train: RunTrain, tmp_path: Path) -> None:
     small = [each for each in SMALL if not each.startswith("reward=")]
-    done = run_train(tmp_path, "+recipe=rewards_mixed", *small, "steps=1", "+reward.contains_digits=0.5")
+    done = run_train(
+        tmp_path, "+recipe=rewards_mixed", *small, "steps=1", "engine=transformers", "+reward.contains_digits=0.5"
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     [file] = tmp_path.glob("outputs/rewards_mixed/*/metrics.csv")
     with file.open() as lines:

@@ -141,6 +141,27 @@ def our_loss(t, name, on_policy, kl=None, correct=False, drift=None, **args):
     return loss.detach(), leaf.grad
 
 
+@pytest.mark.parametrize(("direction", "beta"), [("forward", 0), ("reverse", 1)])
+def test_a_teachers_top_k(direction, beta, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with patch("trl.import_utils.is_vllm_available", lambda **_: False):
+        from trl.experimental.server_distillation import server_distillation_trainer as trl
+
+    logits = torch.randn(2, B, R, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    student, teacher = logits.log_softmax(-1)[..., :5].clone()
+    leaves = [student.clone().requires_grad_() for _ in range(2)]
+    kept = torch.ones(student.shape, dtype=torch.bool)
+    buckets = [trl._add_tail_bucket(each, kept) for each in (leaves[0], teacher)]
+    theirs = trl._jsd_divergence(buckets[0][0], buckets[1][0], beta, buckets[0][1]).sum(-1).mean()
+    mask = torch.ones(B, R, dtype=torch.bool)
+    tensors = {"teacher_top_k_logprobs": teacher, "top_k_logprobs": leaves[1], "direction": direction}
+    ours, _ = create_policy_loss("teacher_kl")(mask, mask, mask, mask, **tensors)
+    torch.testing.assert_close(ours, theirs)
+    theirs.backward()
+    ours.backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
+
+
 CASES = {
     "grpo": ({}, {"name": "grpo", "dual_clip": None, **GRPO_MODE}),
     "grpo_dual_clip": (
