@@ -238,6 +238,30 @@ def test_the_default_run_needs_little_of_the_package() -> None:
     assert sum(sizes.values()) <= MAX_DEFAULT_RUN, f"{sum(sizes.values())}, most of them in {largest}"
 
 
+def bound_in(nodes: Sequence[ast.stmt]) -> Iterator[str]:
+    """The names that a module has as soon as it is imported; others are imported when they are asked for."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def test_the_default_run_asks_packages_for_nothing_that_they_import_later() -> None:
+    """What is counted is then all that is imported."""
+    late = []
+    for name in closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN]):
+        for imported in imported_at_once(ast.parse(MODULES[name].read_text()).body):
+            package, _, attribute = imported.rpartition(".")
+            if package in MODULES and imported not in MODULES:
+                bound = bound_in(ast.parse(MODULES[package].read_text()).body)
+                late += [] if attribute in bound else [f"{name} imports {imported}"]
+    assert not late, "\n".join(late)
+
+
 def test_the_package_does_not_grow() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in MODULES.values())
     assert (len(MODULES) <= MAX_FILES, lines <= MAX_LINES) == (True, True), f"{len(MODULES)} files, {lines} lines"

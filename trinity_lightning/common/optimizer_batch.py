@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience import CustomField, Experience, split_dpo_experience_to_single_turn
+from trinity_lightning.common.experience import CustomField, Experience
 
 # -- Which experiences are an expert's: the one mark that buffer, trainer and losses agree on --------------------------
 
@@ -85,7 +85,10 @@ class OptimizerBatch:
             ExperienceError: preference pairs mixed with other experiences.
         """
         pairs = any(e.experience_type == "dpo" for e in experiences)
-        experiences = split_dpo_experience_to_single_turn(experiences) if pairs else experiences
+        if pairs:
+            from trinity_lightning.common.experience import split_dpo_experience_to_single_turn
+
+            experiences = split_dpo_experience_to_single_turn(experiences)
         tokens = [int(trained_mask(e).sum()) for e in experiences]
         expert = [is_expert(e) for e in experiences]
         longest = max((e.response_length for e in experiences), default=0)

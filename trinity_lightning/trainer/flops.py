@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trinity_lightning.common.hardware import product_flops
 from trinity_lightning.common.model_config import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.layout import Part, computed_tokens, padding_ratio, trained_tokens
@@ -24,10 +25,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
     On a CPU measured, within a second; on a GPU known for bfloat16 by its name.
     """
+    if device.type == "cpu":
+        return product_flops(dtype, torch.get_num_threads())
     from trinity_lightning.common.gpus import best_flops, known_gpu
 
-    if device.type == "cpu":
-        return best_flops(None, dtype)
     gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return gpu and best_flops(gpu, dtype)
 
