@@ -20,7 +20,7 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_objective
-from trinity_lightning.trainer.layout import CPU_TOKENS
+from trinity_lightning.trainer.budget import CPU_TOKENS
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
 BY_THE_COMMAND = {
@@ -374,11 +374,20 @@ REFUSED = {
     ),
     "observations of one turn": (
         [*STREAM, f"{STREAMS}.tools={{loss: sft, tokens: observations}}"],
-        ["streams.tools: workflow=math has one turn", "workflow=multi_turn or workflow=tool_use"],
+        ["streams.tools: the experiences of workflow=math have one turn", "workflow=multi_turn or workflow=tool_use"],
+    ),
+    "observations of single steps": (
+        [
+            "+recipe=streams",
+            "auxiliary_models.teacher.model=tiny",
+            "workflow.args.mode=step_wise",
+            "add_strategy=step_wise_grpo",
+        ],
+        ["streams.tools: the experiences of workflow=tool_use have one turn", "workflow.args.mode=single"],
     ),
     "a stream's unknown key": (
         [*STREAM, f"{STREAMS}.rl.wieght=2"],
-        ["unknown key 'algorithm.policy_loss.args.streams.rl.wieght'", "Did you mean", "rl.weight"],
+        ["algorithm.policy_loss.args.streams.rl: unknown key 'wieght'", "Did you mean 'weight'"],
     ),
     "distillation without a teacher": (
         ["+recipe=grpo", "add_strategy=on_policy_distill"],

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import Section, unknown_key
+from trinity_lightning.config.sections import Section
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -69,12 +69,8 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
 def _stream(key: str, given: Any) -> StreamConfig:
     if isinstance(given, StreamConfig):
         return given
-    known = [each.name for each in fields(StreamConfig)]
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}; give {{{', '.join(known)}}}, each of them optional.")
-    for name in given:
-        if name not in known:
-            raise ConfigError(unknown_key(f"{key}.{name}", known))
+        raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
     try:
         return StreamConfig(**{**given, "args": dict(given.get("args") or {})})
     except ConfigError as error:
@@ -96,12 +92,13 @@ def check_streams(run: TrainConfig) -> bool:
         ConfigError: a stream without its tokens, or a teacher that is missing or asked for too much.
     """
     streams = streams_of(run.algorithm)
-    if run.buffer.has_rollouts and run.workflow.name in SINGLE_RESPONSE_WORKFLOWS:
+    one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
+    if run.buffer.has_rollouts and one_turn:
         for name, stream in streams.items():
             if stream.tokens == "observations":
                 raise ConfigError(
-                    f"{KEY}.{name}: workflow={run.workflow.name} has one turn, and nothing observed in it: choose "
-                    "workflow=multi_turn or workflow=tool_use."
+                    f"{KEY}.{name}: the experiences of workflow={run.workflow.name} have one turn, and nothing "
+                    "observed in it: choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single."
                 )
     if any(stream.loss == TEACHER_LOSS for stream in streams.values()) and run.buffer.has_rollouts:
         _check_teacher(run)

@@ -10,7 +10,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss.policy_loss import POLICY_LOSS_FN, BatchTotals
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
-from trinity_lightning.config.streams import SUPERVISED, StreamConfig
+from trinity_lightning.config.streams import SUPERVISED, TEACHER_LOSS, StreamConfig
 from trinity_lightning.trainer.layout import CANDIDATES, STREAM, MicroBatch
 
 # Entries of `Experience.info`. Weights by the stream's name, a number for each token of the response; and the teacher's
@@ -69,7 +69,7 @@ def _weights(name: str, stream: StreamConfig, experience: Experience) -> Tensor 
     own, expert = trained_mask(experience), is_expert(experience)
     if stream.tokens in ("rollouts", "expert"):
         return own.float() if expert == (stream.tokens == "expert") else None
-    if not own.any() or (expert and stream.tokens == "observations"):
+    if not own.any() or (expert and (stream.tokens == "observations" or stream.loss == TEACHER_LOSS)):
         return None
     predicted = torch.ones_like(own)
     predicted[: 1 - min(experience.prompt_length, 1)] = False  # nothing predicts the first token of all
