@@ -1,6 +1,7 @@
 """Whole runs on the examples of a dataset, without rollouts: SFT and DPO."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,77 @@ def test_data_of_the_other_kind_are_refused(
     done = run_train(tmp_path, f"+recipe={recipe}", write(tmp_path / "data.jsonl", lines), "steps=1", *TINY)
     assert done.returncode == 2
     assert words in done.stdout
+
+
+# -- examples that are not trained on ----------------------------------------------------------------------------------
+
+
+def test_the_held_out_loss_of_a_file_falls_with_that_of_the_same_examples(run_train: RunTrain, tmp_path: Path) -> None:
+    """Every third step and after the last one; the loss of all examples is that of the step on all of them."""
+    file, held_out = write(tmp_path / "sums.jsonl", sums()), f"buffer.dataset.held_out.path={tmp_path / 'sums.jsonl'}"
+    settings = ("optimizer.lr=3e-3", "steps=7", "buffer.batch_size=10", "buffer.dataset.held_out.interval=3")
+    run = train(run_train, tmp_path, "+recipe=sft", file, held_out, *settings)
+    measured = {int(float(row["explore_step"])): row for row in rows(run) if row.get("eval/loss")}
+    assert list(measured) == [3, 6, 7]
+    losses = column(run, "actor/pg_loss")
+    for step in (3, 6):
+        assert float(measured[step]["eval/loss"]) == pytest.approx(
+            losses[step], rel=1e-5
+        )  # of the next step, before it
+    lines = (run / "train.log").read_text()
+    assert f"loss {losses[0]:.4g}" in lines
+    assert f"held-out loss {float(measured[7]['eval/loss']):.4g}" in lines
+    assert "eval/loss" in (run / "report.html").read_text()
+
+
+def test_a_share_of_pairs_is_not_trained_on(run_train: RunTrain, tmp_path: Path) -> None:
+    file = write(tmp_path / "pairs.jsonl", preferences())
+    settings = ("optimizer.lr=1e-3", "steps=6", "buffer.dataset.held_out.share=0.3")
+    run = train(run_train, tmp_path, "+recipe=dpo", file, *settings)
+    (loss,), (accuracy,), (margin,) = (column(run, f"eval/{name}") for name in ("loss", "accuracy", "margin"))
+    assert loss < 0.6931472  # log 2, that of the reference
+    assert accuracy == 1.0
+    assert margin > 0
+
+
+def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -> None:
+    path = write(tmp_path / "sums.jsonl", sums())
+    drawn = []
+    for seed in (1, 1, 2):
+        config = typed_config(composed("+recipe=sft", path, f"seed={seed}", "buffer.dataset.held_out.share=0.4", *TINY))
+        data = offline_data_module(config, False, False, 64)
+        held = {each.eid.suffix for each in data.held_out}
+        trained = {each.eid.suffix for each in data.reader.read(6)}
+        assert (len(held), len(trained)) == (4, 6)
+        assert not held & trained
+        drawn.append(held)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["share=0.2", "split=test"], "give a share of the examples, or a path or split of others, not both"),
+        (["share=1.0"], "held_out.share is 1.0; give a number above 0, at most 0.9"),
+        (["split=train"], "which is trained on: give another"),
+        (["path=no.jsonl"], "held_out.path: there is no file or folder 'no.jsonl'"),
+        (["interval=5"], "held_out.interval has no effect"),
+        (["share=0.01"], "which is 0 of 10 examples"),
+        (["split=test"], "is a file, which has no split 'test'"),
+    ],
+)
+def test_held_out_examples_that_are_none_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "sums.jsonl", sums())
+    with pytest.raises(ConfigError, match=words):
+        config = typed_config(
+            composed("+recipe=sft", path, *(f"buffer.dataset.held_out.{o}" for o in overrides), *TINY)
+        )
+        offline_data_module(config, False, False, 64)
+
+
+def test_several_devices_measure_no_held_out_loss(tmp_path: Path) -> None:
+    path = write(tmp_path / "sums.jsonl", sums())
+    overrides = ["buffer.dataset.held_out.share=0.2", "trainer=ddp", "trainer.devices=2"]
+    config = composed("+recipe=sft", path, *overrides, *TINY)
+    with pytest.raises(ConfigError, match="held_out is measured by one device"):
+        offline_data_module(replace(typed_config(config), trainer=config.trainer), False, True, 64)

@@ -32,7 +32,14 @@ TOPS = (
     "resume",
     "servers",
 )
-PACKAGE_TOPS = ("explorer.callback", "explorer.follower", "buffer.datamodule", "buffer.dataset", "buffer.offline")
+PACKAGE_TOPS = (
+    "explorer.callback",
+    "explorer.follower",
+    "buffer.datamodule",
+    "buffer.dataset",
+    "buffer.held_out",
+    "buffer.offline",
+)
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
 # The packages that offer a module of the top under their own name.
 RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}

@@ -43,7 +43,7 @@ from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
 if TYPE_CHECKING:
-    from trinity_lightning.buffer.offline import ExpertData
+    from trinity_lightning.buffer.offline import ExpertData, OfflineExperienceDataModule
     from trinity_lightning.common.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -138,8 +138,8 @@ def build(config: DictConfig) -> Run:
         offload = plan is not None and plan.offload
         callbacks += [*thread_share(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
     else:
-        callbacks.append(stop)
         data = offline_data(typed, policy, follower)
+        callbacks = [recorder, *held_out_loss(typed, data, monitor), monitor, stop]
     return Run(
         config=typed,
         folder=folder,
@@ -346,11 +346,21 @@ def _dealing(config: TrainConfig) -> dict[str, Any]:
     return {**steps, "seed": config.seed, "max_response_length": response_budget(config)}
 
 
-def offline_data(config: TrainConfig, policy: PolicyModule, follower: bool) -> L.LightningDataModule:
+def offline_data(config: TrainConfig, policy: PolicyModule, follower: bool) -> "OfflineExperienceDataModule":
     """What is read as it is trained on, by rank 0 for the followers."""
     from trinity_lightning.buffer.offline import offline_data_module
 
     return offline_data_module(config, policy.objective.pairs, follower, response_budget(config))
+
+
+def held_out_loss(config: TrainConfig, data: "OfflineExperienceDataModule", monitor: RunMonitor) -> list[L.Callback]:
+    """What measures the loss on the examples that are not trained on, if there are some."""
+    if not data.held_out:
+        return []
+    from trinity_lightning.buffer.held_out import HeldOutLoss
+
+    dataset, show = config.buffer.dataset, monitor.keep_metrics
+    return [HeldOutLoss(data.held_out, dataset.held_out.interval, config.steps, show, dataset.max_length)]
 
 
 def _experts(config: TrainConfig) -> "ExpertData | None":

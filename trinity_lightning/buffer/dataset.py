@@ -273,10 +273,9 @@ class ExampleReader(CursorReader):
         self._pass, self._order = -1, np.empty(0, np.int64)  # the order of one pass
 
     @classmethod
-    def of_run(cls, config: TrainConfig, pairs: bool) -> "ExampleReader":
-        """The examples that a run trains on, `pairs` or responses; errors as of `read_examples`."""
+    def of_run(cls, config: TrainConfig, examples: Sequence[Experience]) -> "ExampleReader":
+        """Reads these examples as a run trains on them."""
         buffer = config.buffer
-        examples = examples_of(buffer, str(buffer.path), buffer.dataset.split, config.model.name, pairs)
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:

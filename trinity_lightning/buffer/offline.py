@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.training import trains_together
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.models.chat import render_chat
@@ -110,6 +111,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
     Args:
         reader: where experiences come from.
         batch_size, steps_per_epoch, whole_groups, wait, max_response_length: as `OfflineLoader`.
+        held_out: examples to measure the loss on.
 
     Attributes:
         older_weights: they were sampled by other weights than the present ones, which PolicyModule looks at.
@@ -129,8 +131,10 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         whole_groups: bool = True,
         wait: float = 0.0,
         max_response_length: int | None = None,
+        held_out: Sequence[Experience] = (),
     ) -> None:
         super().__init__()
+        self.held_out = held_out
         self.reader = reader
         self._loader = OfflineLoader(
             reader,
@@ -168,12 +172,21 @@ def offline_data_module(
     """
     dataset = config.buffer.storage == "dataset"
     reader: BufferReader
+    held_out: Sequence[Experience] = ()
+    if dataset and config.buffer.dataset.held_out.given and trains_together(config.trainer or {}):
+        raise ConfigError("buffer.dataset.held_out is measured by one device: leave it out, or trainer=ddp or fsdp2.")
     if follower:
         reader = UnreadReader()
     elif dataset:
-        from trinity_lightning.buffer.dataset import ExampleReader
+        from trinity_lightning.buffer.dataset import ExampleReader, examples_of
 
-        reader = ExampleReader.of_run(config, pairs)
+        settings = config.buffer.dataset
+        examples = examples_of(config.buffer, str(config.buffer.path), settings.split, config.model.name, pairs)
+        if settings.held_out.given:
+            from trinity_lightning.buffer.held_out import held_out_of_run
+
+            examples, held_out = held_out_of_run(config, examples, pairs)
+        reader = ExampleReader.of_run(config, examples)
     else:
         reader = create_reader(config.buffer, config.seed)
     return OfflineExperienceDataModule(
@@ -181,6 +194,7 @@ def offline_data_module(
         batch_size=config.buffer.batch_size,
         steps_per_epoch=1,
         max_response_length=config.buffer.dataset.max_length if dataset else max_response_length,
+        held_out=held_out,
     )
 
 

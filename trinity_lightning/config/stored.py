@@ -4,6 +4,8 @@ from pathlib import Path
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
+from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
+from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError
 
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
@@ -56,6 +58,21 @@ def check_buffer(buffer: BufferConfig) -> None:
         raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
     else:
         check_dataset_path("buffer.path", buffer.path)
+        check_held_out(buffer.dataset)
+
+
+def check_held_out(dataset: DatasetConfig) -> None:
+    """Refuse held-out examples that are none, or those that are trained on; a ConfigError."""
+    held_out, key = dataset.held_out, "buffer.dataset.held_out"
+    whole_number(f"{key}.interval", held_out.interval, least=1)
+    number(f"{key}.share", held_out.share, above=0, most=0.9, optional=True)
+    if held_out.share is not None and (held_out.path or held_out.split):
+        raise ConfigError(f"{key}: give a share of the examples, or a path or split of others, not both.")
+    check_dataset_path(f"{key}.path", held_out.path)
+    if held_out.path is None and held_out.split == dataset.split:
+        raise ConfigError(f"{key}.split is {held_out.split}, which is trained on: give another.")
+    if held_out.interval != HeldOutConfig.interval and not held_out.given:
+        raise ConfigError(f"{key}.interval has no effect: give {key}.path, split or share, too.")
 
 
 def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:

@@ -285,6 +285,28 @@ OVERLONG = ("refuse", "drop", "truncate")
 
 
 @dataclass
+class HeldOutConfig(Section, key="buffer.dataset.held_out"):
+    """Examples that are not trained on: the loss on them is `eval/loss`, of preference pairs beside `eval/accuracy`.
+
+    Attributes:
+        path: a second file, folder or hub name with such examples,
+        split: or another split of the dataset (of `path`, if that is given),
+        share: or a share of the examples, drawn by the run's seed.
+        interval: optimizer steps from one measurement to the next; the last step's weights are measured too.
+    """
+
+    path: str | None = None
+    split: str | None = None
+    share: float | None = None
+    interval: int = 10
+
+    @property
+    def given(self) -> bool:
+        """Whether there are such examples."""
+        return (self.path, self.split, self.share) != (None, None, None)
+
+
+@dataclass
 class DatasetConfig(Section, key="buffer.dataset"):
     """Examples to train on without rollouts (`buffer=dataset`).
 
@@ -299,6 +321,7 @@ class DatasetConfig(Section, key="buffer.dataset"):
         shuffle: read in another order in each pass, which follows from the run's seed.
         max_length: longest example in tokens; null: what the tokenizer allows.
         overlong: what becomes of a longer one: `refuse` the run, `drop` it, or `truncate` its end; both are counted.
+        held_out: examples to measure the loss on.
 
     Raises:
         ConfigError: a number out of its range, or an unknown rule.
@@ -309,6 +332,7 @@ class DatasetConfig(Section, key="buffer.dataset"):
     shuffle: bool = True
     max_length: int | None = None
     overlong: str = "refuse"
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
 
     def __post_init__(self) -> None:
         whole_number("buffer.dataset.max_length", self.max_length, least=2, optional=True)

@@ -80,6 +80,15 @@ STEP_TIMES = (*ROLLOUT_TIMES, WAIT, "time/train", "time/sync_weight")
 _PLAIN_WIDTH = 160
 
 
+# Of a run without rollouts, in the line of a step.
+LOSSES = (
+    ("actor/pg_loss", "loss {:.4g}"),
+    ("actor/rewards/accuracies", "accuracy {:.0%}"),
+    ("eval/loss", "held-out loss {:.4g}"),
+    ("eval/accuracy", "accuracy {:.0%}"),
+)
+
+
 def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
     """One line about an explore step; a part whose metrics are missing is left out.
 
@@ -95,6 +104,7 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
         parts.append(f"reward {metrics['reward/mean']:.2f}{spread}")
     for name, template in (
         ("frac_reward_zero_std", "equal rewards {:.0%}"),
+        *(() if "reward/mean" in metrics else LOSSES),
         ("response_length/mean", "length {:.1f}"),
         ("actor/logprob_diff/mean", "logprob diff {:.3f}"),
         ("actor/grad_norm", "grad norm {:.2f}"),

@@ -77,6 +77,10 @@ def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
     local = Path(path).expanduser()
     if local.is_file():
         _check_file(local)
+        if split.partition("[")[0] != "train":
+            raise ConfigError(
+                f"'{path}' is a file, which has no split '{split}': leave it out, or slice it: train[:90%]."
+            )
     elif not local.is_dir() and is_local(path):
         raise ConfigError(_missing(local))
     import datasets  # a second to import
