@@ -123,6 +123,32 @@ what clip ranges are for.
 """
 
 
+EXAMPLES = """## Examples of a dataset
+
+`buffer=dataset` reads TRL's formats: a line, or a row, of plain text or of messages ({"role": ..., "content": ...}).
+
+| `algorithm` | columns | what is trained on |
+|---|---|---|
+| `sft` | `prompt`, `completion` | the completion |
+| `sft` | `messages` (or `conversations`) | every turn of the assistant |
+| `sft` | `text` | all of it but the first token |
+| `dpo` | `prompt`, `chosen`, `rejected` | that the first response is better than the second |
+| `dpo` | `chosen`, `rejected` | the same: the prompt is what both begin with |
+
+Messages are rendered by the chat template, to which a column `tools` is shown, and `chat_template_kwargs`, such as
+{"enable_thinking": false}. Plain text stays as it is, with the end token behind what is learned.
+
+Examples that are not trained on are a second file, another split, or a share of the examples:
+
+    python -m trinity_lightning.train +recipe=sft buffer.path=examples.jsonl buffer.dataset.held_out.share=0.05
+
+Every `buffer.dataset.held_out.interval` steps, and after the last one, `eval/loss` is the loss of all of them; of pairs
+`eval/accuracy` and `eval/margin` are what `actor/rewards/accuracies` and `margins` are of those trained on. They are in
+metrics.csv, in the loggers, in the report and in the step's line. One device measures them.
+
+"""
+
+
 LAYOUTS = """## Layouts
 
 A group's rollouts begin with the same prompt, and rows differ in length. How the rows of a micro-batch lie in memory
@@ -172,7 +198,7 @@ def _page(name: str, field: Any) -> str:
         extra = re.split(r"\n\s*Attributes:", body.partition("\n")[2])[0].strip()
         lines += [extra, ""] if extra else []
         lines += [*_knobs(cls, f"{name}."), ""]
-    lines += [LAYOUTS + _losses()] if name == "algorithm" else []
+    lines += [LAYOUTS + _losses()] if name == "algorithm" else [EXAMPLES] if name == "buffer" else []
     folder = config_dir("conf") / name
     if folder.is_dir():
         lines += ["## Choices", ""]

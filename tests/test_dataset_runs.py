@@ -124,32 +124,27 @@ def test_data_of_the_other_kind_are_refused(
 # -- examples that are not trained on ----------------------------------------------------------------------------------
 
 
-def test_the_held_out_loss_of_a_file_falls_with_that_of_the_same_examples(run_train: RunTrain, tmp_path: Path) -> None:
-    """Every third step and after the last one; the loss of all examples is that of the step on all of them."""
-    file, held_out = write(tmp_path / "sums.jsonl", sums()), f"buffer.dataset.held_out.path={tmp_path / 'sums.jsonl'}"
-    settings = ("optimizer.lr=3e-3", "steps=7", "buffer.batch_size=10", "buffer.dataset.held_out.interval=3")
-    run = train(run_train, tmp_path, "+recipe=sft", file, held_out, *settings)
+PAIRS = {"eval/accuracy": "actor/rewards/accuracies", "eval/margin": "actor/rewards/margins"}
+
+
+@pytest.mark.parametrize(("recipe", "lines", "more"), [("sft", sums(), {}), ("dpo", preferences(), PAIRS)])
+def test_held_out_examples_are_measured_as_those_that_are_trained_on(
+    recipe: str, lines: list[dict], more: dict[str, str], run_train: RunTrain, tmp_path: Path
+) -> None:
+    """Every third step and after the last one. They are those of each step: the next begins with the same weights."""
+    file = tmp_path / "examples.jsonl"
+    held_out = [f"buffer.dataset.held_out.path={file}", "buffer.dataset.held_out.interval=3"]
+    run = train(
+        run_train, tmp_path, f"+recipe={recipe}", write(file, lines[:8]), *held_out, "optimizer.lr=1e-3", "steps=5"
+    )
     measured = {int(float(row["explore_step"])): row for row in rows(run) if row.get("eval/loss")}
-    assert list(measured) == [3, 6, 7]
-    losses = column(run, "actor/pg_loss")
-    for step in (3, 6):
-        assert float(measured[step]["eval/loss"]) == pytest.approx(
-            losses[step], rel=1e-5
-        )  # of the next step, before it
-    lines = (run / "train.log").read_text()
-    assert f"loss {losses[0]:.4g}" in lines
-    assert f"held-out loss {float(measured[7]['eval/loss']):.4g}" in lines
-    assert "eval/loss" in (run / "report.html").read_text()
-
-
-def test_a_share_of_pairs_is_not_trained_on(run_train: RunTrain, tmp_path: Path) -> None:
-    file = write(tmp_path / "pairs.jsonl", preferences())
-    settings = ("optimizer.lr=1e-3", "steps=6", "buffer.dataset.held_out.share=0.3")
-    run = train(run_train, tmp_path, "+recipe=dpo", file, *settings)
-    (loss,), (accuracy,), (margin,) = (column(run, f"eval/{name}") for name in ("loss", "accuracy", "margin"))
-    assert loss < 0.6931472  # log 2, that of the reference
-    assert accuracy == 1.0
-    assert margin > 0
+    assert list(measured) == [3, 5]
+    for name, of_training in {"eval/loss": "actor/pg_loss", **more}.items():
+        assert float(measured[3][name]) == pytest.approx(column(run, of_training)[3], rel=1e-5)
+        assert name in (run / "report.html").read_text()
+    log = (run / "train.log").read_text()
+    assert f"loss {column(run, 'actor/pg_loss')[0]:.4g}" in log
+    assert f"held-out loss {float(measured[5]['eval/loss']):.4g}" in log
 
 
 def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -> None:
@@ -175,16 +170,14 @@ def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -
         (["path=no.jsonl"], "held_out.path: there is no file or folder 'no.jsonl'"),
         (["interval=5"], "held_out.interval has no effect"),
         (["share=0.01"], "which is 0 of 10 examples"),
-        (["split=test"], "is a file, which has no split 'test'"),
+        (["split=test"], "split is test, which is trained on"),
     ],
 )
 def test_held_out_examples_that_are_none_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
     path = write(tmp_path / "sums.jsonl", sums())
+    overrides = [f"buffer.dataset.held_out.{each}" for each in overrides]
     with pytest.raises(ConfigError, match=words):
-        config = typed_config(
-            composed("+recipe=sft", path, *(f"buffer.dataset.held_out.{o}" for o in overrides), *TINY)
-        )
-        offline_data_module(config, False, False, 64)
+        offline_data_module(typed_config(composed("+recipe=sft", path, *overrides, *TINY)), False, False, 64)
 
 
 def test_several_devices_measure_no_held_out_loss(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from support.compose import composed
 from support.runs import RunTrain, environment
@@ -182,6 +183,10 @@ REFUSED = {
     "argument of a callback": (
         ["+recipe=grpo", "+callbacks.checkpoint.save_topk=3"],
         ["Did you mean 'callbacks.checkpoint.save_top_k'"],
+    ),
+    "a key that W&B's logger does not have": (
+        ["+recipe=grpo", "logger=wandb_offline", "+logger.wandb.projct=mine"],
+        ["unknown key 'logger.wandb.projct'. Did you mean 'logger.wandb.project'"],
     ),
     "no logger": (["+recipe=grpo", "+logger.foo=1"], ["logger.foo is 1; give {_target_: DOTTED.PATH"]),
     "a logger that cannot be imported": (
@@ -604,3 +609,10 @@ def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_tr
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
     folders = {compose._new_folder(tmp_path / "grpo" / "2026-11-21_12-00-00") for _ in range(3)}
     assert sorted(folder.name[19:] for folder in folders) == ["", "~2", "~3"]
+
+
+def test_a_plugin_of_hydra_that_is_missing_names_its_extra() -> None:
+    error = MissingConfigException("not found", "hydra/sweeper/optuna", [])
+    assert explain(error) == (
+        "hydra/sweeper=optuna is a plugin that is not installed: pip install 'trinity-lightning[sweep]'."
+    )

@@ -13,6 +13,7 @@ from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks.selection import TasksetMixture
+from trinity_lightning.explorer.tasks.sources import dataset_entries
 from trinity_lightning.explorer.tasks.task import Formatter
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import SimpleWorkflow
@@ -362,6 +363,15 @@ def test_a_wrong_file_says_what_to_do(tmp_path, path, message):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=message):
         Taskset.from_dataset(tmp_path / path)
+
+
+def test_a_split_of_a_file_is_warned_of(tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    assert len(dataset_entries(str(file), "train[:2]", None)) == 2
+    assert not caplog.messages
+    assert len(dataset_entries(str(file), "test", None)) == len(ROWS)
+    assert "is a file, which has no splits: split=test reads it as it is" in caplog.text
 
 
 def test_an_unreachable_hub_is_a_readable_error(monkeypatch):

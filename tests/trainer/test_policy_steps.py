@@ -454,6 +454,19 @@ def test_what_is_no_checkpoint_loads_no_policy(content, message, tmp_path):
         PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt")
 
 
+def test_a_folder_that_is_no_checkpoint_loads_no_policy_and_says_what_to_give(tmp_path):
+    run, model = tmp_path / "run", tmp_path / "model"
+    for file in (run / "checkpoints" / "epoch=1.ckpt", model / "config.json"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for folder, words in (
+        (run, "give the file, '.*epoch=1.ckpt'"),
+        (model, r"holds a model.* PolicyModule\('.*model'\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"is a folder, and no checkpoint: .*{words}"):
+            PolicyModule.load_from_checkpoint(folder)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(tmp_path / "it.ckpt")
     checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)

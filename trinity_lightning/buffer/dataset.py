@@ -70,7 +70,7 @@ class Example:
             raise ConfigError(
                 f"algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has {self._columns()}."
             )
-        chosen, rejected = self._fields["chosen"], self._fields["rejected"]
+        chosen, rejected = (self._column(name, str, list) for name in ("chosen", "rejected"))
         prompt = self._fields.get("prompt")
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
             length = _common(chosen, rejected)
@@ -97,19 +97,26 @@ class Example:
         if {"prompt", "completion"} <= fields.keys():
             begin, tokens = self._rendered(fields["prompt"], fields["completion"])
             return Experience(tokens=tokens, prompt_length=begin)
-        messages = fields.get("messages", fields.get("conversations"))
-        if messages is not None:
-            tokens, mask = self._turns(messages)
+        named = next((name for name in ("messages", "conversations") if name in fields), None)
+        if named is not None:
+            tokens, mask = self._turns(self._column(named, list))
             if True not in mask:
                 raise ConfigError("the conversation has no turn of the assistant, and nothing to learn.")
             begin = max(mask.index(True), 1)
             return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
         if "text" in fields:
-            return Experience(tokens=self._ids(self._ended(fields["text"])), prompt_length=1)
+            return Experience(tokens=self._ids(self._ended(self._column("text", str))), prompt_length=1)
         raise ConfigError(
             "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
             f"{self._columns()}."
         )
+
+    def _column(self, name: str, *kinds: type) -> Any:
+        value = self._fields[name]
+        if not isinstance(value, kinds):
+            names = " or ".join({str: "text", list: "a list of messages"}[kind] for kind in kinds)
+            raise ConfigError(f"column '{name}' is {value!r}; give {names}.")
+        return value
 
     def _columns(self) -> str:
         return ", ".join(sorted(self._fields)) or "nothing"

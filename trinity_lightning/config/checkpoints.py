@@ -83,7 +83,13 @@ def check_whole(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """As `check_whole`, and refuse a checkpoint in shards."""
+    """As `check_whole`, and refuse a checkpoint in shards, and other folders."""
+    if path.is_dir() and not is_checkpoint(path):
+        found = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
+        fix = f"give the file, '{found[-1]}'" if found else "it has none: give FOLDER/checkpoints/NAME.ckpt of a run"
+        if (path / "config.json").is_file():
+            fix = f"it holds a model, which is loaded by its name, PolicyModule('{path}')"
+        raise ConfigError(f"'{path}' is a folder, and no checkpoint: {fix}.")
     check_whole(path)
     if path.is_dir():
         raise ConfigError(

@@ -88,8 +88,16 @@ def _explain_grammar(override: str) -> str:
     )
 
 
+# Of Hydra's own groups, what the extra `sweep` brings.
+_PLUGINS = ("sweeper/optuna", "launcher/joblib", "launcher/submitit_local", "launcher/submitit_slurm")
+
+
 def _explain_missing(path: str, there: Sequence[str] | None) -> str:
     group, slash, name = path.partition("/")
+    if group == "hydra" and name in _PLUGINS:
+        return (
+            f"hydra/{name.replace('/', '=')} is a plugin that is not installed: pip install 'trinity-lightning[sweep]'."
+        )
     if not slash:
         return "there is no such file: leave out --config-name and --config-path, and choose a recipe by +recipe=NAME."
     own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""

@@ -58,10 +58,10 @@ def check_buffer(buffer: BufferConfig) -> None:
         raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
     else:
         check_dataset_path("buffer.path", buffer.path)
-        check_held_out(buffer.dataset)
+        check_held_out(buffer.dataset, str(buffer.path))
 
 
-def check_held_out(dataset: DatasetConfig) -> None:
+def check_held_out(dataset: DatasetConfig, path: str) -> None:
     """Refuse held-out examples that are none, or those that are trained on; a ConfigError."""
     held_out, key = dataset.held_out, "buffer.dataset.held_out"
     whole_number(f"{key}.interval", held_out.interval, least=1)
@@ -69,7 +69,8 @@ def check_held_out(dataset: DatasetConfig) -> None:
     if held_out.share is not None and (held_out.path or held_out.split):
         raise ConfigError(f"{key}: give a share of the examples, or a path or split of others, not both.")
     check_dataset_path(f"{key}.path", held_out.path)
-    if held_out.path is None and held_out.split == dataset.split:
+    file = Path(path).suffix in FILE_FORMATS and "[" not in (held_out.split or "[")  # it has no other split
+    if held_out.path is None and (held_out.split == dataset.split or file):
         raise ConfigError(f"{key}.split is {held_out.split}, which is trained on: give another.")
     if held_out.interval != HeldOutConfig.interval and not held_out.given:
         raise ConfigError(f"{key}.interval has no effect: give {key}.path, split or share, too.")

@@ -11,6 +11,8 @@ from trinity_lightning.config.schema import FREE
 from trinity_lightning.config.sections import unknown_key
 from trinity_lightning.errors import ConfigError
 
+HANDED_ON = {"WandbLogger": "wandb.init"}  # what takes the arguments that a class does not have itself
+
 
 def check_targets(config: DictConfig) -> None:
     """Refuse a `_target_` that is not there, and keys that it has no argument for; imports it.
@@ -55,4 +57,5 @@ def _arguments(part: Any) -> set[str]:
             return known
         if not part.__module__.startswith("trinity_lightning."):
             break
-    return set()
+    handed_on = HANDED_ON.get(getattr(part, "__name__", ""))
+    return known | _arguments(import_object(handed_on)) if handed_on else set()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
+
+logger = logging.getLogger(__name__)
 
 FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 
@@ -78,9 +81,7 @@ def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
     if local.is_file():
         _check_file(local)
         if split.partition("[")[0] != "train":
-            raise ConfigError(
-                f"'{path}' is a file, which has no split '{split}': leave it out, or slice it: train[:90%]."
-            )
+            logger.warning("'%s' is a file, which has no splits: split=%s reads it as it is.", path, split)
     elif not local.is_dir() and is_local(path):
         raise ConfigError(_missing(local))
     import datasets  # a second to import
