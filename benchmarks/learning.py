@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 RECIPES = (
-    *("grpo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_plus_plus"),
+    *("grpo", "ppo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_plus_plus"),
     "rewards_mixed",
 )
 COMMON = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "save_model=false")

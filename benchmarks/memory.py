@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Parts(L.Callback):
         """Let autograd say what it saves, from here on."""
         weights = list(pl_module.policy.parameters())
         self.tensors |= {"weights": _gb(weights), "activations": 0.0}
-        forward, own = pl_module._logprobs, {weight.untyped_storage().data_ptr() for weight in weights}
+        passes, own = pl_module.passes(), {weight.untyped_storage().data_ptr() for weight in weights}
 
         def counted(*arguments: Any) -> Any:
             saved: dict[int, int] = {}
@@ -66,11 +67,11 @@ class Parts(L.Callback):
                 return tensor.detach()  # an operation's own result would hold on to the operation
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = forward(*arguments)
+                result = passes.function(*arguments)
             self.tensors["activations"] = max(self.tensors["activations"], sum(saved.values()) / GB)
             return result
 
-        pl_module._logprobs = counted
+        pl_module._passes = replace(passes, function=counted)
         self.meter.start()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

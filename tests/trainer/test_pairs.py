@@ -12,6 +12,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import collate, cut, deal
+from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 
 token = st.integers(4, 90)
@@ -54,7 +55,7 @@ def computed(policy, batch, ranks, budget, layout):
         for part in cut(batch, rows, budget, layout):
             micro = collate(batch, part, policy.device)
             loss, measured = policy.objective(
-                *policy._logprobs(policy.policy, micro), micro, batch, batch.num_tokens, 0
+                *policy.passes().through(policy.policy, micro, WHOLE), micro, batch, batch.num_tokens, 0
             )
             loss.backward()
             total += loss.item()

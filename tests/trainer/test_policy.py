@@ -25,6 +25,7 @@ from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.training import KLConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.placement import WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,9 @@ def test_neighbours_are_isolated():
     experiences = make_experiences()
     policy = make_policy(max_tokens_per_micro_batch=10_000, optimizer_steps=2)
     policy.configure_model()
-    before = policy._column(policy.policy, batch_of(experiences))
+    before = policy.passes().columns(policy.policy, batch_of(experiences), WHOLE)[0]
     experiences[2].tokens = torch.cat([experiences[2].tokens[:-1], torch.tensor([4])])
-    after = policy._column(policy.policy, batch_of(experiences))
+    after = policy.passes().columns(policy.policy, batch_of(experiences), WHOLE)[0]
     assert not torch.equal(before[2], after[2])
     assert all(torch.equal(a, b) for row, (a, b) in enumerate(zip(before, after, strict=True)) if row != 2)
 

@@ -30,6 +30,7 @@ from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import logprobs
 from trinity_lightning.trainer.layout import better_layout, collate, cut, rows_to_train
+from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 
 
@@ -61,7 +62,7 @@ def step(policy: PolicyModule, batch: OptimizerBatch, layout: Layout, budget: in
     total = 0.0
     for part in cut(batch, rows_to_train(batch, skip_zero_advantage=False), budget, layout):
         micro = collate(batch, part, policy.device)
-        logprobs, entropies = policy._logprobs(policy.policy, micro)
+        logprobs, entropies = policy.passes().through(policy.policy, micro, WHOLE)
         loss, _ = policy.objective(logprobs, entropies, micro, batch, batch.num_tokens, batch.num_tokens)
         loss.backward()
         total += float(loss.detach())
@@ -80,7 +81,7 @@ def test_every_layout_budget_and_order_has_the_same_loss_and_gradient(policy, ba
 
 
 def column(policy: PolicyModule, batch: OptimizerBatch) -> list[torch.Tensor]:
-    return policy._column(policy.policy, batch)
+    return policy.passes().columns(policy.policy, batch, WHOLE)[0]
 
 
 @pytest.fixture(scope="module")

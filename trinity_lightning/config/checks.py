@@ -66,6 +66,10 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
 
         check_trainable(run.model.name)
     _check_weighing(run)
+    if run.algorithm.critic is not None or "critic" in [each.name for each in run.add_strategy.values()]:
+        from trinity_lightning.config.critic import check_critic
+
+        check_critic(run, config.trainer or {})
     _check_training(run)
     _check_expert(run)
     _check_sampling(run)

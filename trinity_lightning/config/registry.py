@@ -59,6 +59,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "asymre": "baseline_add_strategies.ASYMREAddStrategy",
             "correct_bias": "correct_bias_add_strategy.CorrectBiasAddStrategy",
+            "critic": "critic_add_strategy.CriticAddStrategy",
             "dapo": "reward_variance_add_strategy.DAPOAddStrategy",
             "dr_grpo": "baseline_add_strategies.DrGRPOAddStrategy",
             "duplicate_informative": "duplicate_add_strategy.DuplicateInformativeAddStrategy",

@@ -12,7 +12,10 @@ from trinity_lightning.errors import ConfigError
 
 def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
-    check_shards_of(trainer.get("precision"), run.model.compile, run.model.lora, run.optimizer.name)
+    has_critic = run.algorithm.critic is not None
+    check_shards_of(
+        trainer.get("precision"), run.model.compile, run.model.lora, run.optimizer.name, has_critic=has_critic
+    )
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
         raise ConfigError(
@@ -27,8 +30,15 @@ def check_distributed_checkpoint(given: Any) -> None:
         raise ConfigError(f"trainer.strategy.save_distributed_checkpoint is {given!r}: give true, false or {AUTO}.")
 
 
-def check_shards_of(precision: Any, compile_layers: bool, lora: LoRAConfig, optimizer: str) -> None:
-    """Refuse mixed precision, layers that are compiled, adapters, and optimizers but AdamW; a ConfigError."""
+def check_shards_of(
+    precision: Any, compile_layers: bool, lora: LoRAConfig, optimizer: str, *, has_critic: bool
+) -> None:
+    """Refuse mixed precision, layers that are compiled, adapters, optimizers but AdamW, and a critic; a ConfigError."""
+    if has_critic:
+        raise ConfigError(
+            "algorithm.critic is not for a policy in shards (trainer=fsdp2): choose trainer=ddp, or set "
+            "algorithm.critic=null."
+        )
     if precision in MIXED:
         raise ConfigError(
             f"trainer.precision is {precision}: trainer=fsdp2 computes in bfloat16 over float32 shards by "

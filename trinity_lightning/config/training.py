@@ -209,6 +209,7 @@ class AlgorithmConfig(Section, key="algorithm"):
             GPUs, and with engine=transformers, at most 4,096.
         max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
         max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
+        critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.
 
     Raises:
         ConfigError: a value that would train on something else than it says, or on nothing.
@@ -227,8 +228,13 @@ class AlgorithmConfig(Section, key="algorithm"):
     max_tokens_per_micro_batch: int | str = AUTO
     max_grad_norm: float | None = 1.0
     max_bad_steps: int = 5
+    critic: Any = None
 
     def __post_init__(self) -> None:
+        if self.critic is not None:
+            from trinity_lightning.config.critic import critic_config
+
+            self.critic = critic_config(self.critic)
         self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
         one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss.args:

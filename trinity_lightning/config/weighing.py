@@ -18,7 +18,7 @@ COMPARING_STRATEGIES = (
     "rloo",
     "step_wise_grpo",
 )  # with their group
-STEP_STRATEGIES = ("gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
+STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 
 

@@ -74,7 +74,9 @@ class ShardStrategy(ReplicaStrategy):
         if not hasattr(module, "check_trainable") or hasattr(module.policy, "shards"):
             raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
         name = module.optimizer_config.name
-        check_shards_of(module.trainer.precision, module.hparams["compile_layers"], module.lora, name)
+        has_critic = module.algorithm.critic is not None
+        settings = (module.trainer.precision, module.hparams["compile_layers"], module.lora, name)
+        check_shards_of(*settings, has_critic=has_critic)
         module.check_trainable(self.root_device)  # tried while it is whole
         self.placement = self.shards = Shards(module, self.ranks, self.root_device, self._in_shards)
         self.ranks.serve = self.shards.serve

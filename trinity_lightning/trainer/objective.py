@@ -1,7 +1,7 @@
 """The loss of one micro-batch: policy loss, importance weights, KL and entropy, put together from `algorithm`."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,9 +72,21 @@ class Objective:
             )
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
         self.needs_reference = self._has_kl or _requires_reference(self._policy_loss)
+        if config.critic is not None:
+            self._check_weighed()
+            self.needs_reference |= config.critic.kl_coef != 0
         self.needs_entropy = config.entropy_coef != 0
-        self.needs_all_rows = self._has_kl or self.needs_entropy or self._ignores_advantages
+        self.needs_all_rows = (
+            self._has_kl or self.needs_entropy or self._ignores_advantages or config.critic is not None
+        )
         self.caveat = K1_AS_A_LOSS if self._has_kl and config.kl.name == "k1" else None
+
+    def _check_weighed(self) -> None:
+        if self._ignores_advantages:
+            raise ConfigError(
+                f"algorithm.critic makes advantages, and policy loss '{self._config.policy_loss.name}' has no use for "
+                "them: choose algorithm.policy_loss=ppo, or set algorithm.critic=null."
+            )
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
@@ -302,37 +314,3 @@ def _call(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[tuple[
     totals: dict[str, Any] = {"num_tokens": 4, "num_sequences": 2, "max_response_length": 2}
     advantages = torch.full((2, 2), advantage)
     return loss_fn(logprobs, old, mask, advantages, **totals, **accepted(loss_fn, extras)), logprobs
-
-
-# -- a gradient that is not finite -------------------------------------------------------------------------------------
-
-
-MAX_NAMED = 5
-
-
-def describe_fault(
-    batch: OptimizerBatch, parts: Sequence[Sequence[int]], losses: Tensor, parameters: Sequence[str]
-) -> str:
-    """The experiences with values that are not finite, or whose loss is not, and the first parameter at fault.
-
-    `parts` are the rows, and `losses` [parts] the loss of each micro-batch; `parameters`: names of those whose
-    gradients are not finite.
-    """
-    computed = sorted(row for part in parts for row in part)
-    wrong = {row: names for row in computed if (names := _not_finite(batch, row))}
-    rows = list(wrong) or sorted(
-        row for part, loss in zip(parts, losses, strict=True) if not loss.isfinite() for row in part
-    )
-    named = ", ".join(f"{batch.experiences[row].eid}" for row in rows[:MAX_NAMED])
-    more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
-    values = sorted({name for names in wrong.values() for name in names})
-    found = [f"{' and '.join(values) or 'the loss'} of experiences {named}{more}"] if rows else []
-    found += [f"the gradient of {name}" for name in parameters[:1]]
-    return f"not finite: {', '.join(found) or 'the norm alone, which overflowed'}"
-
-
-def _not_finite(batch: OptimizerBatch, row: int) -> list[str]:
-    experience = batch.experiences[row]
-    values = {"advantages": experience.advantages, "logprobs": experience.logprobs}
-    values |= {name: column[row] for name, column in batch.columns.items()}
-    return [name for name, value in values.items() if value is not None and not value.isfinite().all()]

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -89,13 +89,17 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
 
 
 def optimizer_of_policy(
-    model: nn.Module, config: OptimizerConfig, factory: Callable[[Any], Optimizer] | None
+    model: nn.Module,
+    config: OptimizerConfig,
+    factory: Callable[[Any], Optimizer] | None,
+    further: Sequence[dict[str, Any]] = (),
 ) -> tuple[Optimizer, Any]:
     """The optimizer, over float32 masters if the weights are of less precision, and its schedule.
 
-    `factory` makes it of parameter groups, in place of the one of that name. Errors as of `learning_rate_schedule`.
+    `factory` makes it of parameter groups, in place of the one of that name; `further` groups follow the model's.
+    Errors as of `learning_rate_schedule`.
     """
-    groups, factory = parameter_groups(model), factory or optimizer_factory(config)
+    groups, factory = [*parameter_groups(model), *further], factory or optimizer_factory(config)
     low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for group in groups for p in group["params"])
     optimizer = MasterWeights(groups, factory) if low_precision else factory(groups)
     return optimizer, learning_rate_schedule(optimizer, config)

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
-from trinity_lightning.common.alone import ALONE, Alone, ranks_of
+from trinity_lightning.common.alone import Alone, ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
@@ -33,7 +33,6 @@ from trinity_lightning.config.training import (
     HALF,
     AlgorithmConfig,
     Dropout,
-    Layout,
     LoRAConfig,
     OptimizerConfig,
     WeightDtype,
@@ -42,16 +41,7 @@ from trinity_lightning.config.training import (
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
-from trinity_lightning.trainer.layout import (
-    MicroBatch,
-    Part,
-    better_layout,
-    collate,
-    cut,
-    deal,
-    rows_to_train,
-    trained_tokens,
-)
+from trinity_lightning.trainer.layout import Part, collate, trained_tokens
 from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.model import (
     LogprobFn,
@@ -61,27 +51,20 @@ from trinity_lightning.trainer.model import (
     logprob_function,
     usable_layout,
 )
-from trinity_lightning.trainer.objective import Objective, describe_fault
+from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import check_optimizer, check_resumed, optimizer_of_policy
+from trinity_lightning.trainer.passes import Passes
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.adapter import Adapter
+    from trinity_lightning.trainer.critic import Critic
 
 logger = logging.getLogger(__name__)
 
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
 BUDGET = "max_tokens"  # there, too
-
-
-@dataclass(frozen=True)
-class _Settled:
-    """How an optimizer batch is cut: what `auto` stands for on this device."""
-
-    device: torch.device
-    layout: Layout
-    max_tokens: int
 
 
 class BFloat16Weights(Precision):
@@ -145,6 +128,9 @@ class PolicyModule(L.LightningModule):
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None  # of the model, whose weights are not trained then
+        self.critic: Critic | None = None
+        if self.algorithm.critic is not None:
+            self.algorithm.critic.check_alone(self.lora)
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
@@ -156,7 +142,7 @@ class PolicyModule(L.LightningModule):
         self._heap = HeapBound()
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
-        self._settled: _Settled | None = None
+        self._passes: Passes | None = None
         arguments: dict[str, Any] = {
             "model": model,
             "algorithm": plain(self.algorithm),
@@ -211,26 +197,34 @@ class PolicyModule(L.LightningModule):
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""
         if self.model is None:
-            self.model = self._load_model()
+            self.model = self._load_model(self.model_name)
             if self.lora.r is not None:
                 from trinity_lightning.trainer.adapter import Adapter
 
                 self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))
             lean_embeddings(self.policy.train())
-            if self.hparams["gradient_checkpointing"]:
-                self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+            if self.algorithm.critic is not None:
+                from trinity_lightning.trainer.critic import Critic
+
+                self.critic = Critic.load(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
             if self.objective.needs_reference and self.adapter is None:
                 # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
-                self._reference = [self._load_model().eval().requires_grad_(self.hparams["compile_layers"])]
+                self._reference = [
+                    self._load_model(self.model_name).eval().requires_grad_(self.hparams["compile_layers"])
+                ]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        optimizer, schedule = optimizer_of_policy(self.policy, self.optimizer_config, self._optimizer_factory)
+        further = [] if self.critic is None else self.critic.groups()
+        optimizer, schedule = optimizer_of_policy(self.policy, self.optimizer_config, self._optimizer_factory, further)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _load_model(self) -> Any:
+    def _load_model(self, name: str) -> Any:
         dropout, attention = Dropout(self.hparams["dropout"]), self.hparams["attn_implementation"]
-        return load_model(self.model_name, self._dtype, dropout, attention, self.hparams["compile_layers"])
+        model = load_model(name, self._dtype, dropout, attention, self.hparams["compile_layers"])
+        if self.hparams["gradient_checkpointing"]:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -269,7 +263,7 @@ class PolicyModule(L.LightningModule):
 
         Where a batch is cut changes float32 sums in their last bits.
         """
-        return self._settle().max_tokens
+        return self.passes().max_tokens
 
     def check_trainable(self, device: torch.device | None = None) -> None:
         """Refuse a model that cannot be trained as it is configured, on that device or the one that it is on.
@@ -284,38 +278,40 @@ class PolicyModule(L.LightningModule):
         if self.hparams["compile_layers"]:
             check_compilable(self.policy)
         device = device or self.device
-        if self._settled is not None and self._settled.device != device:
-            self._settled = None
-        self._settle(device)
+        if self._passes is not None and self._passes.device != device:
+            self._passes = None
+        self.passes(device)
 
-    def _settle(self, device: torch.device | None = None) -> _Settled:
-        """Layout and budget: found out at the first use, and at the start of training on another device.
+    def passes(self, device: torch.device | None = None) -> Passes:
+        """How rows go through the policy: found out at the first use, and at the start of training on another device.
 
         Raises:
             ModelLoadError, ConfigError: as `check_trainable` says.
         """
-        if self._settled is None:
-            layout = usable_layout(self.algorithm.layout, self.policy, self._logprob_fn)
-            tokens = self._given_tokens
+        if self._passes is None:
+            function = self._logprob_fn()
+            layout = usable_layout(self.algorithm.layout, self.policy, function)
+            layout = layout if self.critic is None else self.critic.usable_layout(layout)
+            device, tokens = device or self.device, self._given_tokens
             if tokens is None:
                 from trinity_lightning.trainer.budget import useful_tokens
 
-                tokens = useful_tokens(self.policy, device or self.device, getattr(self._trainer, "num_devices", 1))
+                tokens = useful_tokens(self.policy, device, getattr(self._trainer, "num_devices", 1))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
-            self._settled = _Settled(device or self.device, layout, tokens)
-        return self._settled
+            all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
+            self._passes = Passes(device, layout, tokens, function, all_rows, as_trained)
+        return self._passes
 
-    def _agreed(self, settled: _Settled) -> _Settled:
+    def _agreed(self, passes: Passes) -> Passes:
         """What all ranks cut by, since each knows the micro-batches of all: the budget that fits everywhere."""
-        found = self._ranks.exchange((settled.max_tokens, settled.layout), patient=True)  # rank 0 has loaded engines
-        return replace(settled, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
+        found = self._ranks.exchange((passes.max_tokens, passes.layout), patient=True)  # rank 0 has loaded engines
+        return replace(passes, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
 
-    @cached_property
     def _logprob_fn(self) -> LogprobFn:
         """How log-probabilities of this architecture are computed."""
         try:
             return logprob_function(self.policy)
-        except AttributeError as error:  # nn.Module would say that it has no attribute `_logprob_fn`
+        except AttributeError as error:
             raise ModelLoadError(f"'{self.model_name}' cannot be trained: {error}") from error
 
     @cached_property
@@ -335,7 +331,10 @@ class PolicyModule(L.LightningModule):
         """
         start = time.perf_counter()
         self.objective.check(batch)
-        rows = self._rows(batch)
+        if self.critic is not None:
+            self.critic.begin(batch, self.global_step)
+        passes = self.passes()
+        rows = passes.rows(batch)
         if not rows:
             self.skipped_items += 1
             self._log(self._counts([]), batch)
@@ -345,18 +344,25 @@ class PolicyModule(L.LightningModule):
         self.objective.add_columns(batch)
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
-        shares = self._shares(batch, rows, self._ranks.size)
+        shares = passes.shares(batch, rows, self._ranks.size)
         parts = [part for share in shares for part in share]
         if self.hparams["dropout"] == Dropout.keep.value or self.lora.dropout:
             self._placement.seed_noise()
         try:
             losses, metrics = self._accumulate(batch, parts, self._placement.passes(shares))
-            norm = self._placement.clip(self.policy.parameters(), self.algorithm.max_grad_norm)
-            if not math.isfinite(norm):
-                faulty = self._placement.faulty_gradients(self.policy)
+            trained = {"actor": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+            limit = self.algorithm.max_grad_norm
+            norms = {name: self._placement.clip(each.parameters(), limit) for name, each in trained.items()}
+            if not math.isfinite(norm := sum(norms.values())):
+                from trinity_lightning.trainer.faults import describe_fault
+
+                faulty = [name for each in trained.values() for name in self._placement.faulty_gradients(each)]
                 self._skip_bad_step(batch, norm, describe_fault(batch, [part.rows for part in parts], losses, faulty))
                 return None
-            metrics |= {"actor/grad_norm": norm, "actor/lr": optimizer.param_groups[0]["lr"]}
+            metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
+            metrics |= {"actor/lr": optimizer.param_groups[0]["lr"]}
+            if self.critic is not None:
+                metrics |= self.critic.metrics(batch) | {"critic/lr": optimizer.param_groups[-1]["lr"]}
             optimizer.step()
             self._placement.end_step()
             schedule.step()
@@ -389,55 +395,31 @@ class PolicyModule(L.LightningModule):
         """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
         computed_tokens = trained_tokens(batch, parts)
         sampled_tokens = trained_tokens(batch, parts, sampled=True)
+        passes, placement = self.passes(), self._placement
+        passes = passes if self.critic is None else self.critic.with_values(passes)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
         for part in own:
             if part is None:
-                self.manual_backward(0 * self._idle_pass(self.policy))
+                self.manual_backward(0 * passes.idle(self.policy, placement))
                 continue
             start = time.perf_counter()
             micro = collate(batch, part, self.device)
             collating += time.perf_counter() - start
-            part_loss, part_metrics = self.objective(
-                *self._logprobs(self.policy, micro), micro, batch, computed_tokens, sampled_tokens
-            )
+            logprobs, entropies, *values = passes.through(self.policy, micro, placement)
+            part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, computed_tokens, sampled_tokens)
+            part_metrics = {f"actor/{name}": value for name, value in part_metrics.items()}
+            if self.critic is not None:
+                part_loss, of_critic = self.critic.joined(part_loss, *values, micro, batch)
+                part_metrics |= of_critic
             self.manual_backward(part_loss)
             losses.append(part_loss.detach())
             measured.append(part_metrics)
-        losses, measured = self._placement.add_up(self.policy, losses, measured)
-        metrics = {f"actor/{name}": float(value) for name, value in combine_metrics(measured).items()}
+        trained = self.policy if self.critic is None else self
+        losses, measured = placement.add_up(trained, losses, measured)
+        metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
-
-    def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities, candidates' too, and entropies [B, R] of the computed tokens; 0 elsewhere."""
-        values = self._placement.logprobs(
-            self._logprob_fn, model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
-        )
-        logprobs, entropies = map(micro.spread, values)
-        return logprobs, entropies
-
-    def _idle_pass(self, model: Any) -> Tensor:
-        """The sum of log-probabilities of nothing in particular, for other ranks' passes."""
-        batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
-        (part,) = cut(batch, [0], 2, Layout.padded)
-        return self._logprobs(model, collate(batch, part, self.device))[0].sum()
-
-    def _rows(self, batch: OptimizerBatch) -> list[int]:
-        return rows_to_train(batch, skip_zero_advantage=not self.objective.needs_all_rows)
-
-    def _shares(self, batch: OptimizerBatch, rows: Sequence[int], ranks: int = 1) -> list[list[Part]]:
-        """The micro-batches of each rank, which each of them knows."""
-        settled = self._settle()
-        layout, tokens = settled.layout, settled.max_tokens
-        if layout is Layout.auto and batch.step is not None:
-            # That of `prepare_step`, which sees the whole step: in bfloat16 the first ratio would not be 1 otherwise.
-            step = replace(batch, experiences=batch.step)
-            layout = better_layout(step, self._rows(step), tokens)
-        elif layout is Layout.auto:
-            layout = better_layout(batch, rows, tokens)
-        dealt = deal(batch, rows, ranks, tokens, layout) if ranks > 1 else [rows]
-        return [cut(batch, each, tokens, layout) for each in dealt]
 
     def _counts(self, parts: list[Part]) -> dict[str, float]:
         """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
@@ -458,53 +440,40 @@ class PolicyModule(L.LightningModule):
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
         `old_logprobs` where several optimizer steps follow one rollout batch (and the ratio is not against the
-        engine), `ref_logprobs` where the objective has a reference. Each is a list of float32 CPU tensors [response],
-        one an experience; 0 in rows that are not trained.
+        engine), `ref_logprobs` where the objective has a reference; with a critic `values`, `advantages` and `returns`.
+        Each is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
         """
         batch = OptimizerBatch.of(experiences, explore_step=0)
-        return self._columns(batch, old_logprobs=self.objective.needs_old_logprobs)
+        columns = self._columns(batch, old_logprobs=self.objective.needs_old_logprobs)
+        return columns if self.critic is None else columns | self.critic.weigh(batch, columns)
 
     @torch.no_grad()
     def _columns(self, batch: OptimizerBatch, old_logprobs: bool = False) -> dict[str, list[Tensor]]:
         columns: dict[str, list[Tensor]] = {}
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
-            if old_logprobs:
-                columns["old_logprobs"] = self._column(self.policy, batch, self._ranks)
+            if self.critic is not None:
+                passes = self.critic.with_values(self.passes())
+                found = passes.columns(self.policy, batch, self._placement, self._ranks, kept=(0, 2))
+                columns["old_logprobs"], columns["values"] = found
+            elif old_logprobs:
+                columns["old_logprobs"] = self._column(self.policy, batch)
             if self.adapter is not None and self.objective.needs_reference:
                 with self.adapter.off():
-                    columns["ref_logprobs"] = self._column(self.policy, batch, self._ranks)
+                    columns["ref_logprobs"] = self._column(self.policy, batch)
             elif self.reference is not None:
-                columns["ref_logprobs"] = self._column(self.reference.to(self.device), batch, self._ranks)
+                columns["ref_logprobs"] = self._column(self.reference.to(self.device), batch)
         return columns
 
-    def _column(self, model: Any, batch: OptimizerBatch, ranks: Alone = ALONE) -> list[Tensor]:
-        """Log-probabilities of each experience's response; of each rank's share of the rows, added up."""
-        column = [torch.zeros(e.response_length) for e in batch.experiences]
-        rows = self._rows(batch)
-        was_training = model.training
-        model.eval()  # dropout would make them another model's
-        shares = self._shares(batch, rows, ranks.size)
-        for part in self._placement.passes(shares) if ranks.size > 1 else shares[0]:
-            if part is None:
-                self._idle_pass(model)
-                continue
-            # Graphs of a pass without gradients round otherwise than those of training: the first ratio would not be 1.
-            with torch.set_grad_enabled(self.hparams["compile_layers"]):
-                values, _ = self._logprobs(model, collate(batch, part, self.device))
-            for row, value in zip(part.rows, values.detach().cpu(), strict=True):
-                column[row] = value[: len(column[row])].clone()
-        model.train(was_training)
-        if ranks.size > 1:
-            ranks.add_up([together := torch.cat([*column, torch.zeros(0)])])
-            column = list(together.split([len(each) for each in column]))
-        return column
+    def _column(self, model: Any, batch: OptimizerBatch) -> list[Tensor]:
+        return self.passes().columns(model, batch, self._placement, self._ranks)[0]
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability, at temperature 1, of each token given those before it: [len - 1]. What probes compare."""
         self._placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
         experience = Experience(tokens=list(token_ids), prompt_length=1)
-        return self._column(self.policy, OptimizerBatch.of([experience], explore_step=0))[0].tolist()
+        batch = OptimizerBatch.of([experience], explore_step=0)
+        return self.passes().columns(self.policy, batch, self._placement)[0][0].tolist()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -546,7 +515,7 @@ class PolicyModule(L.LightningModule):
         for name in COUNTERS:
             setattr(self, name, state[name])
         if self.algorithm.max_tokens_per_micro_batch == AUTO:
-            self._given_tokens, self._settled = state[BUDGET], None
+            self._given_tokens, self._passes = state[BUDGET], None
         self._random_state = state["rng"]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -577,9 +546,9 @@ class PolicyModule(L.LightningModule):
             reuse_large_buffers()
         self._peak = peak_flops(self.device, products_dtype(self.policy, self.device, self.trainer.precision_plugin))
         self.check_trainable()
-        self._settled = self._agreed(self._settle())
+        self._passes = self._agreed(self.passes())
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
-            for model in (self.policy, *self._reference):
+            for model in (self.policy, *self._reference, *([] if self.critic is None else self.critic.models)):
                 compile_layers_of(model)
         self._restore_random_state()
 

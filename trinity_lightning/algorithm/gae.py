@@ -1,0 +1,92 @@
+"""What a critic's values and rewards make of trained tokens: advantages and returns by GAE, and the value loss.
+
+A trajectory is one experience. Its steps are the tokens of its action mask: those between them, which an environment or
+a user wrote, take no time, and several turns of one response are one trajectory. It ends with its last trained token.
+"""
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438, equation 16) and returns.
+
+    With t' the trained token after t: delta_t = r_t + gamma V_t' - V_t, A_t = delta_t + gamma lam A_t', and the return
+    A_t + V_t; behind the last one V and A are 0.
+
+    Args:
+        values: V, of the state that predicts each token [b, r].
+        rewards: r, of each token [b, r].
+        action_mask: which tokens are trained, bool [b, r]; what the others have is ignored, whatever it is.
+        gamma: discount of a trained token.
+        lam: how far advantages look beyond the next value: 0 not at all, 1 to the end.
+
+    Returns:
+        Advantages and returns, float32 [b, r], 0 outside the mask; computed in float64.
+    """
+    mask = action_mask.bool()
+    values, rewards = (each.double().masked_fill(~mask, 0.0) for each in (values, rewards))
+    advantages = torch.zeros_like(values)
+    value = advantage = values.new_zeros(len(values))  # of the trained token behind
+    for t in reversed(range(values.shape[1])):
+        here = mask[:, t]
+        found = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
+        advantage, value = torch.where(here, found, advantage), torch.where(here, values[:, t], value)
+        advantages[:, t] = found.masked_fill(~here, 0.0)
+    return advantages.float(), (advantages + values).float()
+
+
+def whitened(advantages: Tensor, action_mask: Tensor) -> Tensor:
+    """Advantages [b, r] less their mean over the mask, divided by their standard deviation; 0 outside of it."""
+    mask = action_mask.bool()
+    kept = advantages[mask].double()
+    if len(kept) == 0:
+        return advantages
+    scaled = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt()
+    return torch.zeros_like(advantages).masked_scatter(mask, scaled.to(advantages.dtype))
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    action_mask: Tensor,
+    *,
+    clip_range: float | None = 0.2,
+    num_tokens: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over tokens of max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within the range of the old value.
+
+    The clipped value loss of PPO's implementation (github.com/openai/baselines, ppo2), as RLHF took it over.
+
+    Args:
+        values: V, with gradient [b, r].
+        old_values: those before the step's first update [b, r].
+        returns: R [b, r].
+        action_mask: which tokens are trained, bool [b, r].
+        clip_range: how far V may be from the old value; None: as far as it is.
+        num_tokens: trained tokens of the whole optimizer batch; None: of these.
+
+    Returns:
+        The loss, and metrics: value_loss, and clipfrac, the share of tokens that the clipped term decides.
+    """
+    mask = action_mask.bool()
+    values, old_values, returns = (each.masked_fill(~mask, 0.0) for each in (values, old_values, returns))
+    count = max(int(mask.sum()) if num_tokens is None else num_tokens, 1)
+    errors = (values - returns).square()
+    clipped = torch.zeros_like(mask)
+    if clip_range is not None:
+        near = old_values + (values - old_values).clamp(-clip_range, clip_range)
+        bounded = (near - returns).square()
+        clipped, errors = bounded > errors, torch.maximum(errors, bounded)
+    loss = 0.5 * errors.sum() / count
+    return loss, {"value_loss": loss.detach(), "clipfrac": clipped.sum() / count}
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(R - V) / Var(R) of trained tokens [n]: 1 is a perfect critic, 0 as good as a constant; 0 if R is one."""
+    if len(returns) == 0 or (spread := returns.double().var(correction=0)) == 0:
+        return 0.0
+    return float(1 - (returns - values).double().var(correction=0) / spread)

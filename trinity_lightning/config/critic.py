@@ -1,0 +1,113 @@
+"""The critic of PPO (algorithm.critic): what it is, and what it does not go together with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.sections import Section
+from trinity_lightning.config.training import LoRAConfig
+from trinity_lightning.config.values import flag, number, one_of, text, whole_number
+from trinity_lightning.errors import ConfigError
+
+
+@dataclass
+class CriticConfig(Section, key="algorithm.critic"):
+    """A critic: what the policy's states are worth, and with that advantages by GAE (arXiv 1506.02438).
+
+    Attributes:
+        model: a value model of its own, which has the policy's vocabulary (a folder or a hub name); null: a head on the
+            policy's last hidden states, which the policy's weights are trained for, too.
+        lr: peak learning rate of the critic's own weights; the schedule is the policy's.
+        coef: weight of the value loss beside the policy loss.
+        gamma, lam: discount of a trained token, and GAE's lambda; both 1: the reward to go less the value.
+        clip_range: no value gains by being further than this from the one before the step; null: not clipped.
+        warmup_steps: first optimizer steps of a run that train the critic alone, of a value head the head alone.
+        whiten: advantages have mean 0 and standard deviation 1 over the trained tokens of an explore step.
+        kl_coef: weight of a token's KL estimate against the initial policy, subtracted from its reward; 0: none.
+        kl_name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3.
+        kl_target: nats a response that an adaptive weight aims at (arXiv 1909.08593, section 2.2); null: it stays.
+
+    Raises:
+        ConfigError: a number out of its range, or an unknown estimate.
+    """
+
+    model: str | None = None
+    lr: float = 1e-4
+    coef: float = 0.1
+    gamma: float = 1.0
+    lam: float = 1.0
+    clip_range: float | None = 0.2
+    warmup_steps: int = 0
+    whiten: bool = True
+    kl_coef: float = 0.0
+    kl_name: str = "k1"
+    kl_target: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            text("algorithm.critic.model", self.model)
+        number("algorithm.critic.lr", self.lr, least=0)
+        number("algorithm.critic.coef", self.coef, above=0)
+        number("algorithm.critic.gamma", self.gamma, above=0, most=1)
+        number("algorithm.critic.lam", self.lam, least=0, most=1)
+        number("algorithm.critic.clip_range", self.clip_range, above=0, optional=True)
+        whole_number("algorithm.critic.warmup_steps", self.warmup_steps, least=0)
+        flag("algorithm.critic.whiten", self.whiten)
+        number("algorithm.critic.kl_coef", self.kl_coef, least=0)
+        one_of("algorithm.critic.kl_name", self.kl_name, [name for name in PARTS["KL estimate"] if name != "none"])
+        number("algorithm.critic.kl_target", self.kl_target, above=0, optional=True)
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ConfigError(
+                "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so: give it."
+            )
+
+    def check_alone(self, lora: LoRAConfig) -> None:
+        """Refuse adapters beside a critic; a ConfigError."""
+        if lora.r is not None:
+            raise ConfigError(
+                "algorithm.critic is not for adapters: leave out model.lora, or set algorithm.critic=null."
+            )
+
+
+def critic_config(given: Any) -> CriticConfig:
+    """The section out of a mapping, or as it is; a ConfigError as of every section."""
+    if isinstance(given, CriticConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"algorithm.critic is {given!r}; give null or a mapping, such as {{lr: 1.0e-4}}.")
+    return CriticConfig(**{str(key): value for key, value in given.items()})
+
+
+def check_critic(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+    """Refuse a critic without what it learns from, and what weighs by a critic without one.
+
+    Args:
+        run: the configuration.
+        trainer: settings of Lightning's Trainer.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    critic, weighs = run.algorithm.critic, [each.name for each in run.add_strategy.values()][-1]
+    if critic is None:
+        raise ConfigError(
+            "add_strategy=critic leaves advantages to a critic, and there is none: choose algorithm=ppo_critic, or "
+            "another add_strategy."
+        )
+    if not run.buffer.has_rollouts:
+        raise ConfigError(
+            f"algorithm.critic learns from the rewards of rollouts, and buffer.storage={run.buffer.storage} has none: "
+            "set algorithm.critic=null."
+        )
+    if weighs != "critic":
+        raise ConfigError(
+            f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too: choose add_strategy=critic."
+        )
+    if run.workflow.args.get("step_reward") == "own":
+        raise ConfigError(
+            "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
+            "behind it: set workflow.args.step_reward=return, or workflow.args.mode=single."
+        )
+    critic.check_alone(run.model.lora)

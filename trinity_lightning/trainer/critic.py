@@ -1,0 +1,219 @@
+"""The critic of a PolicyModule (algorithm.critic): its values, the advantages made of them, and its loss."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinity_lightning.algorithm.gae import explained_variance, gae, value_loss, whitened
+from trinity_lightning.algorithm.kl import KL_FN
+from trinity_lightning.common.experience import gather_rows
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.common.runs import is_valid_reward
+from trinity_lightning.config.critic import CriticConfig
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.training import Layout
+from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.trainer.layout import MicroBatch
+from trinity_lightning.trainer.logprobs import lean_embeddings
+from trinity_lightning.trainer.model import logprob_function, usable_layout
+from trinity_lightning.trainer.optim import parameter_groups
+from trinity_lightning.trainer.passes import Passes
+
+# Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: how fast the weight of the KL follows its error, and the error's
+# bound.
+GAIN, MAX_ERROR = 0.1, 0.2
+
+
+class Critic(nn.Module):
+    """A value head, on the policy's last hidden states or on those of a value model.
+
+    The head begins with zeros: the first advantages are the rewards to go. It computes in float32, whatever the states
+    are.
+
+    Args:
+        config: the section.
+        policy: the Hugging Face model that is trained; not a part of the critic.
+        value_model: another one, with the same vocabulary; None: the head is on the policy's states.
+
+    Attributes:
+        kl_coef: present weight of the KL in the reward, a float64 tensor: in checkpoints, as the weights are.
+    """
+
+    kl_coef: Tensor
+
+    def __init__(self, config: CriticConfig, policy: Any, value_model: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = value_model
+        width = (policy if value_model is None else value_model).config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.register_buffer("kl_coef", torch.tensor(config.kl_coef, dtype=torch.float64))
+        self.warms_up = False  # whether only the critic is trained now
+        if value_model is not None:
+            lean_embeddings(value_model.train())
+            output = value_model.get_output_embeddings()
+            if output is not None and output.weight is not value_model.get_input_embeddings().weight:
+                output.requires_grad_(False)  # of tokens: nothing is predicted
+
+    @classmethod
+    def load(cls, config: CriticConfig, policy: Any, tokenizer: Any, load: Callable[[str], Any]) -> "Critic":
+        """The critic of a policy with this tokenizer; `load` loads a value model by its name.
+
+        Raises:
+            ConfigError: the value model has another vocabulary.
+            ModelLoadError: it cannot be loaded.
+        """
+        if config.model is None:
+            return cls(config, policy)
+        if load_tokenizer(config.model).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"algorithm.critic.model '{config.model}' has another vocabulary than the policy, whose tokens it "
+                "would misread: choose a model of the policy's family, or null for a head on the policy."
+            )
+        return cls(config, policy, load(config.model))
+
+    def usable_layout(self, layout: Layout) -> Layout:
+        """The layout, or what the value model can do of it; errors as of `model.usable_layout`."""
+        return layout if self.model is None else usable_layout(layout, self.model, logprob_function(self.model))
+
+    @property
+    def models(self) -> list[Any]:
+        """The value model, if there is one."""
+        return [] if self.model is None else [self.model]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The critic's own parameters for the policy's optimizer, at their own learning rate."""
+        return [{**group, "lr": self.config.lr} for group in parameter_groups(self) if group["params"]]
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def with_values(self, passes: Passes) -> Passes:
+        """The same passes of the policy, which yield values [n] behind log-probabilities and entropies."""
+
+        def function(model: Any, inputs: dict[str, Any], positions: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            seen: list[Any] = []
+            hook = model.base_model.register_forward_hook(lambda module, given, result: seen.append(result))
+            try:
+                found = passes.function(model, inputs, positions, *others)
+            finally:
+                hook.remove()
+            if self.model is not None:
+                seen = [self.model.base_model(**inputs, use_cache=False)]
+            states = getattr(seen[0], "last_hidden_state", None) if seen else None
+            if states is None:
+                raise ModelLoadError(
+                    f"{type(model).__name__} does not show its last hidden states, which a value head needs: give "
+                    "algorithm.critic.model."
+                )
+            return *found, self._values(states.flatten(0, 1)[positions])
+
+        return replace(passes, function=function)
+
+    def _values(self, states: Tensor) -> Tensor:
+        if self.warms_up and self.model is None:
+            states = states.detach()  # the policy's weights stay
+        with torch.autocast(states.device.type, enabled=False):
+            return self.head(states.float()).squeeze(-1)
+
+    # -- before a step's first update ----------------------------------------------------------------------------------
+
+    def weigh(self, batch: OptimizerBatch, columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Advantages and returns of an explore step, from the columns values, and old_logprobs and ref_logprobs.
+
+        An adaptive weight of the KL follows what is measured here, for the next step.
+
+        Raises:
+            ConfigError: an experience has advantages already, or no reward.
+        """
+        for each in batch.experiences:
+            if each.advantages is not None or not is_valid_reward(each.reward):
+                lack = "has advantages already" if each.advantages is not None else "has no finite reward"
+                raise ConfigError(
+                    f"algorithm.critic makes advantages of rewards, and experience {each.eid} {lack}: choose "
+                    "add_strategy=critic."
+                )
+        nothing = [torch.zeros(each.response_length) for each in batch.experiences]
+        if not any(map(len, nothing)):
+            return {"advantages": nothing, "returns": nothing}
+        config, mask = self.config, _padded([trained_mask(each) for each in batch.experiences])
+        rewards = torch.zeros(mask.shape)
+        last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1, keepdim=True)
+        rewards.scatter_(1, last, torch.tensor([[float(each.reward or 0.0)] for each in batch.experiences]))
+        if config.kl_coef:
+            estimates = self._kl(columns).masked_fill(~mask, 0.0)
+            rewards -= float(self.kl_coef) * estimates
+        advantages, returns = gae(_padded(columns["values"]), rewards, mask, config.gamma, config.lam)
+        if config.whiten:
+            advantages = whitened(advantages, mask)
+        if config.kl_target is not None and mask.any():
+            per_response = float(estimates.sum() / mask.any(-1).sum())
+            error = max(-MAX_ERROR, min(per_response / config.kl_target - 1, MAX_ERROR))
+            self.kl_coef.mul_(1 + GAIN * error)
+        return {"advantages": _rows(advantages, batch), "returns": _rows(returns, batch)}
+
+    def _kl(self, columns: dict[str, list[Tensor]]) -> Tensor:
+        old = _padded(columns["old_logprobs"])
+        return KL_FN.get(self.config.kl_name)(old, _padded(columns["ref_logprobs"]), old)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: OptimizerBatch, step: int) -> None:
+        """An optimizer batch is going to be trained on, as optimizer step `step`, counted from 0.
+
+        Raises:
+            ConfigError: the batch lacks columns of `PolicyModule.prepare_step`.
+        """
+        for name in ("values", "returns", "advantages"):
+            if name not in batch.columns:
+                raise ConfigError(
+                    f"the optimizer batch lacks the column '{name}', which algorithm.critic needs: set columns to "
+                    "PolicyModule.prepare_step's result."
+                )
+        self.warms_up = step < self.config.warmup_steps
+
+    def joined(
+        self, policy_loss: Tensor, values: Tensor, micro: MicroBatch, batch: OptimizerBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch, of policy and critic, and the critic's metrics; both add up over micro-batches."""
+        loss, metrics = value_loss(
+            values,
+            micro.columns["values"],
+            micro.columns["returns"],
+            micro.action_mask,
+            clip_range=self.config.clip_range,
+            num_tokens=batch.num_tokens,
+        )
+        metrics = {f"critic/{name}": value for name, value in metrics.items()}
+        return self.config.coef * loss + (0 if self.warms_up else policy_loss), metrics
+
+    def metrics(self, batch: OptimizerBatch) -> dict[str, float]:
+        """What values and returns of an optimizer batch were before the step's first update."""
+        masks = [trained_mask(each) for each in batch.experiences]
+        values, returns = (
+            torch.cat([row[mask] for row, mask in zip(batch.columns[name], masks, strict=True)])
+            for name in ("values", "returns")
+        )
+        found = {
+            "critic/explained_variance": explained_variance(values, returns),
+            "critic/values/mean": float(values.mean()),
+            "critic/returns/mean": float(returns.mean()),
+            "critic/warming_up": float(self.warms_up),
+        }
+        if self.config.kl_coef:
+            estimates = self._kl(batch.columns).masked_fill(~_padded(masks), 0.0)
+            found["critic/kl"] = float(estimates.sum(-1).mean())
+            found["critic/kl_coef"] = float(self.kl_coef)
+        return found
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return gather_rows(list(rows), max(map(len, rows)))
+
+
+def _rows(values: Tensor, batch: OptimizerBatch) -> list[Tensor]:
+    return [row[: each.response_length].clone() for row, each in zip(values, batch.experiences, strict=True)]
