@@ -13,6 +13,7 @@ from typing import Any
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.policy_loss import loss_arguments
 from trinity_lightning.config import schema
+from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.explorer.rewards import REWARDS
 
@@ -198,7 +199,10 @@ def _page(name: str, field: Any) -> str:
         extra = re.split(r"\n\s*Attributes:", body.partition("\n")[2])[0].strip()
         lines += [extra, ""] if extra else []
         lines += [*_knobs(cls, f"{name}."), ""]
-    lines += [LAYOUTS + _losses()] if name == "algorithm" else [EXAMPLES] if name == "buffer" else []
+    if name == "algorithm":
+        lines += ["## Critic", "", _summary(CriticConfig), "", *_knobs(CriticConfig, "algorithm.critic."), ""]
+        lines += [LAYOUTS + _losses()]
+    lines += [EXAMPLES] if name == "buffer" else []
     folder = config_dir("conf") / name
     if folder.is_dir():
         lines += ["## Choices", ""]

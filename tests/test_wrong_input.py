@@ -56,6 +56,26 @@ REFUSED = {
         ["+recipe=grpo", "workflow.args.max_turns=4"],
         ["'workflow.args.max_turns' is not set yet", "+workflow.args.max_turns=VALUE"],
     ),
+    "critic and another strategy": (
+        ["+recipe=ppo", "add_strategy=grpo"],
+        ["algorithm.critic makes the advantages", "choose add_strategy=critic"],
+    ),
+    "strategy without its critic": (["+recipe=grpo", "add_strategy=critic"], ["choose algorithm=ppo_critic"]),
+    "critic of adapters": (["+recipe=ppo", "model.lora.r=4"], ["algorithm.critic is not for adapters"]),
+    "critic in shards": (["+recipe=ppo", "trainer=fsdp2"], ["algorithm.critic is not for a policy in shards"]),
+    "critic without rollouts": (
+        ["+recipe=ppo", "buffer=dataset", "buffer.path=pyproject.toml"],
+        ["algorithm.critic learns from the rewards of rollouts"],
+    ),
+    "critic of supervised training": (["+recipe=ppo", "algorithm.policy_loss=sft"], ["has no use for them"]),
+    "critic of steps with rewards of their own": (
+        ["+recipe=ppo", "workflow=multi_turn", "workflow.args.mode=step_wise", "++workflow.args.step_reward=own"],
+        ["algorithm.critic does not see the steps", "workflow.args.step_reward=return"],
+    ),
+    "critic that is no mapping": (["+recipe=grpo", "algorithm.critic=yes"], ["algorithm.critic is", "a mapping"]),
+    "critic with an unknown knob": (["+recipe=ppo", "+algorithm.critic.gama=1"], ["algorithm.critic.gamma"]),
+    "critic with a wrong number": (["+recipe=ppo", "algorithm.critic.lam=2"], ["algorithm.critic.lam is 2"]),
+    "target of a weight that is 0": (["+recipe=ppo", "algorithm.critic.kl_target=6"], ["kl_coef, which is 0"]),
     "more optimizer steps than groups": (
         ["+recipe=grpo", "algorithm.optimizer_steps=9"],
         ["algorithm.optimizer_steps (9)", "explorer.batch_size (8)"],

@@ -43,7 +43,7 @@ def whitened(advantages: Tensor, action_mask: Tensor) -> Tensor:
     mask = action_mask.bool()
     kept = advantages[mask].double()
     if len(kept) == 0:
-        return advantages
+        return torch.zeros_like(advantages)
     scaled = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt()
     return torch.zeros_like(advantages).masked_scatter(mask, scaled.to(advantages.dtype))
 

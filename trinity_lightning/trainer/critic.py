@@ -144,9 +144,8 @@ class Critic(nn.Module):
         rewards = torch.zeros(mask.shape)
         last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1, keepdim=True)
         rewards.scatter_(1, last, torch.tensor([[float(each.reward or 0.0)] for each in batch.experiences]))
-        if config.kl_coef:
-            estimates = self._kl(columns).masked_fill(~mask, 0.0)
-            rewards -= float(self.kl_coef) * estimates
+        estimates = self._kl(columns).masked_fill(~mask, 0.0) if config.kl_coef else torch.zeros(mask.shape)
+        rewards -= float(self.kl_coef) * estimates
         advantages, returns = gae(_padded(columns["values"]), rewards, mask, config.gamma, config.lam)
         if config.whiten:
             advantages = whitened(advantages, mask)

@@ -411,7 +411,7 @@ class PolicyModule(L.LightningModule):
             part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, computed_tokens, sampled_tokens)
             part_metrics = {f"actor/{name}": value for name, value in part_metrics.items()}
             if self.critic is not None:
-                part_loss, of_critic = self.critic.joined(part_loss, *values, micro, batch)
+                part_loss, of_critic = self.critic.joined(part_loss, values[0], micro, batch)
                 part_metrics |= of_critic
             self.manual_backward(part_loss)
             losses.append(part_loss.detach())

@@ -1,0 +1,225 @@
+"""A critic beside the policy: values, advantages and gradients against plain code; warm-up, KL, resuming."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.policy import (
+    Gradients,
+    Prepare,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    groups,
+    make_experiences,
+    make_policy,
+    naive_logprobs,
+    padded,
+)
+
+from trinity_lightning.algorithm.gae import gae, whitened
+from trinity_lightning.config.training import Layout, LoRAConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.sync.stream import weight_stream
+from trinity_lightning.trainer.policy import PolicyModule
+
+LR = {"lr": 1e-2}
+
+
+def rollouts(make=make_experiences, **settings):
+    """Ragged experiences as the add strategy leaves them: with rewards, without advantages."""
+    experiences = make(**settings)
+    for index, each in enumerate(experiences):
+        each.advantages, each.reward = None, float(index % 3) / 2
+    return experiences
+
+
+def actor_critic(critic: dict[str, Any] | None = None, **settings: Any) -> PolicyModule:
+    return make_policy(critic=LR | (critic or {}), **settings)
+
+
+def with_head(policy: PolicyModule, seed: int = 0) -> PolicyModule:
+    """Loaded, with a head that says something: it begins with zeros."""
+    policy.configure_model()
+    generator = torch.Generator().manual_seed(seed)
+    assert policy.critic is not None
+    with torch.no_grad():
+        for each in policy.critic.head.parameters():
+            each.copy_(torch.randn(each.shape, generator=generator))
+    return policy
+
+
+def naive_values(model, head, experiences):
+    """Values [B, R] of the states before response tokens, one experience at a time."""
+    rows = []
+    for e in experiences:
+        states = model.base_model(input_ids=e.tokens.long()[None]).last_hidden_state[0]
+        rows.append(head(states[e.prompt_length - 1 : len(e.tokens) - 1]).squeeze(-1))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class OfCritic(Gradients):
+    """Gradients of the critic's own parameters, too."""
+
+    def on_before_optimizer_step(self, trainer, pl_module: Any, optimizer):
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        own = pl_module.critic.named_parameters()
+        self.steps[-1] |= {f"critic.{name}": p.grad.clone() for name, p in own if p.grad is not None}
+
+
+@pytest.mark.parametrize("value_model", [None, "tiny"])
+@pytest.mark.parametrize("layout", [Layout.padded, Layout.shared_prefix])
+def test_loss_and_every_gradient_equal_the_naive_ones(layout, value_model):
+    experiences, seen = rollouts(groups), OfCritic()
+    settings = {"layout": layout, "max_tokens_per_micro_batch": 60, "optimizer_steps": 2}
+    policy = with_head(actor_critic({"model": value_model, "lam": 0.9, "clip_range": 0.05}, **settings))
+    batch = batch_of(experiences)
+    plain = with_head(actor_critic({"model": value_model}))
+    assert plain.critic is not None
+    model, critic = plain.policy, plain.critic
+    mask = padded(experiences, "action_mask").bool()
+    values = naive_values(critic.model or model, critic.head, experiences)
+    rewards = torch.zeros(mask.shape)
+    for row, each in enumerate(experiences):
+        rewards[row, int(mask[row].nonzero().max())] = each.reward
+    advantages, returns = gae(values.detach(), rewards, mask, 1.0, 0.9)
+    advantages = whitened(advantages, mask)
+    logprobs = naive_logprobs(model, experiences)
+    weight = (logprobs.detach() - padded(experiences, "logprobs")).exp().clamp(max=2.0)
+    ratio = (logprobs - logprobs.detach()).exp()
+    expected = (-ratio * advantages * weight * mask).sum() / mask.sum()
+    expected = expected + 0.1 * 0.5 * ((values - returns).square() * mask).sum() / mask.sum()
+    expected.backward()
+    fit(policy, [batch], Prepare([batch]), seen)
+    assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"critic.{name}": p.grad for name, p in critic.named_parameters() if p.grad is not None}
+    assert_same_gradients(seen.steps[0], found, tolerance=2e-5)
+
+
+def test_both_layouts_have_the_same_values():
+    found = []
+    for layout in (Layout.padded, Layout.shared_prefix):
+        batch = batch_of(rollouts(groups))
+        fit(with_head(actor_critic(layout=layout)), [batch], Prepare([batch]))
+        found.append(batch.columns)
+    for name in ("values", "returns", "advantages"):
+        torch.testing.assert_close(*(torch.cat(columns[name]) for columns in found), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("value_model", [None, "tiny"])
+def test_warming_up_trains_the_critic_alone(value_model, dtype):
+    policy, batch = actor_critic({"model": value_model, "warmup_steps": 2}, dtype=dtype), batch_of(rollouts())
+    policy.configure_model()
+    before = {name: each.clone() for name, each in policy.state_dict().items()}
+    fit(policy, [batch, batch], Prepare([batch]))
+    moved = {name for name, each in policy.state_dict().items() if not torch.equal(each, before[name])}
+    assert moved
+    assert all(name.startswith("critic.") for name in moved)
+    assert ("critic.model.model.layers.0.mlp.up_proj.weight" in moved) == (value_model is not None)
+    fit(policy, [batch, batch, batch], Prepare([batch]))
+    assert any(not torch.equal(each, before[name]) for name, each in policy.policy.state_dict(prefix="model.").items())
+
+
+def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target():
+    experiences = rollouts()
+    policy = actor_critic({"kl_coef": 0.5, "kl_target": 100.0, "whiten": False})
+    policy.configure_model()
+    assert policy.critic is not None
+    batch = batch_of(experiences)
+    columns = {
+        name: [torch.full((e.response_length,), value) for e in experiences]
+        for name, value in (("values", 0.0), ("old_logprobs", -1.0), ("ref_logprobs", -1.2))
+    }
+    found = policy.critic.weigh(batch, columns)
+    for each, returns in zip(experiences, found["returns"], strict=True):
+        mask = each.action_mask
+        to_go = mask.flip(0).cumsum(0).flip(0)  # of tokens, each with 0.2 nats
+        torch.testing.assert_close(returns[mask], (each.reward - 0.5 * 0.2 * to_go)[mask])
+    assert float(policy.critic.kl_coef) == pytest.approx(0.5 * (1 - 0.1 * 0.2))  # the error is bounded
+    near = 0.2 * batch.num_tokens / len(experiences) / 1.1
+    policy.critic.config.kl_target = near
+    policy.critic.weigh(batch, columns)
+    assert float(policy.critic.kl_coef) == pytest.approx(0.5 * (1 - 0.1 * 0.2) * (1 + 0.1 * 0.1), rel=1e-5)
+
+
+def test_a_kl_in_the_reward_has_a_reference_and_metrics():
+    batch = batch_of(rollouts())
+    trainer = fit(actor_critic({"kl_coef": 0.1}), [batch, batch], Prepare([batch]))
+    assert trainer.logged_metrics["critic/kl"] == 0  # of the initial policy
+    assert trainer.logged_metrics["critic/kl_coef"] == pytest.approx(0.1)
+    assert "actor/kl_loss" not in trainer.logged_metrics
+    assert math.isfinite(trainer.logged_metrics["critic/explained_variance"])
+
+
+def test_a_critic_learns_what_states_are_worth():
+    batch = batch_of(rollouts())
+    policy = actor_critic({"model": "tiny", "lr": 1e-2, "clip_range": None, "warmup_steps": 100})
+    fit(policy, [batch] * 30, Prepare([batch]))
+    again = batch_of(batch.experiences)
+    trainer = fit(policy, [again], Prepare([again]))
+    assert trainer.logged_metrics["critic/explained_variance"] > 0.9
+
+
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
+    critic = {"kl_coef": 0.1, "kl_target": 3.0}
+    batches = [batch_of(rollouts(seed=seed)) for seed in range(4)]
+    whole, first, rest = (actor_critic(critic) for _ in range(3))
+    fit(whole, batches, Prepare(batches))
+    one = fit(first, batches, Prepare(batches), limit_train_batches=2, max_epochs=1)
+    one.save_checkpoint(file := tmp_path / "half.ckpt", weights_only=False)
+    loaded = PolicyModule.load_from_checkpoint(file, weights_only=True)
+    torch.testing.assert_close(loaded.state_dict(), first.state_dict(), rtol=0, atol=0)
+    fit(rest, batches[2:], ckpt_path=file, max_epochs=2)
+    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    assert whole.critic is not None
+    assert float(whole.critic.kl_coef) != 0.1
+
+
+def test_the_critic_is_in_checkpoints_alone(tmp_path: Path):
+    policy = with_head(actor_critic())
+    assert {"critic.head.weight", "critic.head.bias", "critic.kl_coef"} < policy.state_dict().keys()
+    assert {name for name, _ in weight_stream(policy.policy)} == {
+        name for name, _ in weight_stream(make_loaded().policy)
+    }
+    policy.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() <= policy.policy.state_dict().keys()
+
+
+def make_loaded() -> PolicyModule:
+    policy = make_policy()
+    policy.configure_model()
+    return policy
+
+
+def test_a_batch_without_values_is_refused():
+    with pytest.raises(ConfigError, match=r"lacks the column 'values'.*prepare_step"):
+        fit(actor_critic(), [batch_of(rollouts())])
+
+
+def test_experiences_with_advantages_or_without_rewards_are_refused():
+    batch = batch_of(make_experiences())
+    with pytest.raises(ConfigError, match="has advantages already: choose add_strategy=critic"):
+        fit(actor_critic(), [batch], Prepare([batch]))
+    batch = batch_of(rollouts())
+    batch.experiences[0].reward = None
+    with pytest.raises(ConfigError, match="has no finite reward"):
+        fit(actor_critic(), [batch], Prepare([batch]))
+
+
+def test_adapters_losses_without_advantages_and_other_vocabularies_are_refused():
+    with pytest.raises(ConfigError, match=r"algorithm\.critic is not for adapters"):
+        actor_critic(model={"lora": LoRAConfig(r=4)})
+    for loss in ("sft", "dpo"):
+        with pytest.raises(ConfigError, match="has no use for them"):
+            actor_critic(policy_loss=loss)
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        actor_critic({"model": "smollm2"}).configure_model()
+    with pytest.raises(ConfigError, match=r"kl_target adapts algorithm\.critic\.kl_coef, which is 0"):
+        actor_critic({"kl_target": 6.0})
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.critic\.gama'.*gamma"):
+        actor_critic({"gama": 1.0})
