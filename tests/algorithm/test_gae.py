@@ -38,7 +38,7 @@ def oracle(values, rewards, mask, gamma, lam):
 def test_gae_equals_the_sum_over_what_follows(case, gamma, lam):
     values, rewards, mask = case
     advantages, returns = gae(values, rewards, mask, gamma, lam)
-    expected = oracle(*(each.double().numpy() for each in (values, rewards)), mask.numpy(), gamma, lam)
+    expected = oracle(values.double().numpy(), rewards.double().numpy(), mask.numpy(), gamma, lam)
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-5, atol=1e-5)
     inside = np.where(mask, expected + values.double().numpy(), 0.0)
     np.testing.assert_allclose(returns.numpy(), inside, rtol=1e-5, atol=1e-5)

@@ -84,7 +84,7 @@ def test_loss_and_every_gradient_equal_the_naive_ones(layout, value_model):
     values = naive_values(critic.model or model, critic.head, experiences)
     rewards = torch.zeros(mask.shape)
     for row, each in enumerate(experiences):
-        rewards[row, int(mask[row].nonzero().max())] = each.reward
+        rewards[row, int(mask[row].nonzero().max())] = each.reward or 0.0
     advantages, returns = gae(values.detach(), rewards, mask, 1.0, 0.9)
     advantages = whitened(advantages, mask)
     logprobs = naive_logprobs(model, experiences)
