@@ -7,7 +7,7 @@ from trinity_lightning.config.hydra import CHOICES
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import options
 
-PRESETS = {"dapo", "dr_grpo"}  # choices of algorithm that are known under a name of their own
+PRESETS = {"ppo_critic", "dapo", "dr_grpo"}  # choices of algorithm that are known under a name of their own
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, paths in PARTS.items() for name in paths])
