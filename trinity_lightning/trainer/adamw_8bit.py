@@ -15,7 +15,7 @@ def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
     Of a moment in 8 bits these are its codes, and the scale of each block of them. The first step compiles an update
     for each shape of a parameter: seconds each, and a C++ compiler on a CPU.
     """
-    from torchao.optim import AdamW8bit
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
 
     optimizer = AdamW8bit(parameters, **settings)
     optimizer.register_state_dict_post_hook(_to_plain)
@@ -40,7 +40,7 @@ def _converted(state_dict: dict[str, Any], convert: Callable[[str, Any], Any]) -
 
 
 def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
-    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
     codes, scale = plain["codes"], plain["scale"]
     moment = OptimState8bit.zeros(codes.shape, signed, codes.numel() // scale.numel(), codes.device)
