@@ -1,6 +1,7 @@
 """Whole runs on two processes: they train as one does, go on after whatever ends them, and refuse what cannot be."""
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from support.forked import Forked
 from support.runs import SMALL, TRAIN, Commands, only, rows, same_metrics, steps_done, wait_for
+
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 STEPS = 8  # many quick ones: a run is to be ended in the middle
 # The groups of a step that teach nothing are replaced, in rounds of further rollouts. With one runner this engine's
@@ -238,6 +241,38 @@ def test_a_run_goes_on_with_any_number_of_processes_and_either_trainer(
         assert message in printed, printed[-4000:]
         assert "Resume with" in printed
     alike(finished(run_train, tmp_path, *VLLM, "ckpt_path=last"), with_vllm)
+
+
+def stopped(run_train: Commands, folder: Path, place: str, *arguments: str) -> Forked:
+    """A run of which a rank has stopped for good at a place of support/stops.py."""
+    run = run_train.start(folder, *arguments, program="support.stops", STOPS=place)
+    wait_for((folder / "stopped").exists, run)
+    (folder / "stopped").unlink()
+    return run
+
+
+def test_a_run_killed_while_shards_are_written_goes_on_from_the_checkpoint_before(
+    with_vllm: Path, run_train: Commands, tmp_path: Path
+) -> None:
+    sharded = (*VLLM, *SHARDS, "trainer.strategy.save_distributed_checkpoint=true")
+    run = stopped(run_train, tmp_path, "0 finish 2", *sharded)
+    for each in (run, *run_train.followers(run)):
+        os.kill(each.pid, signal.SIGKILL)
+    assert run.wait(60) == -signal.SIGKILL
+    folder = only(tmp_path, "outputs/run/*/checkpoints")
+    assert len(list(only(folder, ".*.tmp").glob("*.distcp"))) == 2
+    saved = AtomicCheckpointIO().load_checkpoint(only(folder, "*.ckpt"), weights_only=True)
+    assert saved["global_step"] == 2
+    alike(finished(run_train, tmp_path, *sharded, "ckpt_path=last"), with_vllm)
+
+
+def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(run_train: Commands, tmp_path: Path) -> None:
+    run = stopped(run_train, tmp_path, "1 share 30", *VLLM, *SHARDS, "synchronizer.sync_timeout=5")
+    family = run_train.followers(run)
+    assert run.wait(60) == 1
+    assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
+    printed = (tmp_path / "stdout").read_text()
+    assert re.search(r"did not answer in time, at model\.\S+ \(rank 1 hangs\)", printed), printed[-4000:]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

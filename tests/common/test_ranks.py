@@ -286,6 +286,36 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_time_out() 
     assert isinstance(second, RankError)
 
 
+def test_within_a_limit_a_rank_that_hangs_is_named_and_nobody_is_waited_for_any_more() -> None:
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            time.sleep(1.0)
+            with ranks.within(0.3):
+                return ranks.exchange(None)
+        with ranks.within(0.3), pytest.raises(RankError) as late:
+            ranks.call("gather", "a weight")
+        with pytest.raises(RankError) as later:
+            ranks.call("gather", "a weight", saving=True)
+        assert str(later.value) == str(late.value)
+        return str(late.value)
+
+    said, error = together(work, size=2)
+    assert "did not answer in time, at a call for a weight (rank 1 hangs)" in said
+    assert isinstance(error, RankError)
+
+
+def test_of_those_that_another_waits_for_only_one_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.0)
+
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            time.sleep(1.5)
+        with ranks.within(0.8 if ranks.rank == 0 else 2.0):
+            return ranks.exchange(None)
+
+    assert "(rank 1 hangs)" in str(together(work)[0])
+
+
 def test_rank_0_may_take_longer_than_the_time_out() -> None:
     def work(ranks: Ranks) -> Any:
         if ranks.rank == 0:

@@ -227,6 +227,7 @@ SHAPES = {
 MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, and what they do
 
 
+LACKED = "model.layers.1.mlp.up_proj.weight"
 PLACES = ("between items", "within one")
 FULL = ((0, 1), (0, 2), (1, 1), (1, 2))  # which rank's disk is full, and for how many checkpoints
 
@@ -266,6 +267,26 @@ class Fills(L.Callback):
         if self.times == 0:
             del shard_files._Writer.write_data  # torch's own again
         raise OSError("disk full")
+
+
+class Lacks(L.Callback):
+    """Saves a checkpoint after the first item, for which that rank has no room at first."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.target = folder / "last.ckpt"
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank:
+            self.placement = pl_module._placement
+            self.placement._share = self._no_share
+        trainer.save_checkpoint(self.target)
+
+    def _no_share(self, name: str, moment: str | None = None) -> Any:
+        if name != LACKED:
+            return type(self.placement)._share(self.placement, name, moment)
+        del self.placement._share
+        raise MemoryError("no room")
 
 
 def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
@@ -419,6 +440,9 @@ def _main(file: str) -> None:
         for rank, place in product(range(RANKS), PLACES):
             error = failed(folder / f"{way}-{rank}-{place}", Fails(rank, place), **settings(way))
             found[way][f"rank {rank} fails {place}"] = error
+    for rank in range(RANKS):
+        folder_of = folder / f"lacks-{rank}"
+        found["fsdp2"][f"rank {rank} lacks room"] = failed(folder_of, Lacks(folder_of, rank), **settings("fsdp2"))
     found["folder"] = {"rank 1 fails": failed(folder / "folder-fails", Fails(1, PLACES[0]), **settings("folder"))}
     for rank, times in FULL:
         name = f"full-{rank}-{times}"

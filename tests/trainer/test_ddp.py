@@ -19,6 +19,7 @@ from support.replicas import (
     CASES,
     DTYPES,
     FULL,
+    LACKED,
     MORE,
     PAIRS,
     PLACES,
@@ -193,6 +194,18 @@ def test_a_rank_that_fails_ends_all_with_its_message_and_a_checkpoint(
     assert saved["global_step"] == 1
 
 
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_fails_when_a_weight_is_gathered_ends_all_with_both_names_and_a_checkpoint(
+    found: Found, folder: Path, rank: int
+) -> None:
+    reason = f"TrinityError: MemoryError when {LACKED} was gathered: no room"
+    for each in range(RANKS):
+        error = found[each]["fsdp2"][f"rank {rank} lacks room"]["error"]
+        assert error == (reason if each == rank else f"RankError: rank {rank}: {reason}")
+    saved = torch.load(folder / f"lacks-{rank}" / "interrupted.ckpt", weights_only=True)
+    assert saved["global_step"] == 1
+
+
 def test_a_rank_that_fails_leaves_a_checkpoint_in_shards(found: Found, folder: Path) -> None:
     assert found[0]["folder"]["rank 1 fails"]["error"] == "RankError: rank 1: TrinityError: broken on purpose on 1"
     saved = AtomicCheckpointIO().load_checkpoint(folder / "folder-fails" / "interrupted.ckpt", weights_only=True)
@@ -208,8 +221,7 @@ def test_a_full_disk_ends_all_with_its_message_and_the_checkpoints_that_there_wa
     name = f"full-{rank}-{times}"
     errors = [each["folder"][name]["error"] for each in found]
     assert errors.pop(rank) == "OSError: disk full"
-    if rank > 0 or not errors[0].startswith("FileNotFoundError"):  # it still wrote when rank 0 removed the folder
-        assert errors == [f"RankError: rank {rank}: OSError: disk full"]
+    assert errors == [f"RankError: rank {rank}: OSError: disk full"]
     steps = {"last.ckpt": 1} | ({"interrupted.ckpt": 2} if times == 1 else {})
     read = AtomicCheckpointIO().load_checkpoint
     there = {each.name: read(each, weights_only=True)["global_step"] for each in (folder / name).iterdir()}

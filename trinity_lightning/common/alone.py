@@ -1,6 +1,7 @@
 """A process that trains by itself: what several have to agree on (`common.ranks`), it decides."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -13,6 +14,7 @@ class Alone:
 
     rank = 0
     size = 1
+    hangs = False  # another rank, as far as this one knows
 
     def failure(self) -> BaseException | None:
         """What the run has to end with, as far as that is known of other processes."""
@@ -27,6 +29,10 @@ class Alone:
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Make each tensor the sum of those of all ranks."""
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Wait for others no longer than that from now on."""
+        return nullcontext()
 
     def end(self, error: BaseException) -> None:
         """This rank fails: tell the others."""

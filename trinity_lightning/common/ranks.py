@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class Ranks(Alone):
         group, store: what connects the ranks.
         lost: says which processes of this machine have died, if any have.
         terminated: says whether this process was sent SIGTERM.
+        hangs: whether another rank did not answer by the limit of `within`.
     """
 
     rank: int
@@ -65,8 +68,11 @@ class Ranks(Alone):
     lost: Callable[[], str | None] = lambda: None
     terminated: Callable[[], bool] = lambda: False
     serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
+    hangs: bool = False
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
+    _broken: Callable[[], RankError] | None = None  # what a wait has ended by: its messages may be on their way
+    _deadline: float = math.inf  # of `within`
     _rounds: int = 0  # begun, the same on all ranks but for those that wait for others
     _beaten: float = 0.0  # when this rank last sent a beat
     _looked: float = 0.0  # when rank 0 last looked for beats
@@ -91,7 +97,7 @@ class Ranks(Alone):
         `patient`: rank 0 may be rolling out. `at`: a name of the round, the same on all ranks, or it is a RankError.
         """
         while True:
-            answers = self._round((value, None, at), PATIENCE if patient and self.rank else self.timeout)
+            answers = self._round((value, None, at), PATIENCE if patient and self.rank else self.timeout, at)
             called = self._served(answers)
             if failures := _failures(answers):
                 self._known = True
@@ -107,11 +113,13 @@ class Ranks(Alone):
     def call(self, name: str, *arguments: Any, saving: bool = False) -> None:
         """Have all other ranks do something, in the round that they wait in; rank 0 does the same next.
 
-        `saving`: the run is ending, and what another rank has failed by does not keep rank 0 from saving it.
+        An error names the first argument. `saving`: the run is ending, and what another rank has failed by does not
+        keep rank 0 from saving it.
         """
         if self.rank > 0:
             return
-        failures = _failures(self._round(((name, arguments, saving), None, CALL), self.timeout))
+        at = " for ".join([CALL, *map(str, arguments[:1])])
+        failures = _failures(self._round(((name, arguments, saving), None, CALL), self.timeout, at))
         self._known = self._known or bool(failures)
         if failures and not saving:
             raise _error(failures)
@@ -158,7 +166,8 @@ class Ranks(Alone):
         try:
             ended = False  # rank 0, which has nothing to say any more
             while not ended:
-                answers = self._round((None, failure, ""), PATIENCE if failure and self.rank else self.timeout)
+                timeout = PATIENCE if failure and self.rank else self.timeout
+                answers = self._round((None, failure, ""), timeout, "its end")
                 failure, ended = self._attempt(answers), answers[0][1:] == (None, "")
         except RankError:
             return  # another process has ended: there is nobody to tell
@@ -209,8 +218,7 @@ class Ranks(Alone):
             beat = self.store.get(key) if self.store.check([key]) else b""
             if beat != self._heard.get(rank, (b"", now))[0]:
                 self._heard[rank] = beat, now
-            waits = beat.startswith(b"%d " % (self._rounds + 1))
-            if waits and now > self._heard[rank][1] + SILENT_SECONDS:
+            if self._is_at(beat, 1) and now > self._heard[rank][1] + SILENT_SECONDS:
                 silent.append(f"rank {rank}")
         return f"{', '.join(silent)} did not answer for {SILENT_SECONDS:g} s: killed, or cut off." if silent else None
 
@@ -224,9 +232,8 @@ class Ranks(Alone):
             self.serve(name, arguments)
         return True
 
-    def _round(self, answer: Answer, timeout: timedelta) -> list[Answer]:
+    def _round(self, answer: Answer, timeout: timedelta, place: str) -> list[Answer]:
         data = pickle.dumps(answer)
-        place = answer[2] or "its end"
         self._rounds += 1
         lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout, place)]
         answers = self._gathered(_padded(data, max(lengths)), self.timeout, place)
@@ -234,7 +241,8 @@ class Ranks(Alone):
 
     def _gathered(self, tensor: Tensor, timeout: timedelta, place: str) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.wait(lambda: self._finished(self.group.allgather(gathered, tensor, timeout)), place)
+        limit = min(timeout, self.left())
+        self.wait(lambda: self._finished(self.group.allgather(gathered, tensor, limit)), place)
         return gathered
 
     def _finished(self, work: Any) -> Any:
@@ -251,14 +259,45 @@ class Ranks(Alone):
                     self._report(self._sigterm)
         return work
 
+    def _late(self) -> str:
+        """Which ranks this one waits for: others that wait, too, have sent a beat from this round."""
+        beats = {rank: f"{BEATS}/{rank}" for rank in range(self.size) if rank != self.rank}
+        here = {rank for rank, key in beats.items() if self.store.check([key]) and self._is_at(self.store.get(key), 0)}
+        return " or ".join(f"rank {rank}" for rank in sorted(beats.keys() - here or beats))
+
+    def _is_at(self, beat: bytes, ahead: int) -> bool:
+        """Whether a beat was sent in the round that this rank is in, or one that is so many ahead."""
+        return beat.startswith(b"%d " % (self._rounds + ahead))
+
     def wait(self, begin: Callable[[], Any], at: str) -> None:
         """Begin something on `group`, and wait for its end; `at`: what an error calls it."""
+        if self._broken is not None:
+            raise self._broken()
+        deadline = self._deadline
         try:
             begin().wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
-            unknown = f"another process of the run ended, or did not answer in time, at {at} ({error})"
-            raise self._cause() or RankError(unknown) from error
+            self.hangs = time.monotonic() >= deadline
+            why = f"{self._late()} hangs" if self.hangs else error
+            unknown = f"another process of the run ended, or did not answer in time, at {at} ({why})"
+            cause = self.failure() if self.hangs else self._cause()
+            found = cause or RankError(unknown)
+            self._broken = partial(type(found), str(found))  # not the error: its frames would keep the connection
+            raise found from error
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """In whatever is done meanwhile the CPU waits for others no longer than that from now on."""
+        before, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._deadline = before
+
+    def left(self) -> timedelta:
+        """Until the limit of `within`."""
+        return timedelta(seconds=max(0.001, min(self._deadline - time.monotonic(), PATIENCE.total_seconds())))
 
     def _cause(self) -> RankError | None:
         """What `failure` says: a connection ends a moment before the process that it led to."""

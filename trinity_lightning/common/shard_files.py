@@ -46,7 +46,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield temporary
         put_in_place(temporary, target)
     except BaseException:
-        with suppress(OSError):  # others may still write there; why this one failed is what matters
+        with suppress(OSError):  # why it failed is what matters
             remove(temporary)
         raise
 
@@ -63,7 +63,15 @@ def write(folder: Path, shares: Mapping[str, Tensor], ranks: Ranks) -> None:
     plans = ranks.exchange(writer.prepare_local_plan(planner.create_local_plan()), at="a checkpoint")
     plans, metadata = planner.create_global_plan(plans)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
-    written = ranks.exchange(writer.write_data(plan, planner).wait(), at="the end of a checkpoint")
+    at = "the end of a checkpoint"
+    try:
+        own = writer.write_data(plan, planner).wait()
+    except Exception:
+        ranks.exchange(None, at=at)  # others may still write to the folder, which is removed next
+        raise
+    written = ranks.exchange(own, at=at)
+    if None in written:
+        ranks.exchange(None, at=at)  # raises what that rank has failed by
     if ranks.rank == 0:
         writer.finish(metadata, written)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
@@ -17,12 +18,13 @@ from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
-from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
+from trinity_lightning.sync.stream import WeightStream, in_parts, parameter_stream, weight_stream
 from trinity_lightning.trainer.optim import HostMemory
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
 
+RANKS_SHARE = 0.9  # of `sync_timeout`, which ranks that do not answer are given: the error is to name them
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before
 
 
@@ -159,7 +161,7 @@ class SyncPolicy:
         return Synchronizer(
             policy.policy,
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
-            trainer_logprobs=lambda: policy.sequence_logprobs(token_ids),
+            trainer_logprobs=partial(self._logprobs_in_time, token_ids),
             engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(
                 policy.policy.dtype,
@@ -175,12 +177,23 @@ class SyncPolicy:
         """Part of a weight sync: it must end within `sync_timeout`. Ctrl-C waits: servers would have half of it."""
         limit = self.config.sync_timeout
         try:
-            return self.run(asyncio.wait_for(coroutine, limit), False)
+            with self._ranks.within(RANKS_SHARE * limit):
+                return self.run(asyncio.wait_for(coroutine, limit), False)
         except TimeoutError as error:
             raise WeightSyncError(
                 f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
                 "Restart the servers of engine.urls: they may hold half of the weights."
             ) from error
+
+    def _logprobs_in_time(self, token_ids: Sequence[int]) -> list[float]:
+        """Another part of it, which the trainer computes."""
+        with self._ranks.within(self.config.sync_timeout):
+            return self.policy.sequence_logprobs(token_ids)
+
+    @property
+    def _ranks(self) -> Alone:
+        """Those whose shares of the weights are gathered."""
+        return getattr(in_parts(self.policy.policy), "ranks", ALONE)
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------------------

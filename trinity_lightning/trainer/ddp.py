@@ -131,8 +131,10 @@ class ReplicaStrategy(DDPStrategy):
         return ALONE if module is not None and module.trainer.interrupted else self.ranks
 
     def on_exception(self, exception: BaseException) -> None:
-        """After the callbacks have saved what is whole: the other ranks end too."""
+        """After the callbacks have saved what is whole: the other ranks end too, or are ended if one hangs."""
         self.ranks.end(exception)
+        if self.ranks.hangs and isinstance(self.launcher, _Launcher):
+            self.launcher.kill(signal.SIGKILL)
 
 
 class Replicas(Whole):

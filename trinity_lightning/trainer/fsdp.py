@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from trinity_lightning.common.shard_files import filled, new_folder, places_of, 
 from trinity_lightning.config.checkpoints import HASH, REST, hash_of
 from trinity_lightning.config.shards import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
+from trinity_lightning.errors import ConfigError, RankError, TrinityError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
 from trinity_lightning.trainer.layout import Part
@@ -360,7 +361,13 @@ class Shards(Replicas):
             if self.module.trainer.interrupted and threading.get_ident() != self._thread:
                 raise WeightSyncError("the run has failed: its weights are not sent any further.")
             self.on_all_ranks("gather", name, moment, dtype)
-            return self.gathered(self._share(name, moment), dtype, at=f"{moment} of {name}" if moment else name)
+            at = f"{moment} of {name}" if moment else name
+            try:
+                return self.gathered(self._share(name, moment), dtype, at)
+            except TrinityError:
+                raise
+            except Exception as error:  # which other ranks are told: out of memory, say
+                raise TrinityError(f"{type(error).__name__} when {at} was gathered: {error}") from error
 
     def _share(self, name: str, moment: str | None = None) -> DTensor:
         """This rank's of that parameter, or of that moment of it."""
@@ -372,14 +379,19 @@ class Shards(Replicas):
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
         """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
 
-        Moments of rank 0 alone may be on the host (`trainer.optim.HostMemory`), and the others send theirs by the GPU.
+        Nothing is sent before every rank has room for it: one that fails is not waited for. Moments of rank 0 alone may
+        be on the host (`trainer.optim.HostMemory`), and the others send theirs by the GPU.
         """
         rows, *shape = tensor.shape
         local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
         own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
         own[: len(local)] = local
         whole = own.new_empty(len(own) * self.ranks.size, *shape)
-        self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own), at)
+        self.ranks.exchange(None, at=at)
+        options = AllgatherOptions()
+        if own.device.type == "cpu":  # NCCL would end the process
+            options.timeout = min(self.ranks.timeout, self.ranks.left())
+        self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own, options), at)
         return whole[:rows]
 
     def _most_rows(self, rows: int) -> int:
