@@ -19,6 +19,7 @@ from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 
+from trinity_lightning.buffer.operators.teacher import TeacherTopK
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineDtype
@@ -270,6 +271,26 @@ def test_a_url_where_nothing_answers(driver: Driver, monkeypatch: pytest.MonkeyP
     engine = VLLMServerEngine("tiny", url="http://127.0.0.1:9", **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"127\.0\.0\.1:9 does not answer\. Is it started\?"):
         driver.run(engine.load())
+
+
+def test_a_teacher_says_what_it_finds_likeliest(engine: VLLMServerEngine, driver: Driver) -> None:
+    tokens = [*PROMPT, 9, 50, 3, 22, 61]  # few of them likely
+    read = Experience(tokens=tokens, prompt_length=len(PROMPT))
+    whole = Experience(tokens=tokens, prompt_length=0, action_mask=[True] * len(tokens))
+    masked = Experience(tokens=tokens, prompt_length=len(PROMPT), action_mask=[False] * 5)
+    operator = TeacherTopK("tutor", k=30)
+    operator.set_auxiliary_model({"tutor": [engine.get_openai_async_client()]})
+    _, metrics = driver.run(operator.process([read, whole, masked]))
+    assert "teacher_top_k" not in masked.info
+    with torch.no_grad():
+        expected = tiny_model()(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1).topk(30)
+    for experience, start in ((read, len(PROMPT) - 1), (whole, 0)):
+        said = experience.info["teacher_top_k"]
+        said = {name: each[-len(expected.values[start:]) :] for name, each in said.items()}
+        torch.testing.assert_close(said["logprobs"], expected.values[start:], atol=1e-4, rtol=0)
+        assert (said["ids"] == expected.indices[start:]).float().mean() > 0.9  # but for equal ones
+    assert whole.info["teacher_top_k"]["ids"].shape == (len(tokens), 30)
+    assert 0 < metrics["mass/mean"] < 1
 
 
 @pytest.mark.usefixtures("engine")

@@ -24,7 +24,7 @@ def distributions(seed: int, scale: float = 2.0) -> tuple[Tensor, Tensor]:
     return policy, teacher
 
 
-def top_k(seed: int, k: int) -> dict[str, Tensor]:
+def top_k(seed: int, k: int) -> dict[str, Any]:
     policy, teacher = distributions(seed)
     likeliest = teacher.topk(k)
     return {"teacher_top_k_logprobs": likeliest.values, "top_k_logprobs": policy.gather(-1, likeliest.indices)}

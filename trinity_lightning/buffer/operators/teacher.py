@@ -1,6 +1,7 @@
 """A teacher reads the responses: the tokens that it finds likeliest at each place, for loss `teacher_kl`."""
 
 import asyncio
+import math
 import statistics
 from collections.abc import Mapping
 from itertools import cycle
@@ -82,7 +83,7 @@ class TeacherTopK(ExperienceOperatorV1):
 
     def _likeliest(self, entry: Mapping[str, Any] | None) -> tuple[list[int], list[float]]:
         """Ids and log-probabilities of the first k; vLLM adds the token itself if it is not among them."""
-        if entry is None:  # of the first token of all
-            return [0] * self.k, [0.0] * self.k
+        if entry is None:  # of the first token of all, which is not trained
+            return [0] * self.k, [-math.log(self.k)] * self.k
         first = sorted(entry.items(), key=lambda item: item[1]["rank"])[: self.k]
         return [int(token) for token, _ in first], [float(said["logprob"]) for _, said in first]
