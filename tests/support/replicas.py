@@ -103,6 +103,14 @@ def ragged() -> list[list[Experience]]:
     return [make_experiences(count, seed=seed, zero_every=3) for seed, count in enumerate((12, 7, 9))]
 
 
+def rewarded() -> list[list[Experience]]:
+    """With rewards, and without advantages, which a critic makes."""
+    items = ragged()
+    for row in (each for item in items for each in item):
+        row.advantages, row.reward = None, float(row.eid.run)
+    return items
+
+
 def sparse() -> list[list[Experience]]:
     """One row, rows without advantage, nothing at all, and a row among those."""
     one, none = make_experiences(1), make_experiences(6, zero_every=1)
@@ -196,7 +204,7 @@ def of_shape(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Callable[..
 
 
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
-ADAPTERS = "adapters"  # which shards do not have
+ADAPTERS, CRITIC = NOT_IN_SHARDS = ("adapters", "a critic")
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "padded": trained(ragged(), layout="padded"),
     "shared prefixes": trained([groups(count=8, seed=seed) for seed in range(3)], layout="shared_prefix"),
@@ -211,6 +219,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "recomputed activations": trained(ragged(), model={"gradient_checkpointing": True}),
     "no gradient on the way": trained(rarely(items=1), change=add_rare_vectors),
     "a checkpoint on the way": trained(ragged(), callbacks=[Saves]),
+    CRITIC: trained(rewarded(), True, critic={"lr": 1e-2, "kl_coef": 0.1}, optimizer_steps=3),
     ADAPTERS: trained(ragged(), change=move_adapters, model={"lora": LoRAConfig(r=2)}),
     "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16", max_tokens_per_micro_batch=24),
 }
@@ -435,7 +444,7 @@ def _main(file: str) -> None:
     cases |= {"noise": noise, "noise again": noise}
     cases |= {"gathers": partial(gathers, False), "gathers, recomputed": partial(gathers, True)}
     for way in STRATEGIES:
-        here = {name: case for name, case in cases.items() if (way, name) != ("fsdp2", ADAPTERS)}
+        here = {name: case for name, case in cases.items() if way != "fsdp2" or name not in NOT_IN_SHARDS}
         found[way] = {name: case(**settings(way)) for name, case in here.items()}
         for rank, place in product(range(RANKS), PLACES):
             error = failed(folder / f"{way}-{rank}-{place}", Fails(rank, place), **settings(way))
