@@ -15,6 +15,7 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 from trinity_lightning.trainer.layout import collate, trained_tokens
+from trinity_lightning.trainer.placement import WHOLE
 
 # What the loss measures, and what it is called of examples that are not trained on.
 NAMES = {"rewards/accuracies": "eval/accuracy", "rewards/margins": "eval/margin"}
@@ -93,12 +94,14 @@ def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
         if policy.objective.needs_reference and "ref_logprobs" not in batch.columns:
             batch.columns |= policy._columns(batch)
         policy.objective.add_columns(batch)
-        (parts,) = policy._shares(batch, policy._rows(batch))
+        passes = policy.passes()
+        (parts,) = passes.shares(batch, passes.rows(batch))
         tokens = trained_tokens(batch, parts), trained_tokens(batch, parts, sampled=True)
         losses, metrics = [], []
         for part in parts:
             micro = collate(batch, part, policy.device)
-            loss, measured = policy.objective(*policy._logprobs(policy.policy, micro), micro, batch, *tokens)
+            logprobs, entropies = passes.through(policy.policy, micro, WHOLE)
+            loss, measured = policy.objective(logprobs, entropies, micro, batch, *tokens)
             losses.append(float(loss))
             metrics.append(measured)
     policy.policy.train()
