@@ -1,14 +1,14 @@
 """Whole runs on the examples of a dataset, without rollouts: SFT and DPO."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.compose import composed
-from support.runs import RunTrain, only, rows
+from support.runs import TRAINERS, Commands, RunTrain, alike, equal, finished, rows
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
 from trinity_lightning.config.schema import typed_config
@@ -33,18 +33,16 @@ def preferences() -> list[dict]:
     return [{"prompt": f"{digit}=", "chosen": f"{digit}", "rejected": "abcdefghij"[digit]} for digit in range(10)]
 
 
-def train(run_train: RunTrain, folder: Path, *arguments: str) -> Path:
+def train(run_train: Commands, folder: Path, *arguments: str) -> Path:
     folder.mkdir(exist_ok=True)
-    done = run_train(folder, *arguments, *TINY)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return only(folder, "outputs/*/*")
+    return finished(run_train, folder, *arguments, *TINY)
 
 
 def column(run: Path, name: str) -> list[float]:
     return [float(row[name]) for row in rows(run) if row.get(name)]
 
 
-def test_sft_learns_and_its_resume_is_exact(run_train: RunTrain, tmp_path: Path) -> None:
+def test_sft_learns_and_its_resume_is_exact(run_train: Commands, tmp_path: Path) -> None:
     arguments = ("+recipe=sft", write(tmp_path / "sums.jsonl", sums()), "optimizer.lr=3e-3")
     run = train(run_train, tmp_path / "whole", *arguments, "steps=24")
     losses = column(run, "actor/pg_loss")
@@ -53,11 +51,20 @@ def test_sft_learns_and_its_resume_is_exact(run_train: RunTrain, tmp_path: Path)
     assert losses[-1] < 1.5
     train(run_train, tmp_path / "parts", *arguments, "steps=7")
     resumed = train(run_train, tmp_path / "parts", *arguments, "steps=24", "ckpt_path=last")
-    one, other = (load_file(each / "model" / "model.safetensors") for each in (run, resumed))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    equal(resumed, run)
 
 
-def test_dpo_learns_what_is_preferred(run_train: RunTrain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(("recipe", "examples"), [("sft", sums), ("dpo", preferences)])
+def test_two_processes_train_as_one(
+    recipe: str, examples: Callable[[], list[dict]], trainer: str, run_train: Commands, tmp_path: Path
+) -> None:
+    arguments = (f"+recipe={recipe}", write(tmp_path / "data.jsonl", examples()), "optimizer.lr=1e-3", "steps=3")
+    one = train(run_train, tmp_path / "one", *arguments)
+    alike(train(run_train, tmp_path / "two", *arguments, *TRAINERS[trainer]), one)
+
+
+def test_dpo_learns_what_is_preferred(run_train: Commands, tmp_path: Path) -> None:
     arguments = ("+recipe=dpo", write(tmp_path / "pairs.jsonl", preferences()), "optimizer.lr=1e-3")
     run = train(run_train, tmp_path, *arguments, "steps=12")
     assert column(run, "actor/pg_loss")[0] == pytest.approx(0.6931472, rel=1e-6)

@@ -9,10 +9,22 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 from support.forked import Forked
-from support.runs import SMALL, TRAIN, Commands, only, rows, same_metrics, steps_done, wait_for
+from support.runs import (
+    SHARDS,
+    SMALL,
+    TRAIN,
+    TRAINERS,
+    TWO,
+    Commands,
+    alike,
+    equal,
+    finished,
+    only,
+    rows,
+    steps_done,
+    wait_for,
+)
 
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
@@ -25,37 +37,6 @@ RUN += ("buffer.keep=true", "callbacks.checkpoint.every_n_epochs=1", "name=run")
 VLLM = ("+recipe=grpo", *SMALL, f"steps={STEPS}", "add_strategy=[dapo,grpo]", "explorer.repeat_times=2", "name=run")
 VLLM += ("algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "callbacks.checkpoint.every_n_epochs=1")
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, "steps=4", "explorer.batch_size=4", "name=run")
-ON_TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
-TWO = ("trainer=ddp", *ON_TWO)
-SHARDS = ("trainer=fsdp2", *ON_TWO)
-TRAINERS = {"ddp": TWO, "fsdp2": SHARDS}
-SAME = ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/trained_rows")
-
-
-def finished(run_train: Commands, folder: Path, *arguments: str) -> Path:
-    """The folder of a run that came to its end."""
-    done = run_train(folder, *arguments)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return only(folder, "outputs/*/*")
-
-
-def alike(folder: Path, expected: Path) -> None:
-    """The same but for the order of float32 sums."""
-    assert len(rows(folder)) == len(rows(expected))
-    for row, other in zip(rows(folder), rows(expected), strict=True):
-        named, wanted = ({name for name, value in each.items() if value} for each in (row, other))
-        assert named >= wanted - {"perf/other_cores"}  # there if other programs were at work
-        for name in SAME:
-            if other.get(name):
-                assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4, abs=1e-6), name
-    assert any(float(row["actor/trained_rows"] or 0) > 0 for row in rows(folder))
-
-
-def equal(folder: Path, expected: Path) -> None:
-    """The same bits."""
-    mine, others = (load_file(path / "model" / "model.safetensors") for path in (folder, expected))
-    assert all(torch.equal(mine[name], others[name]) for name in others)
-    same_metrics(folder, expected)
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,14 @@ REFUSED = {
         ["+recipe=grpo", "add_strategy=[dapo,grpo]", "explorer.repeat_times=1"],
         ["explorer.repeat_times is 1, and add_strategy=dapo keeps groups whose rewards differ"],
     ),
+    "a group of one that is compared": (
+        ["+recipe=grpo", "explorer.repeat_times=1"],
+        ["explorer.repeat_times is 1, and add_strategy=grpo compares", "add_strategy=reinforce"],
+    ),
+    "a group of one, compared behind another strategy": (
+        ["+recipe=grpo", "add_strategy=[reinforce,step_wise_grpo]", "explorer.repeat_times=1"],
+        ["add_strategy=step_wise_grpo compares"],
+    ),
     "a negative seed": (["+recipe=grpo", "seed=-1"], ["seed is -1; give a whole number of 0 or more."]),
     "shared prefixes of another attention": (
         ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
@@ -466,12 +474,8 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert "while resolving" not in sentence
 
 
-@pytest.mark.parametrize(("strategy", "said"), [("grpo", True), ("[rloo,step_wise_grpo]", True), ("reinforce", False)])
-def test_a_strategy_that_compares_says_that_it_cannot(
-    strategy: str, said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    validate(composed("+recipe=grpo", "model=tiny", f"add_strategy={strategy}", "explorer.repeat_times=1"))
-    assert ("nothing to compare a rollout with" in caplog.text) is said
+def test_groups_of_one_are_for_strategies_that_compare_nothing() -> None:
+    validate(composed("+recipe=grpo", "model=tiny", "add_strategy=reinforce", "explorer.repeat_times=1"))
 
 
 def test_a_name_that_is_not_in_a_module_is_looked_for_among_its_own(

@@ -53,6 +53,16 @@ def groups(**settings) -> list[Experience]:
     return rows
 
 
+def pairs(count=4, seed=0):
+    """Ragged preference pairs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(low, high):
+        return torch.randint(4, 90, (int(torch.randint(low, high, (), generator=generator)),), generator=generator)
+
+    return [Experience(tokens=tokens(2, 8), chosen=tokens(1, 9), rejected=tokens(1, 9)) for _ in range(count)]
+
+
 class Items(L.LightningDataModule):
     """Optimizer batches, one epoch each `per_epoch` of them."""
 

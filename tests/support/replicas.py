@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from support.policy import Gradients, Prepare, batch_of, fit, groups, local, make_experiences, make_policy, whole
+from support.policy import (
+    Gradients,
+    Prepare,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    groups,
+    local,
+    make_experiences,
+    make_policy,
+    whole,
+)
 from support.runs import Commands
 from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common import shard_files
@@ -92,6 +103,23 @@ def trained(
         }
 
     return case
+
+
+TIMED = ("time/", "perf/mfu", "perf/tokens_per_second", "perf/trained_tokens_per_second")
+# How an item is cut, which is up to each rank's budget.
+CUT = ("actor/micro_batches", "perf/computed_tokens", "perf/padding_ratio", "perf/shared_prefix")
+
+
+def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
+    """Losses, gradients, weights and metrics but for the order of float32 sums."""
+    torch.testing.assert_close(together["losses"], one["losses"], rtol=1e-5, atol=1e-7, equal_nan=True)
+    for mine, expected in zip(together["gradients"], one["gradients"], strict=True):
+        assert_same_gradients(mine, expected)
+    torch.testing.assert_close(together["weights"], one["weights"], rtol=1e-5, atol=1e-5)
+    for mine, expected in zip(together["metrics"], one["metrics"], strict=True):
+        kept = {name: value for name, value in expected.items() if not name.startswith((*TIMED, *CUT))}
+        torch.testing.assert_close({name: mine[name] for name in kept}, kept, rtol=1e-5, atol=1e-6)
+        assert mine.keys() == expected.keys()
 
 
 def held(policy: PolicyModule) -> int:
@@ -414,7 +442,9 @@ def write_again(folder: Path, way: str) -> None:
         write(folder / f"{before}-later-{way}.ckpt", way, before=folder / f"{before}-fp32.ckpt", epochs=2)
 
 
-def start(folder: Path, run_train: Commands, ranks: int = RANKS) -> list[dict[str, dict[str, dict[str, Any]]]]:
+def start(
+    folder: Path, run_train: Commands, ranks: int = RANKS, program: str = "support.replicas"
+) -> list[dict[str, dict[str, dict[str, Any]]]]:
     """What every rank has found of all cases by strategy, by rank, each in a process of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=1))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
@@ -423,7 +453,7 @@ def start(folder: Path, run_train: Commands, ranks: int = RANKS) -> list[dict[st
     for rank, file in enumerate(files):
         (folder / str(rank)).mkdir()
         own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(run_train.start(folder / str(rank), str(file), program="support.replicas", **own))
+        processes.append(run_train.start(folder / str(rank), str(file), program=program, **own))
     try:
         for rank, process in enumerate(processes):
             assert process.wait(240) == 0, (folder / str(rank) / "stdout").read_text()[-4000:]

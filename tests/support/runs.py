@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.forked import Forked
 
@@ -28,6 +29,12 @@ SMALL = (
     "explorer.eval_interval=0",
     "logger=csv",
 )
+
+# Two processes train.
+ON_TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
+TWO = ("trainer=ddp", *ON_TWO)
+SHARDS = ("trainer=fsdp2", *ON_TWO)
+TRAINERS = {"ddp": TWO, "fsdp2": SHARDS}
 
 RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -162,3 +169,32 @@ def same_metrics(a: Path, b: Path) -> None:
         ]
         names = (one.keys() | other.keys()) - set(measured)
         assert {name: one.get(name, "") for name in names} == {name: other.get(name, "") for name in names}
+
+
+SAME = ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/trained_rows")
+
+
+def finished(run_train: Commands, folder: Path, *arguments: str) -> Path:
+    """The folder of a run that came to its end."""
+    done = run_train(folder, *arguments)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, "outputs/*/*")
+
+
+def alike(folder: Path, expected: Path) -> None:
+    """The same but for the order of float32 sums."""
+    assert len(rows(folder)) == len(rows(expected))
+    for row, other in zip(rows(folder), rows(expected), strict=True):
+        named, wanted = ({name for name, value in each.items() if value} for each in (row, other))
+        assert named >= wanted - {"perf/other_cores"}  # there if other programs were at work
+        for name in SAME:
+            if other.get(name):
+                assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4, abs=1e-6), name
+    assert any(float(row["actor/trained_rows"] or 0) > 0 for row in rows(folder))
+
+
+def equal(folder: Path, expected: Path) -> None:
+    """The same bits."""
+    mine, others = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, expected))
+    assert mine == others
+    same_metrics(folder, expected)

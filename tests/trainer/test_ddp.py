@@ -28,6 +28,7 @@ from support.replicas import (
     SMOOTH,
     STRATEGIES,
     asked,
+    assert_same,
     ragged,
     start,
     write,
@@ -49,10 +50,7 @@ Found = list[dict[str, dict[str, dict[str, Any]]]]
 
 Alone = Callable[[str], dict[str, Any]]
 
-TIMED = ("time/", "perf/mfu", "perf/tokens_per_second", "perf/trained_tokens_per_second")
 STEP = ("actor/grad_norm", "actor/lr", "actor/bad_steps")  # by which each rank changes its weights
-# How an item is cut, which is up to each rank's budget.
-CUT = ("actor/micro_batches", "perf/computed_tokens", "perf/padding_ratio", "perf/shared_prefix")
 
 
 ALL = [(kind, case) for kind in STRATEGIES for case in CASES if kind != "fsdp2" or case not in NOT_IN_SHARDS]
@@ -103,18 +101,6 @@ def test_more_processes_train_as_one(
 ) -> None:
     for each in more(ranks):
         assert_same(each[kind][case], alone(case))
-
-
-def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
-    """Losses, gradients, weights and metrics but for the order of float32 sums."""
-    torch.testing.assert_close(together["losses"], one["losses"], rtol=1e-5, atol=1e-7, equal_nan=True)
-    for mine, expected in zip(together["gradients"], one["gradients"], strict=True):
-        assert_same_gradients(mine, expected)
-    torch.testing.assert_close(together["weights"], one["weights"], rtol=1e-5, atol=1e-5)
-    for mine, expected in zip(together["metrics"], one["metrics"], strict=True):
-        kept = {name: value for name, value in expected.items() if not name.startswith((*TIMED, *CUT))}
-        torch.testing.assert_close({name: mine[name] for name in kept}, kept, rtol=1e-5, atol=1e-6)
-        assert mine.keys() == expected.keys()
 
 
 @pytest.mark.parametrize(("kind", "case"), ALL)

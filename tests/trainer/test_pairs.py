@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.policy import Gradients, assert_same_gradients, batch_of, fit, load_tiny, make_policy, naive_gradients
+from support.policy import (
+    Gradients,
+    assert_same_gradients,
+    batch_of,
+    fit,
+    load_tiny,
+    make_policy,
+    naive_gradients,
+    pairs,
+)
 from torch.nn.functional import logsigmoid
 
 from trinity_lightning.common.experience import Experience, ExperienceError
@@ -82,21 +91,12 @@ def test_the_two_rows_of_a_pair_are_in_one_micro_batch(experiences, budget, layo
     parts = [part for share in deal(batch, rows, ranks, budget, layout) for part in cut(batch, share, budget, layout)]
     assert sorted(row for part in parts for row in part.rows) == list(rows)
     for part in parts:
-        pairs = collate(batch, part, torch.device("cpu")).pairs
-        assert pairs is not None
-        found = [[part.rows[place] for place in pair] for pair in pairs.tolist()]
+        places = collate(batch, part, torch.device("cpu")).pairs
+        assert places is not None
+        found = [[part.rows[place] for place in pair] for pair in places.tolist()]
         assert all(one % 2 == 0 and other == one + 1 for one, other in found)
         assert len(found) == len(part.rows) / 2
         assert part.tokens <= budget or len(part.rows) == 2
-
-
-def pairs(count=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(low, high):
-        return torch.randint(4, 90, (int(torch.randint(low, high, (), generator=generator)),), generator=generator)
-
-    return [Experience(tokens=tokens(2, 8), chosen=tokens(1, 9), rejected=tokens(1, 9)) for _ in range(count)]
 
 
 def trained(experiences, **algorithm):

@@ -1,12 +1,8 @@
 """Rules of strategies that go together with some workflows, losses and groups only."""
 
-import logging
-
 from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 # Of parts by name; those of one's own are of none of these.
 COMPARING_STRATEGIES = (
@@ -77,8 +73,7 @@ def _check_groups_of_one(named: list[str]) -> None:
                 "left. Give explorer.repeat_times=8, say."
             )
         if name in COMPARING_STRATEGIES:
-            logger.warning(
-                "explorer.repeat_times is 1, so add_strategy=%s has nothing to compare a rollout with: its advantage "
-                "is the reward itself, as with add_strategy=reinforce.",
-                name,
+            raise ConfigError(
+                f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task with each other: "
+                "give explorer.repeat_times=8, say, or choose add_strategy=reinforce, whose advantage is the reward."
             )

@@ -1,0 +1,70 @@
+"""One equivalence class: the layout, the cut, the order of rows and the number of processes change no step of training.
+
+Twenty steps each, of all weights and of adapters, in float32. Nothing is compared on weights that were set equal again:
+what a way rounds otherwise in one step is in all that follow.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.equivalence import (
+    BUDGETS,
+    LAYOUTS,
+    OFFLINE,
+    POLICIES,
+    ROLLOUTS,
+    TOGETHER,
+    Way,
+    on_dataset,
+    trajectory,
+)
+from support.replicas import assert_same, start
+from support.runs import Commands
+
+pytestmark = pytest.mark.slow
+
+ways = st.builds(Way, st.sampled_from(LAYOUTS), st.sampled_from(BUDGETS), st.integers(0, 99))
+alone = cache(lambda policy: trajectory(policy, Way()))
+alone_on_dataset = cache(lambda loss: on_dataset(loss, Way()))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> list[dict[str, dict[str, Any]]]:
+    """What two processes find of all cases, by rank and strategy."""
+    folder: Path = tmp_path_factory.mktemp("equivalence")
+    return start(folder, run_train, program="support.equivalence")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=4)
+@given(way=ways)
+def test_layout_cut_and_order_change_no_step(policy: str, way: Way) -> None:
+    assert_same(trajectory(policy, way), alone(policy))
+
+
+@pytest.mark.parametrize(("kind", "case"), [each for each in TOGETHER if each[1] in ROLLOUTS])
+def test_two_processes_take_the_same_steps(found: list[dict[str, dict[str, Any]]], kind: str, case: str) -> None:
+    policy, _ = ROLLOUTS[case]
+    for each in found:
+        assert_same(each[kind][case], alone(policy))
+
+
+@pytest.mark.parametrize(("kind", "case"), [each for each in TOGETHER if each[1] in OFFLINE])
+def test_two_processes_learn_from_a_dataset_as_one(
+    found: list[dict[str, dict[str, Any]]], kind: str, case: str
+) -> None:
+    loss, _ = OFFLINE[case]
+    one = alone_on_dataset(loss)
+    for each in found:
+        assert_same(each[kind][case], one)
+    shares = [each[kind][case]["rows"] for each in found]
+    assert shares[1][0] == []  # one row, or one pair, is of one process
+    for every, *own in zip(one["rows"], *shares, strict=True):
+        micro_batches = [rows for share in own for rows in share]
+        assert sorted(row for rows in micro_batches for row in rows) == sorted(row for rows in every for row in rows)
+        if loss == "dpo":
+            assert all({row ^ 1 for row in rows} == set(rows) for rows in micro_batches)
