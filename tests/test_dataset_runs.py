@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compose import composed
-from support.runs import TRAINERS, Commands, RunTrain, alike, equal, finished, rows
+from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
 from trinity_lightning.config.schema import typed_config
@@ -51,7 +51,7 @@ def test_sft_learns_and_its_resume_is_exact(run_train: Commands, tmp_path: Path)
     assert losses[-1] < 1.5
     train(run_train, tmp_path / "parts", *arguments, "steps=7")
     resumed = train(run_train, tmp_path / "parts", *arguments, "steps=24", "ckpt_path=last")
-    equal(resumed, run)
+    same_model(resumed, run)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
