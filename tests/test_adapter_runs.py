@@ -1,4 +1,4 @@
-"""Whole runs that train adapters: gone on with, evaluated, and on two processes with a server."""
+"""Whole runs that train adapters: gone on with, and on two processes with a server."""
 
 from pathlib import Path
 
@@ -9,12 +9,11 @@ STEPS = 3
 REWARD = "eval/addition_heldout/mean@1"
 RUN = ("+recipe=lora", *SMALL, "name=run", "model.lora.r=4", "optimizer.lr=0.03", "algorithm.kl.coef=0.01")
 RUN += ("explorer.eval_interval=1", "eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
-RUN += ("callbacks.checkpoint.every_n_epochs=1", "callbacks.checkpoint.save_top_k=-1")
 
 
 @pytest.fixture(scope="module")
 def whole(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of all steps, with a checkpoint and an evaluation after each."""
+    """A run of all steps, with an evaluation after each."""
     return finished(run_train, tmp_path_factory.mktemp("whole"), *RUN, f"steps={STEPS}")
 
 
@@ -26,16 +25,6 @@ def test_a_run_goes_on_with_the_same_bits(whole: Path, run_train: Commands, tmp_
     finished(run_train, tmp_path, *RUN, "steps=1")
     equal(finished(run_train, tmp_path, *RUN, f"steps={STEPS}", "ckpt_path=last"), whole)
     assert any(float(row["actor/kl_loss"] or 0) > 0 for row in rows(whole))
-
-
-def test_checkpoints_are_worth_what_they_were_in_training(whole: Path, run_train: Commands, tmp_path: Path) -> None:
-    """vLLM is given what the checkpoints' adapters come to, merged into the weights."""
-    arguments = (*RUN, f"ckpt_path={whole}", f"hydra.run.dir={tmp_path / 'evaluated'}")
-    done = run_train(tmp_path, *arguments, program="trinity_lightning.evaluate")
-    assert done.returncode == 0, done.stdout[-4000:]
-    found = evaluated(tmp_path / "evaluated")
-    assert len(set(found)) > 1
-    assert found == evaluated(whole)
 
 
 def test_a_target_that_is_not_there_is_refused_before_an_engine_is_loaded(run_train: Commands, tmp_path: Path) -> None:
