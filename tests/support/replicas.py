@@ -31,6 +31,7 @@ from support.policy import (
     whole,
 )
 from support.runs import Commands
+from support.streams import STREAMS, read
 from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common import shard_files
 from trinity_lightning.common.experience import Experience
@@ -154,6 +155,14 @@ def with_experts() -> list[list[Experience]]:
     return items
 
 
+def in_streams() -> list[list[Experience]]:
+    """With tokens of all streams: an expert's, what a teacher has read, weights of one's own."""
+    items = with_experts()
+    for each in items:
+        read(each)
+    return items
+
+
 RARE = 1  # a token
 
 
@@ -243,6 +252,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "gspo": trained(ragged(), policy_loss="gspo"),
     "sft": trained(ragged(), policy_loss="sft"),
     "experts": trained(with_experts(), policy_loss={"name": "mix", "args": {"mu": 0.25}}),
+    "streams": trained(in_streams(), **STREAMS),
     "a bad step": trained(broken()),
     "recomputed activations": trained(ragged(), model={"gradient_checkpointing": True}),
     "no gradient on the way": trained(rarely(items=1), change=add_rare_vectors),
