@@ -289,7 +289,7 @@ class PolicyModule(L.LightningModule):
             ModelLoadError, ConfigError: as `check_trainable` says.
         """
         if self._passes is None:
-            function = self._logprob_fn()
+            function = self._logprob_fn
             layout = usable_layout(self.algorithm.layout, self.policy, function)
             layout = layout if self.critic is None else self.critic.usable_layout(layout)
             device, tokens = device or self.device, self._given_tokens
@@ -307,6 +307,7 @@ class PolicyModule(L.LightningModule):
         found = self._ranks.exchange((passes.max_tokens, passes.layout), patient=True)  # rank 0 has loaded engines
         return replace(passes, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
 
+    @cached_property
     def _logprob_fn(self) -> LogprobFn:
         """How log-probabilities of this architecture are computed."""
         try:

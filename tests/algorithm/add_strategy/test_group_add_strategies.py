@@ -17,11 +17,11 @@ from trinity_lightning.algorithm.add_strategy import (
 from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import BaselineAddStrategy
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 
-# Score rewards within a task; on_policy_distill needs none, and has its own tests.
+# Score rewards within a task. on_policy_distill needs none, and a critic's are scored by the trainer: see their tests.
 GRPO_LIKE = [
     name
     for name in ADD_STRATEGY
-    if issubclass(ADD_STRATEGY.get(name), GroupAdvantageStrategy) and name != "on_policy_distill"
+    if issubclass(ADD_STRATEGY.get(name), GroupAdvantageStrategy) and name not in ("on_policy_distill", "critic")
 ]
 BY_REWARD = [name for name in ADD_STRATEGY if name != "on_policy_distill"]
 

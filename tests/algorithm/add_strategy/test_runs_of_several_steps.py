@@ -11,7 +11,7 @@ from trinity_lightning.common.experience import EID, Experience, ExperienceError
 BY_RUN = [
     name
     for name in ADD_STRATEGY
-    if issubclass(ADD_STRATEGY.get(name), GroupAdvantageStrategy) and name != "on_policy_distill"
+    if issubclass(ADD_STRATEGY.get(name), GroupAdvantageStrategy) and name not in ("on_policy_distill", "critic")
 ]
 FILTERS = ["dapo", "duplicate_informative", "reward_variance"]
 
