@@ -57,7 +57,7 @@ REFUSED = {
         ["'workflow.args.max_turns' is not set yet", "+workflow.args.max_turns=VALUE"],
     ),
     "critic and another strategy": (
-        ["+recipe=ppo", "add_strategy=grpo"],
+        ["+recipe=ppo", "add_strategy=grpo", "explorer.repeat_times=8"],
         ["algorithm.critic makes the advantages", "choose add_strategy=critic"],
     ),
     "strategy without its critic": (["+recipe=grpo", "add_strategy=critic"], ["choose algorithm=ppo_critic"]),

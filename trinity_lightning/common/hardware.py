@@ -1,9 +1,10 @@
-"""This machine: its free memory, what a process reuses or gives back of it, and how fast its CPU multiplies."""
+"""This machine: its memory, what a process reuses or gives back of it, its threads, how fast its CPU multiplies."""
 
 import ctypes
 import math
 import mmap
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -120,6 +121,24 @@ def advise(advice: str, address: int, size: int) -> None:
 
 def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+# -- Threads -----------------------------------------------------------------------------------------------------------
+
+
+def compute_on_one_thread() -> None:
+    """From now on, what this thread computes with torch takes no threads of OpenMP; other threads keep theirs.
+
+    libgomp counts the threads of all its pools. A second pool makes them more than there are cores, and from then on
+    none of them spins at a barrier: each sleeps, and has to be woken for nearly every operation.
+    """
+    threads = torch.get_num_threads()  # before: at a thread's first call torch sets it to the process's number
+    # Not torch.set_num_threads, which vLLM replaces by nothing: the threads that it has bound to cores are others.
+    set_threads = torch._C.set_num_threads
+    set_threads(1)  # of this thread, and of threads that start later
+    others = threading.Thread(target=set_threads, args=(threads,))
+    others.start()
+    others.join()
 
 
 # -- Speed of matrix products, and in which dtype they are faster: timed within milliseconds ---------------------------

@@ -7,22 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 T = TypeVar("T")
-
-
-def compute_on_one_thread() -> None:
-    """From now on, what this thread computes with torch takes no threads of OpenMP; other threads keep theirs.
-
-    libgomp counts the threads of all its pools. A second pool makes them more than there are cores, and from then on
-    none of them spins at a barrier: each sleeps, and has to be woken for nearly every operation.
-    """
-    threads = torch.get_num_threads()  # before: at a thread's first call torch sets it to the process's number
-    torch.set_num_threads(1)  # of this thread, and of threads that start later
-    others = threading.Thread(target=torch.set_num_threads, args=(threads,))
-    others.start()
-    others.join()
 
 
 async def run_in_thread(function: Callable[[], T]) -> T:

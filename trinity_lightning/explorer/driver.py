@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-from trinity_lightning.common.threads import compute_on_one_thread
+from trinity_lightning.common.hardware import compute_on_one_thread
 from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
 
