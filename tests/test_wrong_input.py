@@ -72,6 +72,15 @@ REFUSED = {
         ["+recipe=ppo", "workflow=multi_turn", "workflow.args.mode=step_wise", "++workflow.args.step_reward=own"],
         ["algorithm.critic does not see the steps", "workflow.args.step_reward=return"],
     ),
+    "critic beside expert data": (
+        [
+            "+recipe=ppo",
+            "buffer.expert.per_step=2",
+            "buffer.expert.dataset.source=dataset",
+            "buffer.expert.dataset.path=x/y",
+        ],
+        ["expert data (buffer.expert.per_step) have none", "set buffer.expert.per_step=0"],
+    ),
     "critic that is no mapping": (["+recipe=grpo", "algorithm.critic=yes"], ["algorithm.critic is", "a mapping"]),
     "critic with an unknown knob": (["+recipe=ppo", "+algorithm.critic.gama=1"], ["algorithm.critic.gamma"]),
     "critic with a wrong number": (["+recipe=ppo", "algorithm.critic.lam=2"], ["algorithm.critic.lam is 2"]),

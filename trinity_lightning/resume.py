@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.config.checkpoints import last_checkpoint, recorded_model
+from trinity_lightning.config.critic import critic_config
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import HALF, WeightDtype
 from trinity_lightning.errors import ConfigError
@@ -16,12 +18,14 @@ from trinity_lightning.sync.saved import saved_weights
 
 logger = logging.getLogger(__name__)
 
+CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}  # by what weights' names begin with
+
 
 def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     """The checkpoint that `ckpt_path` means for the run of that folder.
 
     Raises:
-        ConfigError: it is none, of another model, or of a later step than the last one asked for.
+        ConfigError: it is none, of another model or critic, or of a later step than the last one asked for.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -33,7 +37,22 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     before = recorded_model(record) if record.is_file() else config.model.name
     if before != config.model.name:
         raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
+    _check_critic(config.algorithm.critic, path)
     return str(path)
+
+
+def _check_critic(critic: Any, path: Path) -> None:
+    """Refuse a critic of another kind than the checkpoint's, whose weights it could not go on with."""
+    names = contents(path)["state_dict"].keys()
+    held = next((what for part, what in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
+    asked = "null"
+    if critic is not None:
+        asked = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
+    if asked != held:
+        raise ConfigError(
+            f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}: set algorithm.critic as in "
+            "its run."
+        )
 
 
 def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:

@@ -286,7 +286,11 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_time_out() 
     assert isinstance(second, RankError)
 
 
-def test_within_a_limit_a_rank_that_hangs_is_named_and_nobody_is_waited_for_any_more() -> None:
+def test_within_a_limit_a_rank_that_hangs_is_named_and_nobody_is_waited_for_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks_module, "LEAST_SECONDS", 0.0)
+
     def work(ranks: Ranks) -> Any:
         if ranks.rank == 1:
             time.sleep(1.0)
@@ -304,8 +308,18 @@ def test_within_a_limit_a_rank_that_hangs_is_named_and_nobody_is_waited_for_any_
     assert isinstance(error, RankError)
 
 
+def test_others_are_not_to_blame_for_a_rank_that_comes_after_its_limit() -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.within(0.1):
+            time.sleep(0.2 if ranks.rank == 0 else 0.4)
+            return ranks.exchange(ranks.rank)
+
+    assert together(work, size=2) == [[0, 1]] * 2
+
+
 def test_of_those_that_another_waits_for_only_one_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(ranks_module, "LEAST_SECONDS", 0.0)
 
     def work(ranks: Ranks) -> Any:
         if ranks.rank == 1:

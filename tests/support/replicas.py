@@ -241,7 +241,8 @@ def of_shape(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Callable[..
 
 
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
-ADAPTERS, CRITIC = NOT_IN_SHARDS = ("adapters", "a critic")
+ADAPTERS, CRITIC, VALUE_MODEL = NOT_IN_SHARDS = ("adapters", "a critic", "a value model")
+ADAPTIVE = {"model": "tiny", "lr": 1e-2, "warmup_steps": 2, "kl_coef": 0.1, "kl_target": 3.0}
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "padded": trained(ragged(), layout="padded"),
     "shared prefixes": trained([groups(count=8, seed=seed) for seed in range(3)], layout="shared_prefix"),
@@ -258,6 +259,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "no gradient on the way": trained(rarely(items=1), change=add_rare_vectors),
     "a checkpoint on the way": trained(ragged(), callbacks=[Saves]),
     CRITIC: trained(rewarded(), True, critic={"lr": 1e-2, "kl_coef": 0.1}, optimizer_steps=3),
+    VALUE_MODEL: trained(rewarded(), True, critic=ADAPTIVE),
     ADAPTERS: trained(ragged(), change=move_adapters, model={"lora": LoRAConfig(r=2)}),
     "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16", max_tokens_per_micro_batch=24),
 }

@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.compose import composed
 from support.policy import (
     Gradients,
     Prepare,
@@ -18,11 +20,13 @@ from support.policy import (
     make_policy,
     naive_logprobs,
     padded,
+    rate_of,
 )
 
 from trinity_lightning.algorithm.gae import gae, whitened
-from trinity_lightning.config.training import Layout, LoRAConfig
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.config.training import Layout, LoRAConfig, OptimizerConfig
+from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.resume import checkpoint_to_resume
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -135,15 +139,20 @@ def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target()
         name: [torch.full((e.response_length,), value) for e in experiences]
         for name, value in (("values", 0.0), ("old_logprobs", -1.0), ("ref_logprobs", -1.2))
     }
+    experiences[0].action_mask[:] = False  # a response without trained tokens
+    batch = batch_of(experiences)
     found = policy.critic.weigh(batch, columns)
+    policy.critic.adapt(batch, columns)
     for each, returns in zip(experiences, found["returns"], strict=True):
         mask = each.action_mask
         to_go = mask.flip(0).cumsum(0).flip(0)  # of tokens, each with 0.2 nats
         torch.testing.assert_close(returns[mask], (each.reward - 0.5 * 0.2 * to_go)[mask])
     assert float(policy.critic.kl_coef) == pytest.approx(0.5 * (1 - 0.1 * 0.2))  # the error is bounded
-    near = 0.2 * batch.num_tokens / len(experiences) / 1.1
-    policy.critic.config.kl_target = near
-    policy.critic.weigh(batch, columns)
+    mean = 0.2 * batch.num_tokens / (len(experiences) - 1)
+    batch.columns = columns | found
+    assert policy.critic.metrics(batch)["critic/kl"] == pytest.approx(mean, rel=1e-5)
+    policy.critic.config.kl_target = mean / 1.1
+    policy.critic.adapt(batch, columns)
     assert float(policy.critic.kl_coef) == pytest.approx(0.5 * (1 - 0.1 * 0.2) * (1 + 0.1 * 0.1), rel=1e-5)
 
 
@@ -180,9 +189,76 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
     assert float(whole.critic.kl_coef) != 0.1
 
 
+@pytest.mark.parametrize("before", [0.0, 0.1])
+def test_a_resumed_run_takes_its_learning_rates_and_the_weight_of_its_kl_from_the_configuration(
+    before: float, tmp_path: Path
+):
+    batches = [batch_of(rollouts(seed=seed)) for seed in range(3)]
+    first = actor_critic({"kl_coef": before}, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=4))
+    one = fit(first, batches, Prepare(batches), limit_train_batches=2, max_epochs=1)
+    one.save_checkpoint(file := tmp_path / "half.ckpt", weights_only=False)
+    rest = actor_critic({"kl_coef": 0.2, "lr": 4e-2}, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=4))
+    trainer = fit(rest, batches[2:], Prepare(batches[2:]), ckpt_path=file, max_epochs=2)
+    expected = {"actor/lr": 3e-3 * 2 / 4, "critic/lr": 4e-2 * 2 / 4, "critic/kl_coef": 0.2}
+    assert {name: float(trainer.logged_metrics[name]) for name in expected} == pytest.approx(expected)
+    assert rate_of(rest) == pytest.approx(3e-3 * 3 / 4)
+
+
+def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path):
+    batches, file = [batch_of(rollouts())], tmp_path / "it.ckpt"
+    fit(actor_critic(), batches, Prepare(batches)).save_checkpoint(file)
+    with pytest.raises(ConfigError, match=r"do not fit algorithm\.critic: Unexpected key"):
+        fit(make_policy(), batches, ckpt_path=file, max_epochs=2)
+    config = composed("model=tiny", "steps=2", f"ckpt_path={file}")
+    with pytest.raises(ConfigError, match=r"critic is null, .* is a value head: set algorithm\.critic as in"):
+        checkpoint_to_resume(config, tmp_path)
+    config = composed("model=tiny", "steps=2", f"ckpt_path={file}", "algorithm=ppo_critic", "add_strategy=critic")
+    assert checkpoint_to_resume(config, tmp_path) == str(file)
+    fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(file)
+    with pytest.raises(ConfigError, match=r"do not fit algorithm\.critic: Missing key"):
+        fit(actor_critic(), batches, ckpt_path=file, max_epochs=2)
+
+
+def test_values_are_computed_without_the_value_models_dropout():
+    policy = with_head(actor_critic({"model": "tiny"}, layout=Layout.padded))
+    assert policy.critic is not None
+    layers = policy.critic.model.model
+    layers.norm = torch.nn.Sequential(layers.norm, torch.nn.Dropout(0.5))
+    batches = [batch_of(rollouts()) for _ in range(2)]
+    fit(policy, batches, Prepare(batches))
+    torch.testing.assert_close(*(batch.columns["values"] for batch in batches))
+    assert policy.critic.training
+
+
+def test_values_that_a_script_gives_stay():
+    batch = batch_of(rollouts())
+
+    class WithoutReference(Prepare):
+        def on_train_start(self, trainer, pl_module: Any):
+            super().on_train_start(trainer, pl_module)
+            del batch.columns["ref_logprobs"]
+            self.given = dict(batch.columns)
+
+    fit(actor_critic({"kl_coef": 0.1}), [batch], prepare := WithoutReference([batch]))
+    assert "ref_logprobs" in batch.columns
+    assert all(batch.columns[name] is column for name, column in prepare.given.items())
+
+
+def test_models_that_show_no_states_or_no_logits_are_refused_before_training():
+    policy = with_head(actor_critic(layout=Layout.padded))
+    policy.policy.base_model_prefix = "lm_head"
+    with pytest.raises(ModelLoadError, match="does not show its last hidden states"):
+        policy.check_trainable()
+    policy = with_head(actor_critic({"model": "tiny"}))
+    assert policy.critic is not None
+    policy.critic.model.forward = lambda **_: SimpleNamespace()
+    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained: .*logits"):
+        policy.check_trainable()
+
+
 def test_the_critic_is_in_checkpoints_alone(tmp_path: Path):
     policy = with_head(actor_critic())
-    assert {"critic.head.weight", "critic.head.bias", "critic.kl_coef"} < policy.state_dict().keys()
+    assert {"critic.head.weight", "critic.head.bias", "critic.kl_scale"} < policy.state_dict().keys()
     assert {name for name, _ in weight_stream(policy.policy)} == {
         name for name, _ in weight_stream(make_loaded().policy)
     }

@@ -21,7 +21,6 @@ from transformers import (
 from trinity_lightning.config.training import AlgorithmConfig, Dropout, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import model as models
-from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.attention import CpuSharedPrefix, attention_implementation
 from trinity_lightning.trainer.budget import CPU_TOKENS, useful_tokens
 from trinity_lightning.trainer.flops import ModelSize
@@ -338,14 +337,11 @@ def test_whatever_a_models_parts_raise_its_own_forward_pass_is_tried(
     assert logprob_function(build("LlamaForCausalLM", {})) is logprobs_by_forward
 
 
-def test_a_policy_says_what_its_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(model: Any) -> Any:
-        raise AttributeError("no lm_head")
-
-    monkeypatch.setattr(policy_module, "logprob_function", lacking)
+def test_a_policy_says_what_its_model_lacks() -> None:
     policy = PolicyModule("tiny", dtype="fp32")
     policy.configure_model()
-    with pytest.raises(ModelLoadError, match="'tiny' cannot be trained: no lm_head"):
+    policy.policy.forward = lambda **_: SimpleNamespace()
+    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained: .*logits"):
         policy.check_trainable()
 
 

@@ -92,7 +92,7 @@ def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
     policy.policy.eval()
     with torch.no_grad(), policy.trainer.precision_plugin.forward_context():
         if policy.objective.needs_reference and "ref_logprobs" not in batch.columns:
-            batch.columns |= policy._columns(batch)
+            batch.columns |= policy.reference_column(batch)
         policy.objective.add_columns(batch)
         passes = policy.passes()
         (parts,) = passes.shares(batch, passes.rows(batch))

@@ -21,6 +21,7 @@ CALL = "a call"
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
 LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits for others
 CAUSE_SECONDS = 1.0
+LEAST_SECONDS = 3.0  # that a round waits, however late it begins `within` a limit: the others are not to blame for that
 BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
 BEAT_SECONDS = 5.0  # between two beats of a rank that waits for rank 0
 SILENT_SECONDS = 30.0  # without a beat, and rank 0, which rolls out, ends the run
@@ -57,7 +58,7 @@ class Ranks(Alone):
         group, store: what connects the ranks.
         lost: says which processes of this machine have died, if any have.
         terminated: says whether this process was sent SIGTERM.
-        hangs: whether another rank did not answer by the limit of `within`.
+        hangs: whether another rank did not answer in a round that waited until the limit of `within`.
     """
 
     rank: int
@@ -273,12 +274,12 @@ class Ranks(Alone):
         """Begin something on `group`, and wait for its end; `at`: what an error calls it."""
         if self._broken is not None:
             raise self._broken()
-        deadline = self._deadline
+        began, limit = time.monotonic(), self.left().total_seconds()
         try:
             begin().wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
-            self.hangs = time.monotonic() >= deadline
+            self.hangs = time.monotonic() - began > limit - 0.01  # gloo cuts its limits to whole milliseconds
             why = f"{self._late()} hangs" if self.hangs else error
             unknown = f"another process of the run ended, or did not answer in time, at {at} ({why})"
             cause = self.failure() if self.hangs else self._cause()
@@ -288,7 +289,10 @@ class Ranks(Alone):
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """In whatever is done meanwhile the CPU waits for others no longer than that from now on."""
+        """In whatever is done meanwhile the CPU waits for others no longer than that from now on.
+
+        A round that begins later than LEAST_SECONDS before the limit waits for those.
+        """
         before, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
         try:
             yield
@@ -296,8 +300,8 @@ class Ranks(Alone):
             self._deadline = before
 
     def left(self) -> timedelta:
-        """Until the limit of `within`."""
-        return timedelta(seconds=max(0.001, min(self._deadline - time.monotonic(), PATIENCE.total_seconds())))
+        """How long a round that begins now may wait, by the limit of `within`."""
+        return timedelta(seconds=max(LEAST_SECONDS, min(self._deadline - time.monotonic(), PATIENCE.total_seconds())))
 
     def _cause(self) -> RankError | None:
         """What `failure` says: a connection ends a moment before the process that it led to."""

@@ -6,6 +6,7 @@ A run is one experience, or one a step: what it was worth counts once, however m
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 
@@ -13,7 +14,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError, gro
 EQUAL_TOLERANCE = 1e-6
 
 
-def is_valid_reward(reward: float | None) -> bool:
+def is_valid_reward(reward: float | None) -> TypeGuard[float]:
     """Whether a reward is a finite number."""
     return reward is not None and math.isfinite(reward)
 

@@ -69,7 +69,7 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
     if run.algorithm.critic is not None or "critic" in [each.name for each in run.add_strategy.values()]:
         from trinity_lightning.config.critic import check_critic
 
-        check_critic(run, config.trainer or {})
+        check_critic(run)
     _check_training(run)
     _check_expert(run)
     _check_sampling(run)

@@ -80,12 +80,8 @@ def critic_config(given: Any) -> CriticConfig:
     return CriticConfig(**{str(key): value for key, value in given.items()})
 
 
-def check_critic(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+def check_critic(run: TrainConfig) -> None:
     """Refuse a critic without what it learns from, and what weighs by a critic without one.
-
-    Args:
-        run: the configuration.
-        trainer: settings of Lightning's Trainer.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -105,7 +101,12 @@ def check_critic(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too: choose add_strategy=critic."
         )
-    if run.workflow.args.get("step_reward") == "own":
+    if run.buffer.expert.per_step > 0:
+        raise ConfigError(
+            "algorithm.critic makes advantages of rewards, and expert data (buffer.expert.per_step) have none: set "
+            "buffer.expert.per_step=0, or algorithm.critic=null."
+        )
+    if run.workflow.args.get("step_reward") == "own" and run.workflow.args.get("mode") != "single":
         raise ConfigError(
             "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
             "behind it: set workflow.args.step_reward=return, or workflow.args.mode=single."

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from trinity_lightning.algorithm.gae import explained_variance, gae, value_loss, whitened
 from trinity_lightning.algorithm.kl import KL_FN
-from trinity_lightning.common.experience import gather_rows
+from trinity_lightning.common.alone import ALONE, Alone
+from trinity_lightning.common.experience import Experience, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.config.critic import CriticConfig
@@ -21,6 +22,7 @@ from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.model import logprob_function, usable_layout
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
+from trinity_lightning.trainer.placement import WHOLE, Whole
 
 # Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: how fast the weight of the KL follows its error, and the error's
 # bound.
@@ -39,10 +41,11 @@ class Critic(nn.Module):
         value_model: another one, with the same vocabulary; None: the head is on the policy's states.
 
     Attributes:
-        kl_coef: present weight of the KL in the reward, a float64 tensor: in checkpoints, as the weights are.
+        kl_scale: what an adaptive weight of the KL has been multiplied by so far, a float64 tensor: in checkpoints, as
+            the weights are.
     """
 
-    kl_coef: Tensor
+    kl_scale: Tensor
 
     def __init__(self, config: CriticConfig, policy: Any, value_model: Any = None) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class Critic(nn.Module):
         self.head = nn.Linear(width, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.register_buffer("kl_coef", torch.tensor(config.kl_coef, dtype=torch.float64))
+        self.register_buffer("kl_scale", torch.ones((), dtype=torch.float64))
         self.warms_up = False  # whether only the critic is trained now
         if value_model is not None:
             lean_embeddings(value_model.train())
@@ -77,8 +80,17 @@ class Critic(nn.Module):
             )
         return cls(config, policy, load(config.model))
 
+    @property
+    def kl_coef(self) -> float:
+        """Present weight of the KL in the reward: the configured one, which an adaptive one has moved away from."""
+        return self.config.kl_coef * (1.0 if self.config.kl_target is None else float(self.kl_scale))
+
+    def check(self, passes: Passes, policy: Any) -> None:
+        """Refuse models that no values can be computed of, by trying; a ModelLoadError."""
+        self.columns(passes, policy, OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], 0))
+
     def usable_layout(self, layout: Layout) -> Layout:
-        """The layout, or what the value model can do of it; errors as of `model.usable_layout`."""
+        """The layout, or what the value model can do of it; errors as of `model.logprob_function`, `usable_layout`."""
         return layout if self.model is None else usable_layout(layout, self.model, logprob_function(self.model))
 
     @property
@@ -96,23 +108,35 @@ class Critic(nn.Module):
         """The same passes of the policy, which yield values [n] behind log-probabilities and entropies."""
 
         def function(model: Any, inputs: dict[str, Any], positions: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            seen: list[Any] = []
-            hook = model.base_model.register_forward_hook(lambda module, given, result: seen.append(result))
-            try:
-                found = passes.function(model, inputs, positions, *others)
-            finally:
-                hook.remove()
             if self.model is not None:
+                found = passes.function(model, inputs, positions, *others)
                 seen = [self.model.base_model(**inputs, use_cache=False)]
+            else:
+                seen = []
+                hook = model.base_model.register_forward_hook(lambda module, given, result: seen.append(result))
+                try:
+                    found = passes.function(model, inputs, positions, *others)
+                finally:
+                    hook.remove()
             states = getattr(seen[0], "last_hidden_state", None) if seen else None
             if states is None:
                 raise ModelLoadError(
-                    f"{type(model).__name__} does not show its last hidden states, which a value head needs: give "
-                    "algorithm.critic.model."
+                    f"{type(self.model or model).__name__} does not show its last hidden states, which a value head "
+                    "needs: give another model as algorithm.critic.model."
                 )
             return *found, self._values(states.flatten(0, 1)[positions])
 
         return replace(passes, function=function)
+
+    @torch.no_grad()
+    def columns(
+        self, passes: Passes, policy: Any, batch: OptimizerBatch, placement: Whole = WHOLE, ranks: Alone = ALONE
+    ) -> dict[str, list[Tensor]]:
+        """The columns old_logprobs and values, of one pass without dropout."""
+        self.eval()
+        old_logprobs, values = self.with_values(passes).columns(policy, batch, placement, ranks, kept=(0, 2))
+        self.train(policy.training)
+        return {"old_logprobs": old_logprobs, "values": values}
 
     def _values(self, states: Tensor) -> Tensor:
         if self.warms_up and self.model is None:
@@ -125,11 +149,10 @@ class Critic(nn.Module):
     def weigh(self, batch: OptimizerBatch, columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """Advantages and returns of an explore step, from the columns values, and old_logprobs and ref_logprobs.
 
-        An adaptive weight of the KL follows what is measured here, for the next step.
-
         Raises:
             ConfigError: an experience has advantages already, or no reward.
         """
+        given: list[list[float]] = []
         for each in batch.experiences:
             if each.advantages is not None or not is_valid_reward(each.reward):
                 lack = "has advantages already" if each.advantages is not None else "has no finite reward"
@@ -137,27 +160,36 @@ class Critic(nn.Module):
                     f"algorithm.critic makes advantages of rewards, and experience {each.eid} {lack}: choose "
                     "add_strategy=critic."
                 )
+            given.append([float(each.reward)])
         nothing = [torch.zeros(each.response_length) for each in batch.experiences]
         if not any(map(len, nothing)):
             return {"advantages": nothing, "returns": nothing}
         config, mask = self.config, _padded([trained_mask(each) for each in batch.experiences])
         rewards = torch.zeros(mask.shape)
         last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1, keepdim=True)
-        rewards.scatter_(1, last, torch.tensor([[float(each.reward or 0.0)] for each in batch.experiences]))
-        estimates = self._kl(columns).masked_fill(~mask, 0.0) if config.kl_coef else torch.zeros(mask.shape)
-        rewards -= float(self.kl_coef) * estimates
+        rewards.scatter_(1, last, torch.tensor(given))
+        if config.kl_coef:
+            rewards -= self.kl_coef * self._kl(columns, mask)
         advantages, returns = gae(_padded(columns["values"]), rewards, mask, config.gamma, config.lam)
         if config.whiten:
             advantages = whitened(advantages, mask)
-        if config.kl_target is not None and mask.any():
-            per_response = float(estimates.sum() / mask.any(-1).sum())
-            error = max(-MAX_ERROR, min(per_response / config.kl_target - 1, MAX_ERROR))
-            self.kl_coef.mul_(1 + GAIN * error)
         return {"advantages": _rows(advantages, batch), "returns": _rows(returns, batch)}
 
-    def _kl(self, columns: dict[str, list[Tensor]]) -> Tensor:
+    def adapt(self, batch: OptimizerBatch, columns: dict[str, list[Tensor]]) -> None:
+        """Let an adaptive weight of the KL follow what an explore step's columns say, for the next step."""
+        if self.config.kl_target is not None and batch.num_tokens:
+            error = self._mean_kl(batch, columns) / self.config.kl_target - 1
+            self.kl_scale.mul_(1 + GAIN * max(-MAX_ERROR, min(error, MAX_ERROR)))
+
+    def _mean_kl(self, batch: OptimizerBatch, columns: dict[str, list[Tensor]]) -> float:
+        """Nats a response, of those with a trained token."""
+        mask = _padded([trained_mask(each) for each in batch.experiences])
+        return float(self._kl(columns, mask).sum() / mask.any(-1).sum())
+
+    def _kl(self, columns: dict[str, list[Tensor]], mask: Tensor) -> Tensor:
+        """Estimates [B, R] of trained tokens; 0 elsewhere."""
         old = _padded(columns["old_logprobs"])
-        return KL_FN.get(self.config.kl_name)(old, _padded(columns["ref_logprobs"]), old)
+        return KL_FN.get(self.config.kl_name)(old, _padded(columns["ref_logprobs"]), old).masked_fill(~mask, 0.0)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -204,9 +236,8 @@ class Critic(nn.Module):
             "critic/warming_up": float(self.warms_up),
         }
         if self.config.kl_coef:
-            estimates = self._kl(batch.columns).masked_fill(~_padded(masks), 0.0)
-            found["critic/kl"] = float(estimates.sum(-1).mean())
-            found["critic/kl_coef"] = float(self.kl_coef)
+            found["critic/kl"] = self._mean_kl(batch, batch.columns)
+            found["critic/kl_coef"] = self.kl_coef
         return found
 
 

@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 # (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
 # are arguments of the forward pass, among them `input_ids` [B, S]; a position is the place in the flattened tokens of
 # the state that predicts the target.
-LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 MOST_GRAPHS = 64  # of a compiled layer: by layout, mode, gradients or not, and one row or several
 CHECKED_TOKENS = 16
@@ -168,7 +168,7 @@ def logprob_function(model: Any) -> LogprobFn:
     """The first of the two whose results are those of the model's own logits, tried on a few random tokens.
 
     Raises:
-        ModelLoadError: neither is, or a token depends on later ones: the model cannot be trained here.
+        ModelLoadError: neither is, a token depends on later ones, or there are no logits: it cannot be trained here.
     """
     was_training = model.training
     model.eval()
@@ -184,6 +184,8 @@ def logprob_function(model: Any) -> LogprobFn:
         if can_choose and _agrees(logprobs_by_forward, model, tokens, logits, limit):
             logger.info("%s: logits by its own forward pass, which takes more memory than a plain head.", _name(model))
             return logprobs_by_forward
+    except AttributeError as error:
+        raise ModelLoadError(f"{_name(model)} cannot be trained: {error}") from error
     finally:
         model.train(was_training)
     raise ModelLoadError(

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from trinity_lightning.config.registry import PARTS, Registry
 from trinity_lightning.config.training import ADAM, OptimizerConfig
@@ -128,6 +129,32 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig, total_
     except TypeError as error:
         raise ConfigError(f"optimizer.lr_scheduler={name} cannot be made of these args: {error}.") from error
     return schedule(optimizer, **taken, **config.lr_scheduler.args)
+
+
+def peak_learning_rates(optimizer: Optimizer) -> list[Any]:
+    """Of each group, once it has a schedule; None if that is none of torch's."""
+    return [group.get("initial_lr") for group in optimizer.param_groups]
+
+
+def keep_learning_rates(optimizer: Optimizer, schedule: Any, configured: list[Any]) -> None:
+    """Give an optimizer that goes on from a checkpoint its configured peak learning rates, by group.
+
+    The schedule goes on from the step where it is. Unchanged rates are left alone, to the bit.
+
+    Raises:
+        ConfigError: they have changed, and the schedule is not a factor that follows from the step.
+    """
+    before = peak_learning_rates(optimizer)
+    if before == configured:
+        return
+    if not isinstance(schedule, LambdaLR):
+        raise ConfigError(
+            f"the checkpoint's peak learning rates are {before}, those of the configuration {configured}, and a "
+            f"{type(schedule).__name__} cannot change them on its way: give those of the checkpoint."
+        )
+    schedule.base_lrs = list(configured)
+    for group, peak, factor in zip(optimizer.param_groups, configured, schedule.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = peak, peak * factor(schedule.last_epoch)
 
 
 # -- float32 masters ---------------------------------------------------------------------------------------------------

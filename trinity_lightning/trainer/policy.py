@@ -7,6 +7,7 @@ token budget, so that their number varies; there is exactly one optimizer step a
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +53,13 @@ from trinity_lightning.trainer.model import (
     usable_layout,
 )
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.optim import check_optimizer, check_resumed, optimizer_of_policy
+from trinity_lightning.trainer.optim import (
+    check_optimizer,
+    check_resumed,
+    keep_learning_rates,
+    optimizer_of_policy,
+    peak_learning_rates,
+)
 from trinity_lightning.trainer.passes import Passes
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
@@ -140,6 +147,7 @@ class PolicyModule(L.LightningModule):
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
         self._heap = HeapBound()
+        self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._passes: Passes | None = None
@@ -217,6 +225,7 @@ class PolicyModule(L.LightningModule):
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
         further = [] if self.critic is None else self.critic.groups()
         optimizer, schedule = optimizer_of_policy(self.policy, self.optimizer_config, self._optimizer_factory, further)
+        self._peak_rates = peak_learning_rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _load_model(self, name: str) -> Any:
@@ -299,7 +308,10 @@ class PolicyModule(L.LightningModule):
                 tokens = useful_tokens(self.policy, device, getattr(self._trainer, "num_devices", 1))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
-            self._passes = Passes(device, layout, tokens, function, all_rows, as_trained)
+            passes = Passes(device, layout, tokens, function, all_rows, as_trained)
+            if self.critic is not None:
+                self.critic.check(passes, self.policy)
+            self._passes = passes
         return self._passes
 
     def _agreed(self, passes: Passes) -> Passes:
@@ -310,10 +322,7 @@ class PolicyModule(L.LightningModule):
     @cached_property
     def _logprob_fn(self) -> LogprobFn:
         """How log-probabilities of this architecture are computed."""
-        try:
-            return logprob_function(self.policy)
-        except AttributeError as error:
-            raise ModelLoadError(f"'{self.model_name}' cannot be trained: {error}") from error
+        return logprob_function(self.policy)
 
     @cached_property
     def _size(self) -> ModelSize:
@@ -341,7 +350,7 @@ class PolicyModule(L.LightningModule):
             self._log(self._counts([]), batch)
             return None
         if self.objective.needs_reference and "ref_logprobs" not in batch.columns:
-            batch.columns |= self._columns(batch)  # the reference stays the same: now is soon enough
+            batch.columns |= self.reference_column(batch)  # the reference stays the same: now is soon enough
         self.objective.add_columns(batch)
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
@@ -354,10 +363,12 @@ class PolicyModule(L.LightningModule):
             trained = {"actor": self.policy} | ({} if self.critic is None else {"critic": self.critic})
             limit = self.algorithm.max_grad_norm
             norms = {name: self._placement.clip(each.parameters(), limit) for name, each in trained.items()}
-            if not math.isfinite(norm := sum(norms.values())):
+            if not math.isfinite(norm := math.hypot(*norms.values())):
                 from trinity_lightning.trainer.faults import describe_fault
 
-                faulty = [name for each in trained.values() for name in self._placement.faulty_gradients(each)]
+                faulty = self._placement.faulty_gradients(self.policy)
+                if self.critic is not None:
+                    faulty += [f"critic.{name}" for name in self._placement.faulty_gradients(self.critic)]
                 self._skip_bad_step(batch, norm, describe_fault(batch, [part.rows for part in parts], losses, faulty))
                 return None
             metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
@@ -441,29 +452,37 @@ class PolicyModule(L.LightningModule):
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
         `old_logprobs` where several optimizer steps follow one rollout batch (and the ratio is not against the
-        engine), `ref_logprobs` where the objective has a reference; with a critic `values`, `advantages` and `returns`.
-        Each is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
+        engine), `ref_logprobs` where the objective has a reference; with a critic `old_logprobs` always, `values`,
+        `advantages` and `returns`, and an adaptive weight of its KL moves. Each is a list of float32 CPU tensors
+        [response], one an experience; 0 in rows that are not trained.
         """
         batch = OptimizerBatch.of(experiences, explore_step=0)
-        columns = self._columns(batch, old_logprobs=self.objective.needs_old_logprobs)
-        return columns if self.critic is None else columns | self.critic.weigh(batch, columns)
+        columns = self._columns(batch)
+        if self.critic is not None:
+            columns |= self.critic.weigh(batch, columns)
+            self.critic.adapt(batch, columns)
+        return columns
 
     @torch.no_grad()
-    def _columns(self, batch: OptimizerBatch, old_logprobs: bool = False) -> dict[str, list[Tensor]]:
+    def _columns(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
         columns: dict[str, list[Tensor]] = {}
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
             if self.critic is not None:
-                passes = self.critic.with_values(self.passes())
-                found = passes.columns(self.policy, batch, self._placement, self._ranks, kept=(0, 2))
-                columns["old_logprobs"], columns["values"] = found
-            elif old_logprobs:
+                columns |= self.critic.columns(self.passes(), self.policy, batch, self._placement, self._ranks)
+            elif self.objective.needs_old_logprobs:
                 columns["old_logprobs"] = self._column(self.policy, batch)
-            if self.adapter is not None and self.objective.needs_reference:
-                with self.adapter.off():
-                    columns["ref_logprobs"] = self._column(self.policy, batch)
-            elif self.reference is not None:
-                columns["ref_logprobs"] = self._column(self.reference.to(self.device), batch)
-        return columns
+        return columns | self.reference_column(batch)
+
+    @torch.no_grad()
+    def reference_column(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
+        """The column ref_logprobs, within a fit; none where the objective has no reference."""
+        if not self.objective.needs_reference:
+            return {}
+        with self.trainer.precision_plugin.forward_context():
+            if self.adapter is None:
+                return {"ref_logprobs": self._column(self.reference.to(self.device), batch)}
+            with self.adapter.off():
+                return {"ref_logprobs": self._column(self.policy, batch)}
 
     def _column(self, model: Any, batch: OptimizerBatch) -> list[Tensor]:
         return self.passes().columns(model, batch, self._placement, self._ranks)[0]
@@ -525,9 +544,11 @@ class PolicyModule(L.LightningModule):
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
             first = " ".join(str(error).splitlines()[1].split())
+            of_critic = re.search(r'(: "| for )critic\.', first)
+            what = "algorithm.critic" if of_critic else f"model '{self.hparams['model']}'"
+            fix = "the algorithm.critic" if of_critic else "the model"
             raise ConfigError(
-                f"the checkpoint's weights do not fit model '{self.hparams['model']}': {first} Give the model that the "
-                "checkpoint is of."
+                f"the checkpoint's weights do not fit {what}: {first} Give {fix} that the checkpoint is of."
             ) from error
 
     @classmethod
@@ -554,7 +575,13 @@ class PolicyModule(L.LightningModule):
         self._restore_random_state()
 
     def on_train_start(self) -> None:
-        """The same, for strategies that read the checkpoint only after `on_fit_start`."""
+        """The same, for strategies that read the checkpoint only after `on_fit_start`; and learning rates, if changed.
+
+        Raises:
+            ConfigError: as of `optim.keep_learning_rates`.
+        """
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        keep_learning_rates(optimizer, self.lr_schedulers(), self._peak_rates)
         self._restore_random_state()
 
     def _restore_random_state(self) -> None:
