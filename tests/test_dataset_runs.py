@@ -54,11 +54,11 @@ def test_sft_learns_and_its_resume_is_exact(run_train: Commands, tmp_path: Path)
     same_model(resumed, run)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize(("recipe", "examples"), [("sft", sums), ("dpo", preferences)])
+@pytest.mark.parametrize(("recipe", "examples", "trainer"), [("sft", sums, "ddp"), ("dpo", preferences, "fsdp2")])
 def test_two_processes_train_as_one(
     recipe: str, examples: Callable[[], list[dict]], trainer: str, run_train: Commands, tmp_path: Path
 ) -> None:
+    """The other two pairs of objective and trainer: tests/trainer/test_equivalence.py, without the command."""
     arguments = (f"+recipe={recipe}", write(tmp_path / "data.jsonl", examples()), "optimizer.lr=1e-3", "steps=3")
     one = train(run_train, tmp_path / "one", *arguments)
     alike(train(run_train, tmp_path / "two", *arguments, *TRAINERS[trainer]), one)
