@@ -128,6 +128,12 @@ def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
     layer = (QWEN_1_5B.parameters - QWEN_1_5B.outside) // QWEN_1_5B.layers
     assert gathered == 2 * (QWEN_1_5B.outside + 2 * layer) + (4 + 4) * QWEN_1_5B.outside + (2 + 4) * layer
     assert MASTERS not in weight_states(QWEN_1_5B, Training(4, 1))
+    assert weight_states(QWEN_1_5B, Training(2, 1, shards=4, adapters=400)) == {
+        POLICY: 2 * QWEN_1_5B.parameters // 4 + 4 * 100,
+        MOMENTS: 8 * 100,
+        GRADIENTS: 4 * 100,
+        GATHERED: 2 * (QWEN_1_5B.outside + 2 * layer),
+    }
 
 
 @pytest.mark.parametrize(

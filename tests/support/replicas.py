@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -49,6 +50,8 @@ from trinity_lightning.trainer.policy import PolicyModule
 
 RANKS = 2
 DTYPES = ("fp32", "bf16")
+KINDS: dict[str, dict[str, Any]] = {each: {"dtype": each} for each in DTYPES}
+KINDS["adapters"] = {"dtype": "bf16", "model": {"lora": LoRAConfig(r=2)}}
 STRATEGIES = {"ddp": ReplicaStrategy, "fsdp2": ShardStrategy}
 
 
@@ -241,7 +244,7 @@ def of_shape(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Callable[..
 
 
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
-ADAPTERS, CRITIC, VALUE_MODEL = NOT_IN_SHARDS = ("adapters", "a critic", "a value model")
+CRITIC, VALUE_MODEL = NOT_IN_SHARDS = ("a critic", "a value model")
 ADAPTIVE = {"model": "tiny", "lr": 1e-2, "warmup_steps": 2, "kl_coef": 0.1, "kl_target": 3.0}
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "padded": trained(ragged(), layout="padded"),
@@ -260,7 +263,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "a checkpoint on the way": trained(ragged(), callbacks=[Saves]),
     CRITIC: trained(rewarded(), True, critic={"lr": 1e-2, "kl_coef": 0.1}, optimizer_steps=3),
     VALUE_MODEL: trained(rewarded(), True, critic=ADAPTIVE),
-    ADAPTERS: trained(ragged(), change=move_adapters, model={"lora": LoRAConfig(r=2)}),
+    "adapters": trained(ragged(), True, change=move_adapters, model={"lora": LoRAConfig(r=2)}, kl=KLConfig(coef=0.1)),
     "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16", max_tokens_per_micro_batch=24),
 }
 
@@ -371,16 +374,19 @@ def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
 
 
 class Asks(L.Callback):
-    """Does on rank 0 what the explorer's callback does with the policy: others wait."""
+    """Does on rank 0 what the explorer's callback does with the policy: others wait.
+
+    Without a drill of adapters, whose noise is another in shards.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.found |= faulty(pl_module)
+        drills, model = pl_module.adapter is None, pl_module.policy
+        self.found |= faulty(pl_module) if drills else {}
         if trainer.is_global_zero:
-            model = pl_module.policy
-            with perturbed(model) as perturb:
+            with perturbed(model) if drills else nullcontext(lambda scale: None) as perturb:
                 perturb(0.1)
                 self.found["logprobs"] = pl_module.sequence_logprobs(range(4, 20))
                 self.found["perturbed"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
@@ -410,10 +416,12 @@ def faulty(module: Any) -> dict[str, Any]:
     return found
 
 
-def asked(dtype: str, **trainer: Any) -> dict[str, Any]:
+def asked(kind: str, **trainer: Any) -> dict[str, Any]:
     """What rank 0 is answered."""
-    asks = Asks()
-    fit(make_policy(dtype=dtype), [batch_of(make_experiences())], asks, **trainer)
+    asks, policy = Asks(), make_policy(**KINDS[kind])
+    if kind == "adapters":
+        move_adapters(policy)
+    fit(policy, [batch_of(make_experiences())], asks, **trainer)
     return asks.found
 
 
@@ -432,25 +440,25 @@ def settings(way: str) -> dict[str, Any]:
     return {} if way == "one" else {"devices": int(os.environ["WORLD_SIZE"]), "strategy": WAYS[way](timeout=60)}
 
 
-def write(file: Path, way: str, dtype: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
+def write(file: Path, way: str, kind: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
     """Train so many epochs of the same items, those of a checkpoint included, and write another checkpoint."""
     batches = [batch_of(each) for each in ragged()]
-    policy = make_policy(optimizer=SMOOTH, dtype=dtype)
+    policy = make_policy(optimizer=SMOOTH, **KINDS[kind])
     plugins = [AtomicCheckpointIO()]
     fit(policy, batches, ckpt_path=before, max_epochs=epochs, plugins=plugins, **settings(way)).save_checkpoint(file)
 
 
 def write_first(folder: Path, way: str) -> None:
     """What a way to train writes by itself."""
-    for dtype in DTYPES:
-        write(folder / f"{way}-{dtype}.ckpt", way, dtype)
+    for kind in KINDS:
+        write(folder / f"{way}-{kind}.ckpt", way, kind)
 
 
 def write_again(folder: Path, way: str) -> None:
     """What it writes when it has read what another way has written, and when it has gone on from there."""
     for before in (each for each, reader in PAIRS if reader == way):
-        for dtype in DTYPES:
-            write(folder / f"{before}-{dtype}-{way}.ckpt", way, dtype, before=folder / f"{before}-{dtype}.ckpt")
+        for kind in KINDS:
+            write(folder / f"{before}-{kind}-{way}.ckpt", way, kind, before=folder / f"{before}-{kind}.ckpt")
         write(folder / f"{before}-later-{way}.ckpt", way, before=folder / f"{before}-fp32.ckpt", epochs=2)
 
 
@@ -482,7 +490,7 @@ def _main(file: str) -> None:
         torch.save({way: {name: case(**settings(way)) for name, case in cases.items()} for way in STRATEGIES}, file)
         return
     folder, found = Path(file).parent, {}
-    cases = CASES | {f"asked {dtype}": partial(asked, dtype) for dtype in DTYPES}
+    cases = CASES | {f"asked {kind}": partial(asked, kind) for kind in KINDS}
     cases |= {"noise": noise, "noise again": noise}
     cases |= {"gathers": partial(gathers, False), "gathers, recomputed": partial(gathers, True)}
     for way in STRATEGIES:

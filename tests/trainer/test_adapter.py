@@ -24,6 +24,7 @@ from support.policy import (
     naive_grpo,
 )
 from support.replicas import move_adapters
+from support.runs import SHARDS
 from support.tiny_model import logprobs, train_a_little
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -268,7 +269,7 @@ def _size(weight: Tensor) -> float:
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
         (["model.lora.r=4", "synchronizer.lora=adapter"], "leave it merged"),
         (["model.lora.r=4", "synchronizer.lora=adapter", "+engine.args.quantization=fp8"], "leave it merged"),
-        (["model.lora.r=4", "trainer=fsdp2", "trainer.devices=2"], "model.lora is not for layers in shards"),
+        (["model.lora.r=4", *SHARDS, "trainer.strategy.save_distributed_checkpoint=true"], "each in a file"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:

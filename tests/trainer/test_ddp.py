@@ -18,6 +18,7 @@ from support.replicas import (
     CASES,
     DTYPES,
     FULL,
+    KINDS,
     LACKED,
     MORE,
     NOT_IN_SHARDS,
@@ -137,10 +138,10 @@ def test_dropout_draws_something_else_on_each_rank_and_the_same_again(found: Fou
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_rank_0_asks_for_alone_is_that_of_one_process(found: Found, dtype: str, kind: str) -> None:
-    one, together = asked(dtype), found[0][kind][f"asked {dtype}"]
-    rounding = 1e-5 if dtype == "fp32" else 0.02
+@pytest.mark.parametrize("policy", KINDS)
+def test_what_rank_0_asks_for_alone_is_that_of_one_process(found: Found, policy: str, kind: str) -> None:
+    one, together = asked(policy), found[0][kind][f"asked {policy}"]
+    rounding = 1e-5 if policy == "fp32" else 0.02
     for each in ("perturbed", "logprobs"):
         torch.testing.assert_close(together.pop(each), one.pop(each), rtol=rounding, atol=rounding)
     for each in ("sent", "saved"):
@@ -226,12 +227,12 @@ def test_an_evaluation_reads_weights_in_shards(
         PolicyModule.load_from_checkpoint(folder / f"one-{dtype}-folder.ckpt")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("policy", KINDS)
 @pytest.mark.parametrize(("before", "way"), PAIRS)
 def test_a_checkpoint_is_the_same_however_it_was_trained_and_read(
-    checkpoints: Callable[[str], dict[str, Any]], before: str, way: str, dtype: str
+    checkpoints: Callable[[str], dict[str, Any]], before: str, way: str, policy: str
 ) -> None:
-    written, again = checkpoints(f"{before}-{dtype}"), checkpoints(f"{before}-{dtype}-{way}")
+    written, again = checkpoints(f"{before}-{policy}"), checkpoints(f"{before}-{policy}-{way}")
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         torch.testing.assert_close(again[part], written[part], rtol=0, atol=0)
 

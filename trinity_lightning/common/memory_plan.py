@@ -160,21 +160,22 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """Bytes that a device of the trainer keeps for each of its states; gradients are float32, whatever the weights are.
 
     Weights of 2 bytes have float32 masters in the optimizer. Where adapters are trained, they have all of these, and
-    the weights nothing. In shards (trainer/fsdp.py) the float32 weights are the policy itself: each device gathers the
-    layer that it computes with and the next one, in `width` bytes, and what is in no layer. Gradients of a micro-batch
-    are whole until they are added up, a layer's in `width` bytes, those of what is in no layer in float32, and are
-    copied to float32 to be sent.
+    the weights nothing. In shards (trainer/fsdp.py) what is trained is float32, and there are no other masters: each
+    device gathers the layer that it computes with and the next one, in `width` bytes, and what is in no layer.
+    Gradients of a micro-batch are whole until they are added up (those of adapters are small), a layer's in `width`
+    bytes, those of what is in no layer in float32, and are copied to float32 to be sent.
     """
     each, width = -(-shape.parameters // training.shards), training.width
-    trained = training.adapters or each
+    trained = -(-(training.adapters or shape.parameters) // training.shards)
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
+    gradients = 0 if training.adapters else 2 * FLOAT * shape.outside + (width + FLOAT) * layer
     states = {
-        POLICY: (FLOAT if split else width) * each + width * training.adapters,
+        POLICY: (FLOAT if split else width) * trained + (width * each if training.adapters else 0),
         MASTERS: FLOAT * trained if width < FLOAT and not split else 0,
         MOMENTS: training.moments * trained,
         GRADIENTS: FLOAT * trained,
         REFERENCE: width * each if training.reference else 0,
-        GATHERED: (width + 2 * FLOAT) * shape.outside + (3 * width + FLOAT) * layer if split else 0,
+        GATHERED: width * (shape.outside + 2 * layer) + gradients if split else 0,
     }
     return {name: size for name, size in states.items() if size}
 

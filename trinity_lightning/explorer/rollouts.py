@@ -18,7 +18,7 @@ from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
-from trinity_lightning.sync.stream import WeightStream, in_parts, parameter_stream, weight_stream
+from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 from trinity_lightning.trainer.optim import HostMemory
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class SyncPolicy:
     @property
     def _ranks(self) -> Alone:
         """Those whose shares of the weights are gathered."""
-        return getattr(in_parts(self.policy.policy), "ranks", ALONE)
+        return getattr(getattr(self.policy.policy, "shards", None), "ranks", ALONE)
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Parts(Protocol):
 
 def in_parts(model: nn.Module) -> Parts | None:
     """The parts of a model's weights; None if it has them whole."""
-    return getattr(model, "shards", None) or getattr(model, "adapter", None)
+    return getattr(model, "adapter", None) or getattr(model, "shards", None)
 
 
 def parameter_stream(model: nn.Module) -> WeightStream:

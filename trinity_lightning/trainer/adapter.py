@@ -55,15 +55,26 @@ class Adapter:
         inject_adapter_in_model(self._peft, model, NAME)
         layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
-        named = model.named_parameters(remove_duplicate=False)
-        self._frozen = {name.replace(".base_layer.", "."): each for name, each in named if not _TRAINED.search(name)}
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False) if not _TRAINED.search(name)]
+        self._frozen = {name.replace(".base_layer.", "."): name for name in names}
         model.adapter = self
 
     # -- merged weights -----------------------------------------------------------------------------------------------
 
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, Tensor]:
         """The frozen parameters, by the names that they have without adapters; a tied one by each of its own."""
-        return self._frozen
+        shards, model = self._shards, self._model
+        held = dict(model.named_parameters(remove_duplicate=False)) if shards is None else shards.parameters()
+        return {name: held[own] for name, own in self._frozen.items()}
+
+    @property
+    def _shards(self) -> Any:
+        """`trainer.fsdp.Shards`, if the model lies in them."""
+        return getattr(self._model, "shards", None)
+
+    def _read(self, name: str) -> Tensor:
+        """The parameter that the model has by that name; one in shards is put together."""
+        return self._model.get_parameter(name).detach() if self._shards is None else self._shards.whole(name)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
@@ -71,17 +82,21 @@ class Adapter:
 
         W itself is never changed: added and subtracted again, in bfloat16, it would drift.
         """
-        layer = self._layers.get(name)
+        base, layer = self._read(self._frozen[name]), self._layers.get(name)
         if layer is None:
-            return self._frozen[name].detach()
-        base = layer.get_base_layer().weight
-        product = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
+            return base
+        a, b = (self._read(f"{name.removesuffix('.weight')}.lora_{each}.{NAME}.weight").float() for each in "AB")
+        product = b @ a
         product = product.T if layer.fan_in_fan_out else product
         return product.mul_(layer.scaling[NAME]).add_(base).to(base.dtype)
 
     def merged(self) -> dict[str, Tensor]:
-        """All weights, for a model without adapters."""
-        return {name: self.whole(name) for name in self._frozen}
+        """All weights on the host, for a model without adapters; tied ones are one tensor."""
+        held, made = self.parameters(), dict[int, Tensor]()
+        for name, each in held.items():
+            if id(each) not in made:
+                made[id(each)] = self.whole(name).cpu()
+        return {name: made[id(each)] for name, each in held.items()}
 
     # -- without adapters, and with others ----------------------------------------------------------------------------
 
@@ -93,20 +108,24 @@ class Adapter:
         KL penalty would not be 0.
         """
         with self._restored() as before:
-            for layer, _ in before:
-                layer.lora_B[NAME].weight.zero_()
+            for _, b, _ in before:
+                b.zero_()
             yield
 
     @contextmanager
     def perturbed(self) -> Iterator[Callable[[float], None]]:
         """As `sync.proof.perturbed`; noise in B, zero at first, changes W + s B A about as much as that in W."""
-        with perturbed_tensors(dict.fromkeys(self._frozen.values())) as perturb_frozen, self._restored() as before:
+        if self._shards is not None:
+            with self._shards.perturbed() as perturb:
+                yield perturb
+            return
+        with perturbed_tensors(dict.fromkeys(self.parameters().values())) as perturb_frozen, self._restored() as before:
 
             def perturb(scale: float) -> None:
                 perturb_frozen(scale)
                 generator = torch.Generator(self._model.device).manual_seed(DRILL_SEED)
-                for layer, original in before:
-                    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+                for layer, b, original in before:
+                    a = layer.lora_A[NAME].weight
                     of_product = layer.scaling[NAME] * math.sqrt(len(a)) * _size(a)  # were B of size 1
                     size = _size(layer.get_base_layer().weight) / of_product
                     b.copy_(original).add_(noise(b.shape, generator, scale, size).to(b.dtype))
@@ -114,15 +133,19 @@ class Adapter:
             yield perturb
 
     @contextmanager
-    def _restored(self) -> Iterator[list[tuple[Any, Tensor]]]:
-        """Every layer and its B, which is as before at the end."""
+    def _restored(self) -> Iterator[list[tuple[Any, Tensor, Tensor]]]:
+        """Every layer, what this process has of its B (which is as before at the end), and a copy of that."""
+        reshard = (lambda: None) if self._shards is None else self._shards.reshard
         with torch.no_grad():
-            before = [(layer, layer.lora_B[NAME].weight.clone()) for layer in self._layers.values()]
+            reshard()
+            own = [(layer, _local(layer.lora_B[NAME].weight)) for layer in self._layers.values()]
+            before = [(layer, b, b.clone()) for layer, b in own]
             try:
                 yield before
             finally:
-                for layer, original in before:
-                    layer.lora_B[NAME].weight.copy_(original)
+                reshard()
+                for _, b, original in before:
+                    b.copy_(original)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -130,14 +153,16 @@ class Adapter:
     def base(self) -> str:
         """A hash of the frozen weights."""
         digest = xxhash.xxh3_128()
-        for name, parameter in self._frozen.items():
+        for name, own in self._frozen.items():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(self._read(own).cpu().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()
 
     def leave_base_out(self, checkpoint: dict[str, Any]) -> None:
         """Of the weights in a PolicyModule's checkpoint keep the adapters, and which weights they belong to."""
         weights = checkpoint["state_dict"]
+        if not weights:  # another rank than 0, of a policy in shards
+            return
         checkpoint["state_dict"] = {name: each for name, each in weights.items() if _TRAINED.search(name)}
         checkpoint["adapter"] = {"lora": asdict(self._config), "base": self.base}
 
@@ -145,8 +170,8 @@ class Adapter:
         """Write the adapters as peft does."""
         self._peft.save_pretrained(str(folder))
         tensors = {
-            f"base_model.model.{name.replace(f'.{NAME}.', '.')}": parameter.detach().cpu().contiguous()
-            for name, parameter in self._model.named_parameters()
+            f"base_model.model.{name.replace(f'.{NAME}.', '.')}": self._read(name).cpu().contiguous()
+            for name, _ in self._model.named_parameters()
             if _TRAINED.search(name)
         }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -187,6 +212,11 @@ def _targets(model: Any, asked: str | list[str]) -> list[str]:
         if name not in present:
             raise ConfigError(unknown_name("model.lora.targets", name, present))
     return sorted(present if asked == ALL_LINEAR else asked)
+
+
+def _local(parameter: Any) -> Tensor:
+    """What of it is in this process."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _size(weight: Tensor) -> Tensor:

@@ -76,8 +76,7 @@ class ShardStrategy(ReplicaStrategy):
             raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
         name = module.optimizer_config.name
         has_critic = module.algorithm.critic is not None
-        settings = (module.trainer.precision, module.hparams["compile_layers"], module.lora, name)
-        check_shards_of(*settings, has_critic=has_critic)
+        check_shards_of(module.trainer.precision, module.hparams["compile_layers"], name, has_critic=has_critic)
         module.check_trainable(self.root_device)  # tried while it is whole
         self.placement = self.shards = Shards(module, self.ranks, self.root_device, self._in_shards)
         self.ranks.serve = self.shards.serve
@@ -198,7 +197,7 @@ class Shards(Replicas):
         super().__init__(ranks)
         self.module = module
         self.dtype: torch.dtype = module.policy.dtype
-        parameters = sum(each.numel() for each in module.policy.parameters())
+        parameters = sum(each.numel() for each in module.policy.parameters() if each.requires_grad)
         self.in_shards = is_large(parameters, self.dtype) if in_shards == AUTO else bool(in_shards)
         self._optimizer: Any = None
         self._order: list[str] = []  # names of the optimizer's parameters
@@ -221,7 +220,7 @@ class Shards(Replicas):
         for part in (*reversed(layers_of(model)), model):
             if trained:
                 for parameter in part.parameters():
-                    if not isinstance(parameter, DTensor):
+                    if parameter.requires_grad and not isinstance(parameter, DTensor):
                         parameter.data = parameter.data.float()
             sharded: Any = fully_shard(part, mesh=self._mesh, mp_policy=policy)
             sharded.set_custom_all_gather(_Gather(self.ranks))
@@ -458,12 +457,14 @@ class Shards(Replicas):
         return self._state(model, lambda name: self.whole(name).cpu())
 
     def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
+        trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         first: dict[int, str] = {}  # names of parameters that are tied
-        for name, parameter in self._parameters.items():
+        for name, parameter in trained.items():
             first.setdefault(id(parameter), name)
         taken = {name: take(name) for name in first.values()}
-        own = {name: taken[first[id(parameter)]] for name, parameter in self._parameters.items()}
-        return {name: own.get(name, each) for name, each in model.state_dict().items()}
+        own = {name: taken[first[id(parameter)]] for name, parameter in trained.items()}
+        state = {name: own.get(name, each) for name, each in model.state_dict().items()}
+        return {name: each for name, each in state.items() if name in own or not isinstance(each, DTensor)}
 
     def module_state(self) -> dict[str, Any]:
         """The weights by the names of the PolicyModule, for a checkpoint."""
