@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.runs import SMALL, TWO, Commands, alike, equal, finished, rows
+from support.runs import SHARDS, SMALL, Commands, alike, equal, finished, rows
 
 STEPS = 3
 REWARD = "eval/addition_heldout/mean@1"
@@ -36,8 +36,8 @@ def test_a_target_that_is_not_there_is_refused_before_an_engine_is_loaded(run_tr
 
 
 def test_two_processes_and_a_server_train_as_one(whole: Path, run_train: Commands, tmp_path: Path) -> None:
-    """The server is sent merged weights, and the log-probabilities of each step are compared with the trainer's."""
-    together = ("engine=vllm_server", "synchronizer.check_interval=1", *TWO)
+    """Each has a share of the policy. The server is sent merged weights, which are proven at each step."""
+    together = ("engine=vllm_server", "synchronizer.check_interval=1", *SHARDS)
     run = finished(run_train, tmp_path, *RUN, f"steps={STEPS}", *together)
     alike(run, whole)
     assert evaluated(run) == evaluated(whole)

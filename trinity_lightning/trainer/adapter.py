@@ -155,7 +155,7 @@ class Adapter:
         digest = xxhash.xxh3_128()
         for name, own in self._frozen.items():
             digest.update(name.encode())
-            digest.update(self._read(own).cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(self._read(own).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def leave_base_out(self, checkpoint: dict[str, Any]) -> None:
