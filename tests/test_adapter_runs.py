@@ -35,6 +35,17 @@ def test_a_target_that_is_not_there_is_refused_before_an_engine_is_loaded(run_tr
     assert "Traceback" not in done.stdout
 
 
+def test_vllm_computes_with_the_adapters_itself(whole: Path, run_train: Commands, tmp_path: Path) -> None:
+    """The drill perturbs them, and the log-probabilities of each step are compared with the trainer's."""
+    alone = ("synchronizer.lora=adapter", "synchronizer.check_interval=1")
+    run = finished(run_train, tmp_path, *RUN, f"steps={STEPS}", *alone)
+    alike(run, whole)
+    assert evaluated(run) == evaluated(whole)
+    probes = [float(row["sync/probe_diff/max"]) for row in rows(run) if row.get("time/sync_weight")]
+    assert len(probes) == STEPS
+    assert max(probes) < 1e-4
+
+
 def test_two_processes_and_a_server_train_as_one(whole: Path, run_train: Commands, tmp_path: Path) -> None:
     """Each has a share of the policy. The server is sent merged weights, which are proven at each step."""
     together = ("engine=vllm_server", "synchronizer.check_interval=1", *SHARDS)

@@ -35,6 +35,7 @@ from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import StopCheckpoint
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
@@ -273,7 +274,7 @@ def explorer_callback(
     """What rolls out, watched by the monitor; stopped early, it saves by `stop`; `offload`: see ExplorerCallback."""
     explorer = Explorer(
         config.explorer,
-        engines_of(config, folder),
+        _engines(config, folder),
         train_source(config),
         eval_sources(config),
         auxiliary_models=[[model] for model in auxiliary_models.values()],
@@ -285,6 +286,16 @@ def explorer_callback(
         watcher=monitor,
         offload=offload,
     )
+
+
+def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
+    """The engines that generate: what is sent to them is merged, or adapters that vLLM computes with itself."""
+    if config.synchronizer.lora == "merged":
+        return engines_of(config, folder)
+    from trinity_lightning.explorer.models.vllm_adapter import VLLMAdapterEngine
+    from trinity_lightning.trainer.adapter import shapes_alone
+
+    return [VLLMAdapterEngine(config.model.name, config.engine, shapes_alone(config.model))]
 
 
 def train_source(config: TrainConfig) -> TaskSource:

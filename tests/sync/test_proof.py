@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def synchronizer(
     model: Any, engine: CopyEngine, probe: list[int], check_interval: int = 1, drill: bool = True
 ) -> Synchronizer:
     return Synchronizer(
-        model,
+        partial(perturbed, model),
         send=lambda: engine.take(weight_stream(model)),
         trainer_logprobs=lambda: logprobs(model, probe),
         engine_logprobs=lambda: [logprobs(engine.model, probe)],
@@ -281,7 +282,7 @@ def vllm(needs_vllm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[VLLM
 def vllm_synchronizer(vllm: tuple[VLLMEngine, Driver, Any], probe: list[int]) -> Synchronizer:
     engine, driver, model = vllm
     return Synchronizer(
-        model,
+        partial(perturbed, model),
         send=lambda: driver.run(engine.sync_weights(weight_stream(model), 1)),
         trainer_logprobs=lambda: logprobs(model, probe),
         engine_logprobs=lambda: [driver.run(engine.logprobs(probe))],

@@ -43,6 +43,7 @@ TINY = str(resolve_model("tiny"))
 LORA = LoRAConfig(r=4)
 FAST = OptimizerConfig(lr=0.1)
 TEXT = list(range(4, 40))
+ADAPTER = ("model.lora.r=4", "synchronizer.lora=adapter")
 
 
 def with_adapters(lora: LoRAConfig = LORA, dtype: str = "fp32", model: Any = None, **settings: Any) -> PolicyModule:
@@ -267,8 +268,13 @@ def _size(weight: Tensor) -> float:
         (["model.lora.alpha=8"], "model.lora.alpha is given without a rank"),
         (["model.lora.r=4", "model.lora.targets=[]"], "give all-linear, or names such as"),
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
-        (["model.lora.r=4", "synchronizer.lora=adapter"], "leave it merged"),
-        (["model.lora.r=4", "synchronizer.lora=adapter", "+engine.args.quantization=fp8"], "leave it merged"),
+        (["synchronizer.lora=adapter"], "there is none: set model.lora.r=16"),
+        ([*ADAPTER, "engine=transformers"], "is of engine=vllm, not of engine=transformers"),
+        ([*ADAPTER, "engine=vllm_server"], "is of engine=vllm, not of engine=vllm_server"),
+        ([*ADAPTER, "+engine.args.quantization=fp8"], "engine.args.quantization rounds the weights"),
+        ([*ADAPTER, "model.lora.r=513"], "vLLM takes adapters up to rank 512"),
+        ([*ADAPTER, "+engine.args.enable_lora=true"], "sets enable_lora of vLLM itself"),
+        ([*ADAPTER, *SHARDS], "synchronizer.lora=adapter is not for a policy in shards"),
         (["model.lora.r=4", *SHARDS, "trainer.strategy.save_distributed_checkpoint=true"], "each in a file"),
     ],
 )

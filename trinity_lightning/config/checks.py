@@ -271,6 +271,10 @@ def _check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         raise ConfigError(
             f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
         )
+    if synchronizer.lora == "adapter":
+        from trinity_lightning.config.adapters import check_adapters
+
+        check_adapters(run)
 
 
 def workflow_arguments(

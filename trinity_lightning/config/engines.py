@@ -183,8 +183,8 @@ class SynchronizerConfig(Section, key="synchronizer"):
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.
-        lora: how adapters (model.lora) reach the engine: `merged` into the weights that it is sent. `adapter`, for vLLM
-            to compute with them itself, is refused.
+        lora: how adapters (model.lora) reach the engine: `merged` into the weights that it is sent; `adapter`, for vLLM
+            to compute with them itself beside the weights that it has loaded: engine=vllm alone.
 
     Raises:
         ConfigError: an unknown method, or a number out of its range.
@@ -199,11 +199,6 @@ class SynchronizerConfig(Section, key="synchronizer"):
 
     def __post_init__(self) -> None:
         one_of("synchronizer.lora", self.lora, ("merged", "adapter"))
-        if self.lora == "adapter":
-            raise ConfigError(
-                "synchronizer.lora=adapter: vLLM without a GPU computes with wrong adapters once it was sent weights, "
-                "and on a GPU none was tried: leave it merged."
-            )
         if self.method == "tcp":
             raise ConfigError(
                 "synchronizer.method=tcp is no more: set synchronizer=checkpoint, whose folder is in memory if there "

@@ -21,6 +21,8 @@ def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
             "trainer.strategy.save_distributed_checkpoint is true, and checkpoints of adapters (model.lora) are small, "
             "each in a file: leave it out."
         )
+    if run.synchronizer.lora == "adapter":
+        raise ConfigError("synchronizer.lora=adapter is not for a policy in shards (trainer=fsdp2): leave it merged.")
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
         raise ConfigError(
             f"engine={run.engine.name} generates with the training model itself, which trainer=fsdp2 holds in shards: "

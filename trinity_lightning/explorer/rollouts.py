@@ -17,7 +17,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.engines import shares_weights
-from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
+from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, perturbed
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 from trinity_lightning.trainer.optim import HostMemory
 
@@ -116,6 +116,8 @@ class SyncPolicy:
 
     def weights(self) -> WeightStream:
         """The trainer's present weights, as the engines name them."""
+        if self.config.lora == "adapter":
+            return self.policy.policy.adapter.alone()
         stream = parameter_stream if shares_weights(self.explorer.engines.models) else weight_stream
         return stream(self.policy.policy)
 
@@ -156,15 +158,15 @@ class SyncPolicy:
 
     @cached_property
     def _synchronizer(self) -> Synchronizer:
-        policy, engines = self.policy, self.explorer.engines.models
+        policy, model, engines = self.policy, self.policy.policy, self.explorer.engines.models
         token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
-            policy.policy,
+            model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
             trainer_logprobs=partial(self._logprobs_in_time, token_ids),
             engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(
-                policy.policy.dtype,
+                model.dtype,
                 *[engine.dtype for engine in engines],
                 quantized=any(engine.quantized for engine in engines),
             ),

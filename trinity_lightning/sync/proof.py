@@ -8,7 +8,7 @@ equal, hence the *drill*: once, before the first step, both sides are given pert
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,9 @@ PROBE_TEXT = (
 )
 DRILL_SEED = 0
 # Noise in root mean squares of each tensor. Taken is the first that moves the log-probabilities by DRILL_CONTRAST nats
-# on average: 2.5 times the most that rounding is allowed. A trained model needs little, a new one much.
+# on average: 2.5 times the most that rounding is allowed. A trained model needs little, a new one much. The last one is
+# also taken if that is 2.5 times what the rounding of this run is allowed: adapters do not reach the head, whose size
+# bounds what they can move.
 DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
 DRILL_CONTRAST = 0.3
 DRILL_FLOOR = 0.01  # of the root mean square: a bias of zeros has to move too
@@ -140,7 +142,7 @@ class Synchronizer:
     """Sends a policy's weights to its engines, and checks that they arrived.
 
     Args:
-        model: the policy, a Hugging Face model.
+        perturbed: what the drill perturbs, as `perturbed` does.
         send: hands the weights to every engine.
         trainer_logprobs: the trainer's log-probabilities of the probe's text.
         engine_logprobs: each engine's.
@@ -155,7 +157,7 @@ class Synchronizer:
 
     def __init__(
         self,
-        model: nn.Module,
+        perturbed: Callable[[], AbstractContextManager[Callable[[float], None]]],
         send: Callable[[], None],
         trainer_logprobs: Callable[[], list[float]],
         engine_logprobs: Callable[[], list[list[float]]],
@@ -164,7 +166,7 @@ class Synchronizer:
         with_drill: bool,
         drill_scale: float | None = None,
     ) -> None:
-        self._model = model
+        self._perturbed = perturbed
         self._send = send
         self._trainer_logprobs = trainer_logprobs
         self._engine_logprobs = engine_logprobs
@@ -194,11 +196,12 @@ class Synchronizer:
     def _drill(self) -> None:
         before = torch.tensor(self._trainer_logprobs())
         least = self.drill_scale or 0.0
-        with perturbed(self._model) as perturb:
+        with self._perturbed() as perturb:
             for scale in (scale for scale in DRILL_SCALES if scale >= least):
                 perturb(scale)
                 after = self._trainer_logprobs()
-                if float((torch.tensor(after) - before).abs().mean()) > DRILL_CONTRAST:
+                enough = DRILL_CONTRAST if scale < DRILL_SCALES[-1] else min(DRILL_CONTRAST, 5 * self._tolerance.mean)
+                if float((torch.tensor(after) - before).abs().mean()) > enough:
                     self._send()
                     self._compare(after, "drill with perturbed weights")
                     self.drill_scale = scale

@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from trinity_lightning.config.training import ALL_LINEAR, LoRAConfig
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.training import ALL_LINEAR, LoRAConfig, ModelConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.proof import DRILL_SEED, noise, perturbed_tensors
+from trinity_lightning.sync.stream import Shape, WeightStream, skeleton
 
 NAME = "default"  # peft's, of the only adapter
 _TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # the parameters of adapters among those of a model
@@ -98,6 +100,20 @@ class Adapter:
                 made[id(each)] = self.whole(name).cpu()
         return {name: made[id(each)] for name, each in held.items()}
 
+    def alone(self) -> WeightStream:
+        """A and s B of each layer, by its name, for an engine that has the frozen weights; of a model not in shards."""
+        factors: dict[str, tuple[Tensor, float]] = {}
+        for name, layer in self._layers.items():
+            stem = name.removesuffix(".weight")
+            factors[f"{stem}.lora_A.weight"] = layer.lora_A[NAME].weight, 1.0
+            factors[f"{stem}.lora_B.weight"] = layer.lora_B[NAME].weight, layer.scaling[NAME]
+        shapes: dict[str, Shape] = {name: tuple(weight.shape) for name, (weight, _) in factors.items()}
+        return WeightStream(
+            shapes,
+            lambda: ((name, weight.detach() * scale) for name, (weight, scale) in factors.items()),
+            self._model.device,
+        )
+
     # -- without adapters, and with others ----------------------------------------------------------------------------
 
     @contextmanager
@@ -114,15 +130,26 @@ class Adapter:
 
     @contextmanager
     def perturbed(self) -> Iterator[Callable[[float], None]]:
-        """As `sync.proof.perturbed`; noise in B, zero at first, changes W + s B A about as much as that in W."""
+        """As `sync.proof.perturbed`, of the frozen weights too."""
         if self._shards is not None:
             with self._shards.perturbed() as perturb:
                 yield perturb
             return
-        with perturbed_tensors(dict.fromkeys(self.parameters().values())) as perturb_frozen, self._restored() as before:
+        frozen = dict.fromkeys(self.parameters().values())
+        with perturbed_tensors(frozen) as perturb_frozen, self.perturbed_alone() as perturb_adapters:
 
             def perturb(scale: float) -> None:
                 perturb_frozen(scale)
+                perturb_adapters(scale)
+
+            yield perturb
+
+    @contextmanager
+    def perturbed_alone(self) -> Iterator[Callable[[float], None]]:
+        """The same of the adapters: noise in B, zero at first, changes W + s B A about as much as that in W would."""
+        with self._restored() as before:
+
+            def perturb(scale: float) -> None:
                 generator = torch.Generator(self._model.device).manual_seed(DRILL_SEED)
                 for layer, b, original in before:
                     a = layer.lora_A[NAME].weight
@@ -175,6 +202,12 @@ class Adapter:
             if _TRAINED.search(name)
         }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def shapes_alone(config: ModelConfig) -> dict[str, Shape]:
+    """Of what `Adapter.alone` will be of this model, none of whose weights are loaded; ConfigError: as of Adapter."""
+    with torch.random.fork_rng(devices=[]):  # peft draws A on the host: the policy's own is to be the same without this
+        return dict(Adapter(skeleton(str(resolve_model(config.name))), config.lora, config.name).alone().shapes)
 
 
 def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:

@@ -111,6 +111,7 @@ class VLLMEngine(InProcessEngine):
         super().__init__(self._config.max_model_len)
         self._model = model
         self._engine: Any = None
+        self._adapter: Any = None  # a LoRARequest (`VLLMAdapterEngine`)
         self._random_streams: list[torch.Tensor] = []  # the engine's own, of each of torch's generators
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
 
@@ -233,7 +234,7 @@ class VLLMEngine(InProcessEngine):
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
-        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, lora_request=self._adapter)
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
@@ -288,15 +289,18 @@ class VLLMEngine(InProcessEngine):
 
     def _take_weights(self, stream: WeightStream) -> None:
         try:
-            if self._packed is not None:
-                self._packed.take(stream)
-            else:
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
+            self._load_weights(stream)
         except Exception as error:
             raise WeightSyncError(
                 f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); build another engine."
             ) from error
         self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _load_weights(self, stream: WeightStream) -> None:
+        if self._packed is not None:
+            self._packed.take(stream)
+        else:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
 
     def _free(self) -> None:
         self._awake()  # its allocator cannot free what is not there
