@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from support.compose import composed
-from support.runs import SMALL, RunTrain
+from support.runs import ROOT, SMALL, RunTrain
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import options, typed_config
@@ -56,6 +58,14 @@ def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_p
     rollouts = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
     assert {"reward/math", "reward/contains_digits"} <= rollouts[0].keys()
     assert "What is" in rollouts[0]["prompt"]
+
+
+def test_a_reward_of_ones_own_joins_the_mixed_ones() -> None:
+    """By the command in the recipe's head."""
+    recipe = (ROOT / "recipes" / "rewards_mixed.yaml").read_text()
+    [command] = re.findall(r"train (.* reward\.exact_match=.*)", recipe)
+    reward = composed(*shlex.split(command)).reward
+    assert OmegaConf.to_container(reward) == {"last_number": 1.0, "exact_match": 0.5, "my_module.polite": 0.1}
 
 
 def test_mixed_rewards_are_logged_each_by_itself(run_train: RunTrain, tmp_path: Path) -> None:

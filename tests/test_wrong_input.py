@@ -20,7 +20,7 @@ from trinity_lightning.config.explain import explain
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check, check_objective
+from trinity_lightning.train import check, check_models, check_objective
 from trinity_lightning.trainer.budget import CPU_TOKENS
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
@@ -402,6 +402,18 @@ REFUSED = {
         [*TAUGHT, "model=tiny", "operators.teacher_top_k.args.k=1000"],
         ["operator teacher_top_k: k is 1000, and the model's vocabulary has", "tokens"],
     ),
+    "a teacher with too short a context": (
+        [*TAUGHT, "engine.max_model_len=512", "+auxiliary_models.teacher.engine.max_model_len=512"],
+        ["auxiliary_models.teacher.engine.max_model_len is 512", "up to 512 tokens", "give 513"],
+    ),
+    "a teacher that may fail": (
+        [*TAUGHT, "+operators.teacher_top_k.on_error=skip"],
+        ["operator teacher_top_k: on_error is skip", "leave on_error out"],
+    ),
+    "a mixture of a loss that is none of rollouts": (
+        ["+recipe=mix", "+algorithm.policy_loss.args.usual=teacher_kl"],
+        ["unknown algorithm.policy_loss.args.usual 'teacher_kl'"],
+    ),
     "a teacher at another temperature": (
         [*TAUGHT, "sampling.temperature=0.7"],
         ["loss teacher_kl compares distributions at temperature 1, not 0.7", "set sampling.temperature=1"],
@@ -481,6 +493,17 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert all(part in sentence for part in expected), sentence
     assert len(sentence.splitlines()) <= 2
     assert "while resolving" not in sentence
+
+
+def test_a_teacher_has_room_for_the_policys_longest_sequence() -> None:
+    run = validate(composed(*TAUGHT, "model=tiny", "engine.max_model_len=300"))
+    assert run.auxiliary_models["teacher"].engine.max_model_len == 301
+
+
+def test_a_teacher_with_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"auxiliary_models\.teacher\.model 'tiny' has another vocabulary"):
+        check_models(validate(composed(*TAUGHT, "model=smollm2")))
+    check_models(validate(composed(*TAUGHT, "model=tiny")))
 
 
 def test_groups_of_one_are_for_strategies_that_compare_nothing() -> None:

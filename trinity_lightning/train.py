@@ -51,7 +51,7 @@ def check(config: DictConfig) -> None:
 
 
 def check_models(run: TrainConfig) -> None:
-    """Refuse hub names of models that cannot be had, and rewards that are not there; a ConfigError."""
+    """Refuse hub names of models that cannot be had, a teacher that misreads, and rewards that are not there."""
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
@@ -59,6 +59,11 @@ def check_models(run: TrainConfig) -> None:
             from trinity_lightning.config.own_models import check_on_hub
 
             check_on_hub(name)
+    for operator in run.operators.values():
+        if operator.name == "teacher_top_k" and run.buffer.has_rollouts:
+            from trinity_lightning.config.streams import check_vocabulary  # an option
+
+            check_vocabulary(run, operator)
     resolve_rewards(run.reward)
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from support.policy import (
+    Gradients,
+    Prepare,
     assert_same_gradients,
     batch_of,
     fit,
@@ -20,9 +22,11 @@ from support.policy import (
 from support.streams import ALL_STREAMS, STREAMS, read
 from torch import Tensor
 
+from trinity_lightning.algorithm.policy_loss import aggregate
 from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.config.training import KLConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.streams import Streams
 
 
@@ -127,3 +131,112 @@ def test_experiences_that_lack_something_are_refused(entry: str, value: Any, mes
     assert isinstance(objective._streams, Streams)
     with pytest.raises(ExperienceError, match=message):
         objective.add_columns(batch_of(experiences))
+
+
+# -- losses of one's own -----------------------------------------------------------------------------------------------
+
+
+def near_reference(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    **totals: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared difference from the reference, and the ratio."""
+    ratio = (logprobs - old_logprobs).exp()
+    loss = aggregate((logprobs - ref_logprobs) ** 2 - ratio * advantages, action_mask, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+def praise(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any) -> Any:
+    """Cross-entropy."""
+    loss = aggregate(-logprobs, action_mask, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+NEAR, PRAISE = f"{__name__}.near_reference", f"{__name__}.praise"
+
+
+def streams(**terms: Any) -> dict[str, Any]:
+    return {"policy_loss": {"name": "streams", "args": {"streams": terms}}}
+
+
+def test_a_loss_of_ones_own_in_a_mixture_has_its_reference_and_old_log_probabilities() -> None:
+    """In the second optimizer step of two, when neither is the policy's present one."""
+    results = []
+    for loss in (streams(one={"loss": NEAR}), {"policy_loss": NEAR}):
+        batches = [batch_of(groups(seed=seed)) for seed in (1, 2)]
+        policy, seen = make_policy(optimizer_steps=2, **loss), Gradients()
+        assert policy.objective.needs_reference
+        fit(policy, batches, seen, Prepare(batches))
+        results.append(seen)
+    assert results[0].losses == results[1].losses
+    for one, other in zip(results[0].steps, results[1].steps, strict=True):
+        assert_same_gradients(one, other, tolerance=0)
+    mix: Any = {"name": "mix", "args": {"usual": NEAR}}
+    assert make_policy(policy_loss=mix).objective.needs_reference
+
+
+@pytest.mark.parametrize("loss", [NEAR, f"{__name__}.advised"])
+def test_observations_are_for_losses_that_need_no_policy(loss: str) -> None:
+    with pytest.raises(ConfigError, match=r"streams\.tools: loss .* observations have none: use sft"):
+        make_policy(**streams(rl={}, tools={"loss": loss, "tokens": "observations"}))
+    make_policy(**streams(rl={}, tools={"loss": PRAISE, "tokens": "observations"}))
+
+
+def advised(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any) -> Any:
+    """REINFORCE."""
+    return praise(logprobs * advantages, old_logprobs, action_mask, advantages, **totals)
+
+
+@pytest.mark.parametrize(("loss", "fits"), [("ppo", False), (NEAR, False), ("sft", True), (PRAISE, True)])
+def test_weights_of_tokens_that_the_policy_did_not_write_need_a_loss_for_them(loss: str, fits: bool) -> None:
+    experiences = groups()
+    mask = torch.zeros(experiences[3].response_length, dtype=torch.bool)
+    mask[0] = True
+    experiences[3].action_mask, weights = mask, torch.ones(len(mask))
+    experiences[3].info = experiences[3].info | {"token_weights": {"praised": weights}}
+    add = make_policy(**streams(praised={"loss": loss, "tokens": "weights"})).objective.add_columns
+    if fits:
+        add(batch := batch_of(experiences))
+        assert torch.equal(batch.columns["stream:praised"][3], weights)
+        return
+    with pytest.raises(ExperienceError, match=r"weighs token 1 of the response.*needs tokens of the policy's own"):
+        add(batch_of(experiences))
+    weights[1:] = 0
+    add(batch_of(experiences))
+
+
+def test_kl_and_entropy_are_averaged_as_the_loss_of_the_rollouts() -> None:
+    """The first term of rollouts, behind one of weights with another average."""
+    terms = {
+        "praised": {"loss": "sft", "tokens": "weights", "weight": 0.0},
+        "rl": {"args": {"loss_agg_mode": "seq-mean-token-mean"}},
+    }
+    experiences, settings = mixed()[:8], {"kl": KLConfig(name="k2", coef=0.1), "entropy_coef": 0.1}
+    one = one_step(experiences, **streams(**terms), **settings)
+    other = one_step(experiences, loss_agg_mode="seq-mean-token-mean", **settings)
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    assert_same_gradients(one[1], other[1])
+
+
+def test_a_supervised_stream_of_weight_0_keeps_its_rows() -> None:
+    """What is measured of it is then a mean over all of its tokens."""
+    terms = {"rl": {}, "teacher": {"loss": "teacher_kl", "weight": 0.0}}
+    trained = fit(make_policy(**streams(**terms)), [batch_of(mixed()[:8])]).logged_metrics
+    assert trained["actor/trained_rows"] == 8
+    alone = fit(make_policy(policy_loss="teacher_kl"), [batch_of(mixed()[:8])]).logged_metrics
+    torch.testing.assert_close(trained["actor/teacher_loss"], alone["actor/pg_loss"])
+
+
+def test_a_mixture_is_refused_what_none_of_its_terms_can_do() -> None:
+    """A term that uses advantages is enough for their corrections."""
+    supervised = {"teacher": {"loss": "teacher_kl"}}
+    refused: list[dict[str, Any]] = [{"off_policy_mask_threshold": 1.0}, {"critic": {}}]
+    for settings in refused:
+        with pytest.raises(ConfigError, match=r"policy loss 'streams'"):
+            make_policy(**streams(**supervised), **settings)
+        make_policy(**streams(rl={}, **supervised), **settings)

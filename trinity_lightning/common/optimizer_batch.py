@@ -25,17 +25,17 @@ def is_expert(experience: Experience) -> bool:
 
 
 def trained_mask(experience: Experience) -> Tensor:
-    """Which response tokens can be trained, bool [response].
-
-    The action mask (none: no token), less the very first token of a sequence without a prompt: nothing precedes it, so
-    nothing predicts it.
-    """
+    """Which response tokens can be trained, bool [response]: those of the action mask, if any, that are predicted."""
     if experience.action_mask is None:
         return torch.zeros(experience.response_length, dtype=torch.bool)
-    mask = experience.action_mask.bool()
-    if experience.prompt_length == 0 and len(mask):
-        mask = mask.clone()
-        mask[0] = False
+    return experience.action_mask.bool() & predicted_mask(experience)
+
+
+def predicted_mask(experience: Experience) -> Tensor:
+    """Which response tokens something precedes, bool [response]: all but the first of a sequence without prompt."""
+    mask = torch.ones(experience.response_length, dtype=torch.bool)
+    if experience.prompt_length == 0:
+        mask[:1] = False
     return mask
 
 
@@ -49,7 +49,8 @@ class OptimizerBatch:
 
     Attributes:
         experiences: what is trained on, with advantages set.
-        columns: per-token extras by name ("old_logprobs", "ref_logprobs"), a float32 tensor [response] an experience.
+        columns: per-token extras by name ("old_logprobs", "ref_logprobs"; weights of streams), a float32 tensor
+            [response] an experience; of a teacher's likeliest tokens, ids (int64) and log-probabilities [response, k].
         num_expert_tokens, num_expert_sequences: how many of the two below are an expert's; losses may treat them apart.
         num_tokens: trained tokens, the N of token means.
         num_sequences: experiences, the B of sequence means; those without a trained token count.

@@ -31,6 +31,7 @@ from trinity_lightning.config.schema import (
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.training import SHARDS, Layout, check_settings_of_a_run, strategy_of, trains_together
 from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.weighing import check_strategies
 from trinity_lightning.errors import ConfigError
 
 
@@ -72,6 +73,11 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
         check_critic(run)
     _check_training(run)
     _check_expert(run)
+    for operator in run.operators.values():
+        if operator.name == "teacher_top_k" and run.buffer.has_rollouts:
+            from trinity_lightning.config.streams import check_teacher_operator  # an option
+
+            check_teacher_operator(run, operator)
     _check_sampling(run)
     _check_trainer(config, run)
     return run
@@ -117,11 +123,7 @@ def _check_weighing(run: TrainConfig) -> None:
             f"add_strategy={named[-1]} only filters: put a strategy that sets advantages behind it, such as "
             f"add_strategy=[{named[-1]},grpo]."
         )
-    alone, in_steps = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
-    if alone or in_steps or {"asymre", "gigpo", "on_policy_distill"} & set(named):
-        from trinity_lightning.config.weighing import check_strategies
-
-        check_strategies(run, named)
+    check_strategies(run, named)
 
 
 def _check_training(run: TrainConfig) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.config.models import BUILT_IN_MODELS
+from trinity_lightning.config.models import BUILT_IN_MODELS, load_tokenizer
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -38,6 +38,20 @@ def check_folder_or_hub_name(name: str) -> None:
     match = nearest(folder.name, siblings)
     hint = f" Did you mean '{folder.parent / match}'?" if match else ""
     raise ConfigError(f"there is no model folder '{name}'.{hint} A hub name has the form 'org/name'.")
+
+
+def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
+    """Refuse a model that reads or judges the policy's tokens by another vocabulary than the policy's tokenizer.
+
+    Raises:
+        ConfigError: the vocabularies differ; `key` says which setting to change.
+        ModelLoadError: the model has no tokenizer.
+    """
+    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key} '{name}' has another vocabulary than the policy, whose tokens it would misread: choose a model of "
+            "the policy's family."
+        )
 
 
 def check_trainable(name: str) -> None:

@@ -522,10 +522,9 @@ class TrainConfig(Section):
         self.operators = operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         if self.auxiliary_models:
-            from trinity_lightning.config.servers import auxiliary_config
+            from trinity_lightning.config.servers import auxiliary_configs
 
-            models = self.auxiliary_models.items()
-            self.auxiliary_models = {str(name): auxiliary_config(f"auxiliary_models.{name}", it) for name, it in models}
+            self.auxiliary_models = auxiliary_configs(self.auxiliary_models, self.operators, self.engine.max_model_len)
 
 
 def check_seed(seed: int) -> None:

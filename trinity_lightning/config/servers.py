@@ -25,7 +25,7 @@ from trinity_lightning.config.engines import (
 )
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import Section, section_of
+from trinity_lightning.config.sections import OperatorConfig, Section, section_of
 from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -56,7 +56,8 @@ class AuxiliaryConfig(Section):
             that requests carry.
         url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
         api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
-        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`.
+        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`; max_model_len of a
+            teacher that operator teacher_top_k asks is the policy's and one more.
 
     Raises:
         ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
@@ -98,6 +99,28 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
     if section is None or not section.model:
         raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
     return section
+
+
+def auxiliary_configs(
+    given: Mapping[str, Any], operators: Mapping[str, OperatorConfig], longest: int
+) -> dict[str, Any]:
+    """The auxiliary models by name. A teacher that reads whole rollouts has room for those and the token it samples.
+
+    Args:
+        given: sections, or mappings.
+        operators: those that may ask them.
+        longest: the policy's context in tokens.
+
+    Raises:
+        ConfigError: as `auxiliary_config`.
+    """
+    configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", each) for name, each in given.items()}
+    teachers = {each.args.get("model", "teacher") for each in operators.values() if each.name == "teacher_top_k"}
+    for name, each in given.items():
+        starts = isinstance(each, Mapping) and not each.get("url")
+        if name in teachers and starts and "max_model_len" not in (each.get("engine") or {}):
+            configs[str(name)].engine.max_model_len = longest + 1
+    return configs
 
 
 def asked_model(section: str, workflow: str, key: str, asked: Any, models: Sequence[str]) -> int:

@@ -6,18 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import Section
+from trinity_lightning.config.sections import OnError, OperatorConfig, Section
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
 KEY = "algorithm.policy_loss.args.streams"
 TOKENS = ("rollouts", "expert", "observations", "weights")
-SUPERVISED = ("sft", "teacher_kl")  # they need no advantages, and no policy that sampled the token
 TEACHER_LOSS, TEACHER_OPERATOR = "teacher_kl", "teacher_top_k"
+SUPERVISED = ("sft", TEACHER_LOSS)  # they need no advantages, and no policy that sampled the token
+LOSSES = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]  # of tokens
+TAKEN = ("entropy", "kl", "pg")  # actor/NAME_loss is another metric
 
 
 @dataclass
@@ -43,8 +46,7 @@ class StreamConfig(Section):
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        losses = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]
-        one_of("loss", self.loss, losses, with_paths=True)
+        one_of("loss", self.loss, LOSSES, with_paths=True)
         one_of("tokens", self.tokens, TOKENS)
         number("weight", self.weight)
         if self.tokens in ("expert", "observations") and "." not in self.loss and self.loss not in SUPERVISED:
@@ -57,12 +59,15 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
     """The streams by name, in order; None: `ppo` on rollouts.
 
     Raises:
-        ConfigError: no stream, an unknown key, or a value that a stream refuses.
+        ConfigError: no stream, a name that a metric has, an unknown key, or a value that a stream refuses.
     """
     if given is None:
         given = {"rollouts": {}}
     if not isinstance(given, Mapping) or not given:
         raise ConfigError(f"{KEY} is {given!r}; give {{name: {{loss, tokens, weight, args}}}}, at least one.")
+    for name in TAKEN:
+        if name in given:
+            raise ConfigError(f"{KEY}.{name}: the metric actor/{name}_loss is something else: give it another name.")
     return {str(name): _stream(f"{KEY}.{name}", it) for name, it in given.items()}
 
 
@@ -71,8 +76,11 @@ def _stream(key: str, given: Any) -> StreamConfig:
         return given
     if not isinstance(given, Mapping):
         raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
+    args = {} if given.get("args") is None else given["args"]
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
     try:
-        return StreamConfig(**{**given, "args": dict(given.get("args") or {})})
+        return StreamConfig(**{**given, "args": dict(args)})
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -89,7 +97,7 @@ def check_streams(run: TrainConfig) -> bool:
     """Whether a stream is of expert data.
 
     Raises:
-        ConfigError: a stream without its tokens, or a teacher that is missing or asked for too much.
+        ConfigError: a stream without its tokens, or a loss without its teacher.
     """
     streams = streams_of(run.algorithm)
     one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
@@ -107,8 +115,7 @@ def check_streams(run: TrainConfig) -> bool:
 
 def _check_teacher(run: TrainConfig) -> None:
     operators = run.operators.values()
-    asked = [operator for operator in operators if operator.name == TEACHER_OPERATOR]
-    if not asked and not any("." in operator.name for operator in operators):
+    if not any(operator.name == TEACHER_OPERATOR or "." in operator.name for operator in operators):
         raise ConfigError(
             "loss teacher_kl needs a teacher: choose operators=teacher_top_k, and give its model as "
             "+auxiliary_models.teacher.model=FOLDER."
@@ -118,15 +125,42 @@ def _check_teacher(run: TrainConfig) -> None:
             f"loss teacher_kl compares distributions at temperature 1, not {run.sampling.temperature}: set "
             "sampling.temperature=1."
         )
-    for operator in asked:
-        model, models = operator.args.get("model", "teacher"), list(run.auxiliary_models)
-        if model not in models:
-            message = unknown_name("auxiliary model", str(model), models)
-            fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
-            raise ConfigError(f"operator teacher_top_k: {message} {fix}")
-        k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
-        if vocabulary is not None and isinstance(k, int) and k > vocabulary:
-            raise ConfigError(f"operator teacher_top_k: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
+    for operator in operators:
+        if operator.name == TEACHER_OPERATOR and operator.on_error is OnError.skip:
+            raise ConfigError(
+                "operator teacher_top_k: on_error is skip, and loss teacher_kl cannot do without the teacher: leave "
+                "on_error out."
+            )
+
+
+def check_teacher_operator(run: TrainConfig, operator: OperatorConfig) -> None:
+    """Refuse a teacher that is not there, cannot read the policy's longest sequences, or is asked for too much.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    model, models = operator.args.get("model", "teacher"), list(run.auxiliary_models)
+    if model not in models:
+        message = unknown_name("auxiliary model", str(model), models)
+        fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
+        raise ConfigError(f"operator teacher_top_k: {message} {fix}")
+    k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
+    if vocabulary is not None and isinstance(k, int) and k > vocabulary:
+        raise ConfigError(f"operator teacher_top_k: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
+    teacher, longest = run.auxiliary_models[model], run.engine.max_model_len
+    if teacher.url is None and teacher.engine.max_model_len <= longest:
+        raise ConfigError(
+            f"auxiliary_models.{model}.engine.max_model_len is {teacher.engine.max_model_len}, and this teacher reads "
+            f"sequences of up to {longest} tokens (engine.max_model_len) and samples one more: give {longest + 1}."
+        )
+
+
+def check_vocabulary(run: TrainConfig, operator: OperatorConfig) -> None:
+    """Refuse a teacher, served here, with another vocabulary than the policy's; a ConfigError."""
+    model = operator.args.get("model", "teacher")
+    teacher = run.auxiliary_models[model]
+    if teacher.url is None:
+        check_same_vocabulary(f"auxiliary_models.{model}.model", teacher.model, load_tokenizer(run.model.name))
 
 
 def _vocabulary(model: str) -> int | None:

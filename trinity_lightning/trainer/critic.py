@@ -14,7 +14,7 @@ from trinity_lightning.common.experience import Experience, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.config.critic import CriticConfig
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layout import MicroBatch
@@ -73,11 +73,7 @@ class Critic(nn.Module):
         """
         if config.model is None:
             return cls(config, policy)
-        if load_tokenizer(config.model).get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(
-                f"algorithm.critic.model '{config.model}' has another vocabulary than the policy, whose tokens it "
-                "would misread: choose a model of the policy's family, or null for a head on the policy."
-            )
+        check_same_vocabulary("algorithm.critic.model", config.model, tokenizer)
         return cls(config, policy, load(config.model))
 
     @property

@@ -271,8 +271,8 @@ class MicroBatch:
         action_mask: which response tokens are trained, bool [B, R].
         computed: of which response tokens log-probabilities are computed, bool [B, R], n of them true: the trained
             ones, and those of a stream.
-        columns: float32 [B, R] by name, 0 where padded: advantages, old_logprobs, ... and, where an engine made any of
-            the rows, its logprobs.
+        columns: float32 [B, R] by name, 0 where padded: advantages, old_logprobs, the weights of streams, ... and,
+            where an engine made any of the rows, its logprobs; a teacher's top k [B, R, k].
         sampled: which rows have log-probabilities of an engine (expert data have none), bool [B].
         temperature: sampling temperature of each row, float32 [B].
         expert: which rows are an expert's, bool [B].

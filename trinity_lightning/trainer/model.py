@@ -98,7 +98,8 @@ logger = logging.getLogger(__name__)
 
 # (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
 # are arguments of the forward pass, among them `input_ids` [B, S]; a position is the place in the flattened tokens of
-# the state that predicts the target.
+# the state that predicts the target. With candidates there are more targets a position, and as many log-probabilities:
+# [n, 1 + k].
 LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 MOST_GRAPHS = 64  # of a compiled layer: by layout, mode, gradients or not, and one row or several

@@ -1,8 +1,7 @@
 """The loss of one micro-batch: policy loss, importance weights, KL and entropy, put together from `algorithm`."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,10 @@ from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import MicroBatch
+from trinity_lightning.trainer.trials import check_result, has_gradient_without_advantage, has_ratio
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.streams import Streams
 
 K1_AS_A_LOSS = (
     "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
@@ -46,12 +49,16 @@ class Objective:
             arguments["loss_agg_mode"] = config.loss_agg_mode
         self._config = config
         self._policy_loss = create_policy_loss(config.policy_loss.name, **arguments)
-        _check_result(config.policy_loss.name, self._policy_loss)
-        self._mode = _aggregation(self._policy_loss)
+        self._streams: Streams | None = None
+        losses = of_rollouts = [self._policy_loss]
         parameters = inspect.signature(self._policy_loss).parameters
+        if "terms" in parameters or "teacher_top_k_logprobs" in parameters:
+            losses, of_rollouts = self._take_terms()
+        check_result(config.policy_loss.name, self._policy_loss)
+        self._mode = _aggregation((of_rollouts or losses)[0])
         self.pairs = "pairs" in parameters
-        self._streams = _streams_of(config) if "teacher_top_k_logprobs" in parameters else None
-        self._ignores_advantages = self.pairs or _has_gradient_without_advantage(self._policy_loss)
+        train_all = [self.pairs or has_gradient_without_advantage(each) for each in of_rollouts]
+        self._ignores_advantages = all(train_all)
         self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
         if self.pairs and self._has_kl:
             raise ConfigError(
@@ -60,7 +67,7 @@ class Objective:
             )
         self._against_engine = config.old_logprobs == "engine"
         self._needs_engine = self._against_engine
-        if self._against_engine and not _has_ratio(self._policy_loss):
+        if self._against_engine and not any(map(has_ratio, losses)):
             raise ConfigError(
                 f"algorithm.old_logprobs=engine, and policy loss '{config.policy_loss.name}' has no ratio to them: set "
                 "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
@@ -71,15 +78,28 @@ class Objective:
                 f"'{config.policy_loss.name}' trains on all, whatever their advantage: leave it out."
             )
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
-        self.needs_reference = self._has_kl or _requires_reference(self._policy_loss)
+        self.needs_reference = self._has_kl or any(map(_requires_reference, losses))
         if config.critic is not None:
             self._check_weighed()
             self.needs_reference |= config.critic.kl_coef != 0
         self.needs_entropy = config.entropy_coef != 0
-        self.needs_all_rows = (
-            self._has_kl or self.needs_entropy or self._ignores_advantages or config.critic is not None
-        )
+        self.needs_all_rows = self._has_kl or self.needs_entropy or any(train_all) or config.critic is not None
         self.caveat = K1_AS_A_LOSS if self._has_kl and config.kl.name == "k1" else None
+        if self._has_kl or self.needs_entropy:
+            from trinity_lightning.algorithm.kl import entropy_loss, kl_loss  # an option
+
+            self._kl_loss, self._entropy_loss = kl_loss, entropy_loss
+
+    def _take_terms(self) -> tuple[list[PolicyLossFn], list[PolicyLossFn]]:
+        """The losses of all terms, which are made here once, and of those that are not an expert's, rollouts first."""
+        from trinity_lightning.algorithm.policy_loss.terms import with_terms
+        from trinity_lightning.trainer.streams import TEACHER, Streams
+
+        self._policy_loss, terms = with_terms(self._config.policy_loss.name, self._policy_loss)
+        if TEACHER in inspect.signature(self._policy_loss).parameters:
+            self._streams = Streams(terms)
+        ordered = sorted(terms.values(), key=lambda term: term.stream.tokens != "rollouts")
+        return [each.loss for each in ordered], [each.loss for each in ordered if each.stream.tokens != "expert"]
 
     def _check_weighed(self) -> None:
         if self._ignores_advantages:
@@ -154,14 +174,12 @@ class Objective:
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
         if self._has_kl and ref is not None:
-            from trinity_lightning.algorithm.kl import kl_loss  # an option
-
-            term, kl_metrics = kl_loss(config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals)
+            term, kl_metrics = self._kl_loss(
+                config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals
+            )
             loss, metrics = loss + term, metrics | kl_metrics
         if self.needs_entropy:
-            from trinity_lightning.algorithm.kl import entropy_loss  # an option
-
-            term, _ = entropy_loss(entropy, mask, coefficient=config.entropy_coef, **totals)
+            term, _ = self._entropy_loss(entropy, mask, coefficient=config.entropy_coef, **totals)
             loss = loss + term
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
@@ -232,13 +250,6 @@ class Objective:
         return torch.where(sampled, advantages * weights, advantages), metrics | weight_metrics
 
 
-def _streams_of(config: AlgorithmConfig) -> Any:
-    from trinity_lightning.config.streams import streams_of
-    from trinity_lightning.trainer.streams import Streams  # an option
-
-    return Streams(streams_of(config))
-
-
 def _column(micro: MicroBatch, name: str) -> Tensor:
     if name not in micro.columns:
         raise ConfigError(
@@ -247,29 +258,10 @@ def _column(micro: MicroBatch, name: str) -> Tensor:
     return micro.columns[name]
 
 
-def _check_result(name: str, loss_fn: PolicyLossFn) -> None:
-    """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
-    try:
-        returned: Any = _call(loss_fn, advantage=1.0, moved=0.0)[0]
-    except TypeError as error:
-        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
-    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
-    loss, metrics = pair
-    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
-        raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
-    if not loss.requires_grad:
-        raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
-
-
 def _aggregation(loss_fn: PolicyLossFn) -> str:
-    """The loss's `loss_agg_mode`, for KL and entropy to be aggregated alike; token-mean where it has none.
-
-    A mixture that leaves it to its parts has the one of the rollouts' loss.
-    """
-    defaults = {name: parameter.default for name, parameter in inspect.signature(loss_fn).parameters.items()}
-    if defaults.get("loss_agg_mode", "token-mean") is None and "usual" in defaults:
-        return _aggregation(create_policy_loss(defaults["usual"], **(defaults["usual_args"] or {})))
-    return defaults.get("loss_agg_mode") or "token-mean"
+    """The loss's `loss_agg_mode`, for KL and entropy to be aggregated alike; token-mean where it has none."""
+    mode = inspect.signature(loss_fn).parameters.get("loss_agg_mode")
+    return "token-mean" if mode is None else mode.default
 
 
 def _requires_reference(loss_fn: PolicyLossFn) -> bool:
@@ -277,40 +269,3 @@ def _requires_reference(loss_fn: PolicyLossFn) -> bool:
     parameters = inspect.signature(loss_fn).parameters
     required = "ref_logprobs" in parameters and parameters["ref_logprobs"].default is inspect.Parameter.empty
     return required and not ("reference_free" in parameters and parameters["reference_free"].default)
-
-
-def _has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
-    """Whether tokens of advantage 0 are trained nevertheless (as in supervised fine-tuning), found out by trying."""
-    return bool(_tried(loss_fn, advantage=0.0, moved=0.5)[1].any())
-
-
-def _has_ratio(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss depends on the old log-probabilities, found out by trying: some only where A < 0."""
-    return any(
-        not torch.equal(one, other)
-        for advantage in (1.0, -1.0)
-        for one, other in zip(
-            _tried(loss_fn, advantage, moved=0.0), _tried(loss_fn, advantage, moved=-1.0), strict=True
-        )
-    )
-
-
-def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of four tokens whose log-probabilities have moved so far."""
-    (loss, _), logprobs = _call(loss_fn, advantage, moved)
-    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
-    return loss.detach(), torch.zeros(2, 2) if gradient is None else gradient
-
-
-def _call(loss_fn: PolicyLossFn, advantage: float, moved: float) -> tuple[tuple[Tensor, dict[str, Tensor]], Tensor]:
-    """What a loss returns of four tokens, and their log-probabilities."""
-    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]], requires_grad=True)
-    old, mask = logprobs.detach() - moved, torch.ones(2, 2, dtype=torch.bool)
-    ref = logprobs.detach() - 0.3  # whatever `moved` is: a loss may depend on it, and have no ratio
-    extras = {"ref_logprobs": ref, "num_computed_tokens": 4, "expert_mask": torch.zeros(2, dtype=torch.bool)}
-    extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0, "pairs": torch.tensor([[0, 1]])}
-    extras |= {"top_k_logprobs": torch.stack([logprobs, logprobs - 1], -1)}
-    extras |= {"teacher_top_k_logprobs": torch.stack([ref, ref - 2], -1)}
-    totals: dict[str, Any] = {"num_tokens": 4, "num_sequences": 2, "max_response_length": 2}
-    advantages = torch.full((2, 2), advantage)
-    return loss_fn(logprobs, old, mask, advantages, **totals, **accepted(loss_fn, extras)), logprobs

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import POLICY_LOSS_FN, BatchTotals
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals
+from trinity_lightning.algorithm.policy_loss.terms import Term
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
-from trinity_lightning.config.streams import SUPERVISED, TEACHER_LOSS, StreamConfig
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
+from trinity_lightning.config.streams import KEY
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import CANDIDATES, STREAM, MicroBatch
+from trinity_lightning.trainer.trials import is_supervised
 
 # Entries of `Experience.info`. Weights by the stream's name, a number for each token of the response; and the teacher's
 # likeliest tokens at each of them: {"ids": int [response, k], "logprobs": float [response, k]}.
@@ -23,13 +26,22 @@ class Streams:
     """The terms of an objective, on experiences.
 
     Args:
-        streams: by name.
+        terms: by name.
+
+    Raises:
+        ConfigError: a loss of observations that needs what only tokens of the policy have.
     """
 
-    def __init__(self, streams: Mapping[str, StreamConfig]) -> None:
-        self._streams = streams
-        losses = [POLICY_LOSS_FN.resolve(stream.loss) for stream in streams.values()]
-        self._has_teacher = any(TEACHER in inspect.signature(loss).parameters for loss in losses)  # type: ignore[arg-type]
+    def __init__(self, terms: Mapping[str, Term]) -> None:
+        self._terms = terms
+        self._supervised = {name: is_supervised(term.loss) for name, term in terms.items()}
+        self._taught = {name: TEACHER in inspect.signature(term.loss).parameters for name, term in terms.items()}
+        for name, term in terms.items():
+            if term.stream.tokens == "observations" and not self._supervised[name]:
+                raise ConfigError(
+                    f"{KEY}.{name}: loss {term.stream.loss} uses advantages, or log-probabilities of the policy that "
+                    "sampled or of the reference, and observations have none: use sft."
+                )
 
     def add_columns(self, batch: OptimizerBatch) -> None:
         """Give the batch the weights of its tokens, the totals of each stream, and the teacher's likeliest tokens.
@@ -37,8 +49,8 @@ class Streams:
         Raises:
             ExperienceError: weights that do not fit the response, or a rollout that the teacher has not read.
         """
-        for name, stream in self._streams.items():
-            weights = [_weights(name, stream, each) for each in batch.experiences]
+        for name in self._terms:
+            weights = [self._weights(name, each) for each in batch.experiences]
             batch.columns[STREAM + name] = [
                 torch.zeros(each.response_length) if its is None else its
                 for each, its in zip(batch.experiences, weights, strict=True)
@@ -49,7 +61,7 @@ class Streams:
                 num_sequences=len(there),
                 max_response_length=batch.max_response_length,
             )
-        if self._has_teacher:
+        if any(self._taught.values()):
             said = [each.info[TEACHER_TOP_K]["ids"] for each in batch.experiences if TEACHER_TOP_K in each.info]
             k = said[0].shape[-1] if said else 1  # none is needed of experts alone
             read = [_teacher(each, k) for each in batch.experiences]
@@ -57,34 +69,40 @@ class Streams:
 
     def extras(self, micro: MicroBatch, batch: OptimizerBatch) -> dict[str, Any]:
         """What the loss of a micro-batch is given of all this."""
-        weights = {name: micro.columns[STREAM + name] for name in self._streams}
+        weights = {name: micro.columns[STREAM + name] for name in self._terms}
         return {"stream_weights": weights, "stream_totals": batch.stream_totals, TEACHER: micro.columns.get(TEACHER)}
 
+    def _weights(self, name: str, experience: Experience) -> Tensor | None:
+        """The weight of each token of the response in the stream; None: the experience has nothing to do with it.
 
-def _weights(name: str, stream: StreamConfig, experience: Experience) -> Tensor | None:
-    """The weight of each token of the response in the stream; None: the experience has nothing to do with it.
-
-    An experience none of whose own tokens is trained (an operator masked it, say) is in no stream but by zeros.
-    """
-    own, expert = trained_mask(experience), is_expert(experience)
-    if stream.tokens in ("rollouts", "expert"):
-        return own.float() if expert == (stream.tokens == "expert") else None
-    if not own.any() or (expert and (stream.tokens == "observations" or stream.loss == TEACHER_LOSS)):
-        return None
-    predicted = torch.ones_like(own)
-    predicted[: 1 - min(experience.prompt_length, 1)] = False  # nothing predicts the first token of all
-    if stream.tokens == "observations":
-        return (predicted & ~experience.action_mask.bool()).float()  # type: ignore[union-attr]
-    given = experience.info.get(TOKEN_WEIGHTS, {}).get(name)
-    if given is None:
-        return None
-    weights = torch.as_tensor(given, dtype=torch.float32)
-    if weights.shape != own.shape or not weights.isfinite().all():
-        raise ExperienceError(
-            f"experience {experience.eid}: info['{TOKEN_WEIGHTS}']['{name}'] must be {len(own)} finite numbers, one "
-            f"for each token of the response, not {list(weights.shape)}."
+        An experience none of whose own tokens is trained (an operator masked it, say) is in no stream but by zeros.
+        """
+        tokens, own, expert = self._terms[name].stream.tokens, trained_mask(experience), is_expert(experience)
+        if tokens in ("rollouts", "expert"):
+            return own.float() if expert == (tokens == "expert") else None
+        if not own.any() or (expert and (tokens == "observations" or self._taught[name])):
+            return None
+        predicted = predicted_mask(experience)
+        if tokens == "observations":
+            return (predicted & ~own).float()
+        given = experience.info.get(TOKEN_WEIGHTS, {}).get(name)
+        if given is None:
+            return None
+        weights, where = torch.as_tensor(given, dtype=torch.float32), f"info['{TOKEN_WEIGHTS}']['{name}']"
+        if weights.shape != own.shape or not weights.isfinite().all():
+            raise ExperienceError(
+                f"experience {experience.eid}: {where} must be {len(own)} finite numbers, one for each token of the "
+                f"response, not {list(weights.shape)}."
+            )
+        mask, needs = (
+            (predicted, "a token before it") if self._supervised[name] else (own, "tokens of the policy's own")
         )
-    return weights * (predicted if stream.loss in SUPERVISED else own)
+        if weights[~mask].any():
+            raise ExperienceError(
+                f"experience {experience.eid}: {where} weighs token {int((weights * ~mask).nonzero()[0])} of the "
+                f"response, and loss {self._terms[name].stream.loss} needs {needs}: give it weight 0."
+            )
+        return weights
 
 
 def _teacher(experience: Experience, k: int) -> tuple[Tensor, Tensor]:

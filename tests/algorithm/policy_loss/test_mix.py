@@ -81,8 +81,9 @@ def test_the_usual_loss_is_a_choice_with_arguments_of_its_own():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ConfigError, match=r"mu is 1\.5; give a number from 0 to 1"):
         mix(*batch(), mu=1.5)
-    with pytest.raises(ConfigError, match="usual is mix: give the loss of the rollouts"):
-        mix(*batch(), usual="mix")
+    for usual in ("dpo", "mix", "streams", "teacher_kl"):
+        with pytest.raises(ConfigError, match=rf"unknown algorithm\.policy_loss\.args\.usual '{usual}'"):
+            mix(*batch(), usual=usual)
     with pytest.raises(TypeError, match="clip_range_hi"):
         mix(*batch(), usual_args={"clip_range_hi": 0.3})
     with pytest.raises(TypeError, match="expert_mask"):

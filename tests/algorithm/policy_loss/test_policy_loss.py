@@ -1,3 +1,5 @@
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -5,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.losses import batch, totals_of, with_gradient
 
+from trinity_lightning.algorithm import policy_loss
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_FN, aggregate, create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import accepted, combine_metrics
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.presentation import find_metric
 
@@ -210,3 +214,9 @@ def test_arguments_with_postponed_annotations_are_checked():
             create_policy_loss("support.postponed_loss.postponed", **wrong)
     create_policy_loss("support.postponed_loss.postponed", width=2, cap=None)
     create_policy_loss("support.postponed_loss.unresolved", width="anything")  # its types cannot be known
+
+
+def test_importing_a_module_leaves_the_names_of_losses_alone() -> None:
+    for path in PARTS["policy loss"].values():
+        importlib.import_module(path.rpartition(".")[0])
+    assert all(callable(getattr(policy_loss, name)) for name in PARTS["policy loss"])

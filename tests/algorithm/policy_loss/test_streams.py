@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
-from trinity_lightning.algorithm.policy_loss.streams import streams
+from trinity_lightning.algorithm.policy_loss.terms import streams
 from trinity_lightning.config.streams import stream_configs
 from trinity_lightning.errors import ConfigError
 
@@ -119,6 +119,8 @@ def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: st
         ({"rl": {"los": "ppo"}}, r"streams\.rl: unknown key 'los'. Did you mean 'loss'"),
         ({"rl": {"loss": "pppo"}}, r"streams\.rl: .*'pppo'.*Did you mean 'ppo'"),
         ({"rl": {"loss": "mix"}}, r"streams\.rl: .*'mix'"),
+        ({"rl": {"args": "fast"}}, r"streams\.rl\.args is 'fast'; give {argument: value}"),
+        ({"rl": {}, "kl": {}}, r"streams\.kl: the metric actor/kl_loss is something else"),
         ({"rl": {"tokens": "experts"}}, r"streams\.rl: .*Did you mean 'expert'"),
         ({"rl": {"weight": float("nan")}}, r"streams\.rl: weight is nan"),
         (

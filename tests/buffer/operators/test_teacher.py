@@ -29,3 +29,13 @@ def test_what_cannot_work_is_refused() -> None:
         asyncio.run(operator.prepare())
     with pytest.raises(ConfigError, match="k is 0"):
         TeacherTopK(k=0)
+
+
+@pytest.mark.parametrize(("status", "said"), [(200, "log-probabilities of the 2 tokens"), (400, "too many logprobs")])
+def test_an_endpoint_is_asked_before_any_rollout(status: int, said: str) -> None:
+    with judge_server(lambda _: (status, "too many logprobs"), ["some-model"]) as server:
+        operator = TeacherTopK(k=30)
+        operator.set_auxiliary_model({"teacher": [OpenAIModel(server.url, "some-model").get_openai_async_client()]})
+        with pytest.raises(ConfigError, match=rf"{server.url} does not say .*{said}(.|\n)*--max-logprobs 30 or more"):
+            asyncio.run(operator.prepare())
+    assert server.requests[0]["prompt_logprobs"] == 30

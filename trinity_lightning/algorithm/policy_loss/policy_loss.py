@@ -123,7 +123,7 @@ MAX_LOG_RATIO = 20.0
 TOTALS = ("num_tokens", "num_sequences", "max_response_length")
 EXTRAS = (
     *("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs"),
-    *("stream_weights", "stream_totals", "top_k_logprobs", "teacher_top_k_logprobs"),
+    *("stream_weights", "stream_totals", "terms", "top_k_logprobs", "teacher_top_k_logprobs"),
 )
 
 # Plain types of arguments, the Python types that fit them, and what to give.
@@ -159,7 +159,7 @@ class PolicyLossFn(Protocol):
     [pairs, 2], chosen and rejected, and `num_sequences` is twice their number.
 
     A loss with an argument `teacher_top_k_logprobs` [b, r, k], of the k tokens that a teacher finds likeliest, is given
-    the policy's of the same tokens as `top_k_logprobs`; `stream_weights` and `stream_totals` are of `streams`.
+    the policy's of the same tokens as `top_k_logprobs`; `stream_weights`, `stream_totals` and `terms` are of mixtures.
 
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.

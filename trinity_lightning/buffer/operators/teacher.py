@@ -35,10 +35,31 @@ class TeacherTopK(ExperienceOperatorV1):
         self.k = whole_number("k", k, least=1)
 
     async def prepare(self) -> None:
-        """Refuse a teacher that is not there; a ConfigError."""
-        if not self.auxiliary_models.get(self.model):
+        """Ask the teacher about two tokens, if it is an endpoint: a server of the run's own can, and starts later.
+
+        Raises:
+            ConfigError: there is no teacher of that name, or it does not give its likeliest tokens.
+        """
+        clients = self.auxiliary_models.get(self.model)
+        if not clients:
             known = [str(key) for key in self.auxiliary_models]
             raise ConfigError(f"teacher_top_k: {unknown_name('auxiliary model', str(self.model), known)}")
+        for client in clients:
+            if (url := getattr(client, "endpoint", None)) is not None:
+                await self._check(client, url)
+
+    async def _check(self, client: Any, url: str) -> None:
+        from openai import OpenAIError
+
+        try:
+            said = await self._ask(client, [0, 0], start=1)
+        except (OpenAIError, RolloutError) as error:
+            raise ConfigError(
+                f"teacher_top_k: {url} does not say its {self.k} likeliest tokens ({error}): it must be a vLLM server "
+                f"of that model, started with --max-logprobs {self.k} or more."
+            ) from error
+        if said["ids"].shape != (1, self.k):
+            raise ConfigError(f"teacher_top_k: {url} knows {said['ids'].shape[1]} tokens, fewer than k={self.k}.")
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """All experiences; the metric `mass/mean` is how much of the teacher's probability its top k have, on average.

@@ -414,9 +414,9 @@ class OpenAIModel:
         ]
 
     def get_openai_async_client(self) -> Any:
-        """An ordinary `openai.AsyncOpenAI` of the endpoint; `model_path` is the model's name."""
+        """An ordinary `openai.AsyncOpenAI` whose `endpoint` is its url, and `model_path` the model's name."""
         client = _openai().AsyncOpenAI(base_url=self._url, api_key=self._key())
-        client.model_path = self._model
+        client.model_path, client.endpoint = self._model, self._url
         return client
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -1,14 +1,62 @@
 """Objectives of several terms, each over tokens of its own; and MIX, one of two."""
 
+import functools
+import inspect
 from collections.abc import Mapping
-from typing import Any, Unpack
+from dataclasses import dataclass
+from typing import Any, Unpack, cast
 
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, accepted, create_policy_loss
-from trinity_lightning.config.streams import StreamConfig, stream_configs
-from trinity_lightning.config.values import number
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn, accepted, create_policy_loss
+from trinity_lightning.config.streams import LOSSES, TEACHER_LOSS, StreamConfig, stream_configs
+from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Term:
+    """A stream and its loss, the arguments set."""
+
+    stream: StreamConfig
+    loss: PolicyLossFn
+
+
+def with_terms(name: str, loss: PolicyLossFn) -> tuple[PolicyLossFn, dict[str, Term]]:
+    """A loss whose arguments are set, and its terms by name: one, or those of a mixture, which it then has for good.
+
+    Raises:
+        ConfigError: as the mixture says.
+        ValueError, TypeError: an argument that a term's loss does not have.
+    """
+    given = {name: each.default for name, each in inspect.signature(loss).parameters.items()}
+    if "terms" not in given:
+        return loss, {name: Term(StreamConfig(name), loss)}
+    if "usual" in given:
+        configs = _mixed(given["mu"], given["usual"], given["usual_args"])
+    else:
+        configs = stream_configs(given["streams"])
+    terms = _terms(configs, given["loss_agg_mode"])
+    return functools.partial(cast(Any, loss), terms=terms), terms
+
+
+def _terms(configs: Mapping[str, StreamConfig], loss_agg_mode: str | None) -> dict[str, Term]:
+    mode = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
+    terms = {name: Term(each, create_policy_loss(each.loss, **(mode | each.args))) for name, each in configs.items()}
+    for name, term in terms.items():
+        if "pairs" in inspect.signature(term.loss).parameters:
+            raise ConfigError(f"term '{name}': loss {term.stream.loss} is of preference pairs, which are no stream.")
+    return terms
+
+
+def _mixed(mu: float, usual: str, usual_args: Mapping[str, Any] | None) -> dict[str, StreamConfig]:
+    number("algorithm.policy_loss.args.mu", mu, least=0, most=1)
+    losses = [name for name in LOSSES if name != TEACHER_LOSS]
+    one_of("algorithm.policy_loss.args.usual", usual, losses, with_paths=True)
+    return {
+        "rollouts": StreamConfig(usual, weight=1 - mu, args=dict(usual_args or {})),
+        "sft": StreamConfig("sft", "expert", mu),
+    }
 
 
 def streams(
@@ -23,6 +71,7 @@ def streams(
     stream_totals: Mapping[str, BatchTotals] | None = None,
     top_k_logprobs: Tensor | None = None,
     teacher_top_k_logprobs: Tensor | None = None,
+    terms: Mapping[str, Term] | None = None,
     streams: Mapping[str, Any] | None = None,
     loss_agg_mode: str | None = None,
     **totals: Unpack[BatchTotals],
@@ -38,6 +87,7 @@ def streams(
         stream_weights: by stream, the weight of each token, 0 for those that are not in it [b, r]; None: all tokens are
             of rollouts, and in every stream but an expert's.
         stream_totals: by stream, its totals; None: of the tensors at hand.
+        terms: the streams with their losses, by `with_terms`; None: of `streams`, made for this call.
         streams: {name: {loss, tokens, weight, args}}, see `StreamConfig`; null: `ppo` on rollouts.
         loss_agg_mode: of all streams, see `aggregate`; None: of each its own loss's. `args` may have another one.
 
@@ -49,7 +99,6 @@ def streams(
         ConfigError: as `stream_configs`, or as a stream's loss says.
         ValueError, TypeError: an argument that a stream's loss does not have.
     """
-    mode: dict[str, Any] = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
     given = {
         "ref_logprobs": ref_logprobs,
         "top_k_logprobs": top_k_logprobs,
@@ -58,17 +107,17 @@ def streams(
     tokens = totals.get("num_tokens")
     skipped = 0 if tokens is None or num_computed_tokens is None else tokens - num_computed_tokens
     loss, metrics = logprobs.new_zeros(()), {}
-    for name, stream in stream_configs(streams).items():
-        fn = create_policy_loss(stream.loss, **(mode | stream.args))
+    for name, term in (_terms(stream_configs(streams), loss_agg_mode) if terms is None else terms).items():
+        stream = term.stream
         weights = action_mask.bool() & (stream.tokens != "expert") if stream_weights is None else stream_weights[name]
         own = totals if stream_totals is None else stream_totals[name]
         # Rows without advantage, which alone may have been left out, are rollouts.
         count = own.get("num_tokens")
         computed = None if count is None or stream.tokens != "rollouts" else count - skipped
-        extras = accepted(fn, given | {"num_computed_tokens": computed})
-        term, measured = fn(logprobs, old_logprobs, weights, advantages, **own, **extras)
-        loss = loss + stream.weight * term
-        metrics |= {f"{name}_loss": term.detach()} if metrics else measured
+        extras = accepted(term.loss, given | {"num_computed_tokens": computed})
+        its_loss, measured = term.loss(logprobs, old_logprobs, weights, advantages, **own, **extras)
+        loss = loss + stream.weight * its_loss
+        metrics |= {f"{name}_loss": its_loss.detach()} if metrics else measured
     return loss, metrics
 
 
@@ -83,6 +132,7 @@ def mix(
     expert_mask: Tensor | None = None,
     num_expert_tokens: int | None = None,
     num_expert_sequences: int | None = None,
+    terms: Mapping[str, Term] | None = None,
     mu: float = 0.1,
     usual: str = "ppo",
     usual_args: Mapping[str, Any] | None = None,
@@ -99,6 +149,7 @@ def mix(
         expert_mask: which rows are an expert's, bool [b]; None: none is.
         num_expert_tokens, num_expert_sequences: how many of `num_tokens` and `num_sequences` are theirs; None: of the
             tensors at hand.
+        terms: as of `streams`; None: of the arguments below.
         mu: weight of the expert data, from 0 to 1.
         usual: name of the loss of the rollouts, or the dotted path of your own.
         usual_args: its arguments, such as clip_range_high.
@@ -110,12 +161,9 @@ def mix(
         term before the weighting.
 
     Raises:
-        ConfigError: mu is out of range, the usual loss is this one, or as the usual loss says.
+        ConfigError: mu is out of range, the usual loss is none of rollouts, or as it says.
         ValueError, TypeError: an unknown loss, or an argument that it does not have.
     """
-    number("algorithm.policy_loss.args.mu", mu, least=0, most=1)
-    if usual == "mix":
-        raise ConfigError("algorithm.policy_loss.args.usual is mix: give the loss of the rollouts, such as ppo.")
     mask = action_mask.bool()
     expert = mask.new_zeros(len(mask)) if expert_mask is None else expert_mask.bool()
     own = _totals(mask, expert, num_expert_tokens, num_expert_sequences, totals)
@@ -128,11 +176,7 @@ def mix(
         num_computed_tokens=num_computed_tokens,
         stream_weights={"rollouts": mask & ~expert[:, None], "sft": mask & expert[:, None]},
         stream_totals=dict(zip(("rollouts", "sft"), own, strict=True)),
-        streams={
-            "rollouts": StreamConfig(usual, weight=1 - mu, args=dict(usual_args or {})),
-            "sft": StreamConfig("sft", "expert", mu),
-        },
-        loss_agg_mode=loss_agg_mode,
+        terms=_terms(_mixed(mu, usual, usual_args), loss_agg_mode) if terms is None else terms,
         **totals,
     )
 

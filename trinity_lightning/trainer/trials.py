@@ -1,0 +1,77 @@
+"""What a policy loss is and depends on, found out by trying it on four tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted
+from trinity_lightning.errors import ConfigError
+
+
+def check_result(name: str, loss_fn: PolicyLossFn) -> None:
+    """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
+    try:
+        returned: Any = _call(loss_fn, advantage=1.0)[0]
+    except TypeError as error:
+        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    loss, metrics = pair
+    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
+        raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
+    if not loss.requires_grad:
+        raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
+
+
+def has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
+    """Whether tokens of advantage 0 are trained nevertheless (as in supervised fine-tuning), found out by trying."""
+    return bool(_tried(loss_fn, advantage=0.0, moved=0.5)[1].any())
+
+
+def has_ratio(loss_fn: PolicyLossFn) -> bool:
+    """Whether the loss depends on the old log-probabilities, found out by trying: some only where A < 0."""
+    return any(
+        not torch.equal(one, other)
+        for advantage in (1.0, -1.0)
+        for one, other in zip(
+            _tried(loss_fn, advantage, moved=0.0), _tried(loss_fn, advantage, moved=-1.0), strict=True
+        )
+    )
+
+
+def is_supervised(loss_fn: PolicyLossFn) -> bool:
+    """Whether the loss is of any token, whoever wrote it.
+
+    It trains without advantages, and depends neither on them nor on log-probabilities of the policy that sampled, nor
+    of the reference: nothing but the policy's own tokens has those.
+    """
+    plain = _tried(loss_fn, advantage=0.0)
+    others = _tried(loss_fn, 1.0), _tried(loss_fn, 0.0, moved=-1.0), _tried(loss_fn, 0.0, apart=1.0)
+    return bool(plain[1].any()) and all(
+        torch.equal(one, other) for each in others for one, other in zip(plain, each, strict=True)
+    )
+
+
+def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float = 0.0, apart: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of four tokens; see `_call`."""
+    (loss, _), logprobs = _call(loss_fn, advantage, moved, apart)
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    return loss.detach(), torch.zeros(2, 2) if gradient is None else gradient
+
+
+def _call(
+    loss_fn: PolicyLossFn, advantage: float, moved: float = 0.0, apart: float = 0.3
+) -> tuple[tuple[Tensor, dict[str, Tensor]], Tensor]:
+    """What a loss returns of four tokens, so far from old policy and reference; and their log-probabilities."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]], requires_grad=True)
+    old, mask = logprobs.detach() - moved, torch.ones(2, 2, dtype=torch.bool)
+    ref = logprobs.detach() - apart  # whatever `moved` is: a loss may depend on it, and have no ratio
+    teacher = logprobs.detach() - 0.3
+    extras = {"ref_logprobs": ref, "num_computed_tokens": 4, "expert_mask": torch.zeros(2, dtype=torch.bool)}
+    extras |= {"num_expert_tokens": 0, "num_expert_sequences": 0, "pairs": torch.tensor([[0, 1]])}
+    extras |= {"top_k_logprobs": torch.stack([logprobs, logprobs - 1], -1)}
+    extras |= {"teacher_top_k_logprobs": torch.stack([teacher, teacher - 2], -1)}
+    totals: dict[str, Any] = {"num_tokens": 4, "num_sequences": 2, "max_response_length": 2}
+    advantages = torch.full((2, 2), advantage)
+    return loss_fn(logprobs, old, mask, advantages, **totals, **accepted(loss_fn, extras)), logprobs
