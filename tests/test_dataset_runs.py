@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from support.compose import composed
 from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
+from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.objective import Objective
@@ -192,4 +192,4 @@ def test_several_devices_measure_no_held_out_loss(tmp_path: Path) -> None:
     overrides = ["buffer.dataset.held_out.share=0.2", "trainer=ddp", "trainer.devices=2"]
     config = composed("+recipe=sft", path, *overrides, *TINY)
     with pytest.raises(ConfigError, match="held_out is measured by one device"):
-        offline_data_module(replace(typed_config(config), trainer=config.trainer), False, True, 64)
+        validate(config)

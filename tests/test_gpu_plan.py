@@ -40,6 +40,12 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert rollouts_of(config(speculative=4)).drafted == 4
 
 
+def test_a_value_model_is_planned_for() -> None:
+    run = replace(config(), algorithm=AlgorithmConfig(critic={"model": "smollm2"}))
+    assert training_of(run, 1).value_model == SMOLLM2
+    assert training_of(replace(run, algorithm=AlgorithmConfig(critic={})), 1).value_model is None
+
+
 def test_without_a_gpu_there_is_no_plan() -> None:
     assert with_memory_plan(config()) == (config(), None)
 

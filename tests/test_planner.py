@@ -29,12 +29,14 @@ from trinity_lightning.common.memory_plan import (
     plan,
 )
 from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.plan import as_json, as_text, register
 from trinity_lightning.plan import plan as plan_of
-from trinity_lightning.planner import RunPlan
+from trinity_lightning.planner import RunPlan, training_flops
 from trinity_lightning.sync.stream import skeleton
-from trinity_lightning.trainer.flops import ModelSize
+from trinity_lightning.trainer.flops import ModelSize, Work
 
 # Of the published configurations, what the number of parameters follows from.
 QWEN_7B: dict[str, Any] = {
@@ -281,6 +283,17 @@ def test_adapters_alone_have_an_optimizer_and_cost_no_gradient_of_the_weights() 
     with pytest.raises(ConfigError) as refused:
         planned("plan.device=L4", "plan.memory_gb=2", recipe="lora")
     assert "fsdp2" not in str(refused.value)
+
+
+def test_a_value_model_costs_a_second_training_without_a_head_and_a_critic_a_forward_pass() -> None:
+    size, step = ModelSize.of(skeleton(str(resolve_model("tiny")))), Work(tokens=1000, predicted=400, pairs=9000)
+    ppo = ("+recipe=ppo", "model=tiny", "algorithm.optimizer_steps=1")
+    plain, head, model = (
+        training_flops(typed_config(composed(*overrides)), size, step)
+        for overrides in (("+recipe=grpo", "model=tiny"), ppo, (*ppo, "+algorithm.critic.model=tiny"))
+    )
+    assert head == pytest.approx(plain * 4 / 3)
+    assert model == pytest.approx(head + size.training_flops(replace(step, predicted=0)) * 4 / 3)
 
 
 def test_all_ranks_are_planned_with_the_tokens_that_they_agree_on(folder: Any) -> None:

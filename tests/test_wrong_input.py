@@ -67,7 +67,10 @@ REFUSED = {
         ["+recipe=ppo", "buffer=dataset", "buffer.path=pyproject.toml"],
         ["algorithm.critic learns from the rewards of rollouts"],
     ),
-    "critic of supervised training": (["+recipe=ppo", "algorithm.policy_loss=sft"], ["has no use for them"]),
+    "critic of supervised training": (
+        ["+recipe=ppo", "algorithm.policy_loss=sft"],
+        ["goes with a loss by advantages alone"],
+    ),
     "critic of steps with rewards of their own": (
         ["+recipe=ppo", "workflow=multi_turn", "workflow.args.mode=step_wise", "++workflow.args.step_reward=own"],
         ["algorithm.critic does not see the steps", "workflow.args.step_reward=return"],

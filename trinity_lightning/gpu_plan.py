@@ -208,7 +208,14 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         adapters=adapters,
         adapter_width=adapter_width,
         moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # of one's own unknown: taken to be Adam's
+        value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
     )
+
+
+def value_model_of(config: TrainConfig) -> Any:
+    """The skeleton of the value model, if there is a critic that has one, else None."""
+    critic = config.algorithm.critic
+    return None if critic is None or critic.model is None else skeleton(str(resolve_model(critic.model)))
 
 
 def adapters_of(config: TrainConfig) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from trinity_lightning.gpu_plan import (
     rollouts_of,
     trainers_of,
     training_of,
+    value_model_of,
     with_auxiliary_shares,
 )
 from trinity_lightning.sync.stream import skeleton
@@ -302,7 +303,7 @@ def _on_a_cpu(
     free, training = hardware.machine.free, replace(training_of(run, 1), on_cpu=True)
     here = devices // int((run.trainer or {}).get("num_nodes", 1))  # on each machine
     if training.tokens is None:
-        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // here))
+        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // here, training.value_model))
     rollouts: Rollouts | None = None
     if engines and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
         args = engine_args(run.model.name, run.engine, on_cpu=True)
@@ -374,11 +375,16 @@ def training_work(run: TrainConfig, step: Step) -> Work:
 def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
     """Operations of a step's training, with those that checkpointing repeats and those of further forward passes."""
     objective = Objective(run.algorithm)
-    forwards = objective.needs_reference + objective.needs_old_logprobs
+    critic = run.algorithm.critic
+    forwards = objective.needs_reference + (objective.needs_old_logprobs or critic is not None)
     # With adapters no gradient of the weights is computed: as many operations as of a forward pass.
     backward = FORWARD * (run.model.gradient_checkpointing - (run.model.lora.r is not None))
     passes = run.algorithm.inner_epochs * (1 + backward) + FORWARD * forwards
-    return size.training_flops(work) * passes
+    values = 0.0
+    if (model := value_model_of(run)) is not None:  # it predicts no tokens, and has no reference
+        own = passes - FORWARD * objective.needs_reference
+        values = ModelSize.of(model).training_flops(replace(work, predicted=0)) * own
+    return size.training_flops(work) * passes + values
 
 
 def _rollout_parts(

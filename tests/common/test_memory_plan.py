@@ -122,6 +122,10 @@ def saved_by(model: Any, rows: int, length: int) -> int:
 def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
     states = weight_states(QWEN_1_5B, Training(2, 1))
     assert sum(states.values()) == 18 * QWEN_1_5B.parameters
+    with_values = Training(2, 1, value_model=QWEN_1_5B)
+    assert sum(weight_states(QWEN_1_5B, with_values).values()) == 2 * 18 * QWEN_1_5B.parameters
+    alone = activations(QWEN_1_5B, Training(2, 1), 4096)
+    assert 1.5 * alone < activations(QWEN_1_5B, with_values, 4096) < 2 * alone
     split = weight_states(QWEN_1_5B, Training(2, 1, shards=4, reference=True))
     gathered = split.pop(GATHERED)  # float32 weights take the masters' place: 4 + 8 and 2 of the reference, in shards
     assert sum(split.values()) == 18 * QWEN_1_5B.parameters // 4

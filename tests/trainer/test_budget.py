@@ -25,6 +25,11 @@ def test_a_cpu_computes_what_fits_beside_gradients_and_moments(gib: float, token
     assert tokens_that_fit(SMOLLM2, width=2, free=int(gib * GIB)) == tokens
 
 
+def test_a_value_model_takes_as_much_again() -> None:
+    assert tokens_that_fit(SMOLLM2, width=2, free=int(3.3 * GIB), value_model=SMOLLM2) == 256
+    assert tokens_that_fit(SMOLLM2, width=2, free=100 * GIB, value_model=SMOLLM2) == 1024
+
+
 def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
     policy = make_policy()
     policy.configure_model()

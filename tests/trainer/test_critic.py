@@ -291,7 +291,7 @@ def test_adapters_losses_without_advantages_and_other_vocabularies_are_refused()
     with pytest.raises(ConfigError, match=r"algorithm\.critic is not for adapters"):
         actor_critic(model={"lora": LoRAConfig(r=4)})
     for loss in ("sft", "dpo"):
-        with pytest.raises(ConfigError, match="has no use for them"):
+        with pytest.raises(ConfigError, match="goes with a loss by advantages alone"):
             actor_critic(policy_loss=loss)
     with pytest.raises(ConfigError, match="another vocabulary"):
         actor_critic({"model": "smollm2"}).configure_model()

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import HostMemory, MasterWeights, learning_rate_schedule, optimizer_factory
+from trinity_lightning.trainer.optim import (
+    HostMemory,
+    MasterWeights,
+    keep_learning_rates,
+    learning_rate_schedule,
+    optimizer_factory,
+    peak_learning_rates,
+)
 from trinity_lightning.trainer.policy import PolicyModule
 
 LR = 1e-2
@@ -46,7 +53,7 @@ class Forgetful(Signs):
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
         for group in self.param_groups:
-            group["lr"] = LR / self.steps
+            group["lr"] = self.defaults["lr"] / self.steps
         super().step()
 
 
@@ -201,6 +208,7 @@ REFUSED = {
     "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
     "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),
     "forgetful": ({"name": f"{__name__}.Forgetful"}, "does not go on from a checkpoint to the bit"),
+    "forgetful at rest": ({"name": f"{__name__}.Forgetful", "lr": 0.0}, "does not go on from a checkpoint to the bit"),
     "a schedule's argument": (
         {"lr_scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step": 2}}},
         "StepLR cannot be made of these args",
@@ -215,11 +223,19 @@ REFUSED = {
 }
 
 
+def test_a_schedule_of_ones_own_keeps_the_learning_rate_of_its_checkpoint() -> None:
+    optimizer = Signs([nn.Parameter(torch.ones(2))], LR)
+    schedule = StepLR(optimizer, 1)
+    keep_learning_rates(optimizer, schedule, peak_learning_rates(optimizer))
+    with pytest.raises(ConfigError, match="StepLR cannot change them on its way: give those of the checkpoint"):
+        keep_learning_rates(optimizer, schedule, [2 * LR])
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_train_is_refused(case: str) -> None:
     settings, refusal = REFUSED[case]
     with pytest.raises(ConfigError, match=re.escape(refusal)):
-        PolicyModule("tiny", optimizer={"lr": LR, **settings})
+        PolicyModule("tiny", optimizer={"lr": LR} | settings)
 
 
 def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ class HeldOutLoss(L.Callback):
 
     Args:
         examples: what it is of, all together one optimizer batch.
-        interval: explore steps from one measurement to the next.
+        interval: optimizer steps, of which a step without rollouts is one, from one measurement to the next.
         total_steps: explore steps of the run.
         show: is given what was measured, or nothing, before the step's line is printed.
         max_response_length: as of the batches that are trained on.

@@ -13,7 +13,6 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
-from trinity_lightning.config.training import trains_together
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.models.chat import render_chat
@@ -173,8 +172,6 @@ def offline_data_module(
     dataset = config.buffer.storage == "dataset"
     reader: BufferReader
     held_out: Sequence[Experience] = ()
-    if dataset and config.buffer.dataset.held_out.given and trains_together(config.trainer or {}):
-        raise ConfigError("buffer.dataset.held_out is measured by one device: leave it out, or trainer=ddp or fsdp2.")
     if follower:
         reader = UnreadReader()
     elif dataset:

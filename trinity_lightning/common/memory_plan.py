@@ -40,7 +40,7 @@ SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 LIBRARIES, VLLM_LIBRARIES, CPU_RESERVE = (int(gb * 1e9) for gb in (0.5, 0.4, 0.3))
 
 POLICY, MASTERS, MOMENTS, GRADIENTS = "policy", "masters", "Adam's moments", "gradients"
-REFERENCE, GATHERED = "reference", "gathered layers and gradients"
+REFERENCE, GATHERED, VALUE_MODEL = "reference", "gathered layers and gradients", "value model"
 ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights", "key-value cache"
 GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
 CONTEXTS, RESERVE = "servers' contexts", "libraries, workspaces and fragments"
@@ -167,6 +167,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """
     each, width = -(-shape.parameters // training.shards), training.width
     trained = -(-(training.adapters or shape.parameters) // training.shards)
+    in_training = width + (FLOAT if width < FLOAT else 0) + training.moments + FLOAT  # all of it stays on the device
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
     gradients = 0 if training.adapters else 2 * FLOAT * shape.outside + (width + FLOAT) * layer
     states = {
@@ -175,6 +176,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
         MOMENTS: training.moments * trained,
         GRADIENTS: FLOAT * trained,
         REFERENCE: width * each if training.reference else 0,
+        VALUE_MODEL: 0 if training.value_model is None else in_training * training.value_model.parameters,
         GATHERED: width * (shape.outside + 2 * layer) + gradients if split else 0,
     }
     return {name: size for name, size in states.items() if size}

@@ -6,7 +6,7 @@ root-mean-square norms and a gated feed-forward part; tests hold them against re
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trinity_lightning.common.model_config import (
@@ -95,6 +95,7 @@ class Training:
         adapters: parameters of adapters (model.lora), which are trained in place of the weights; 0: there are none.
         adapter_width: numbers of each token that adapters keep for the backward pass, all layers together.
         moments: bytes that the optimizer keeps of a parameter, besides a float32 master.
+        value_model: of a critic that is a model of its own; None: there is none.
     """
 
     width: int
@@ -108,6 +109,7 @@ class Training:
     adapters: int = 0
     adapter_width: int = 0
     moments: int = 2 * FLOAT
+    value_model: ModelShape | None = None
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> int:
@@ -144,4 +146,7 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     sizes = (CHUNK_BYTES, BLOCK_BYTES, 0) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES, width + FLOAT)
     chunk, block, gradient = sizes
     head = min(width * tokens * shape.vocabulary, 2 * chunk) + 3 * block
-    return tokens * (saved + rest) + head + (0 if training.adapters else gradient * shape.largest)
+    values = 0
+    if training.value_model is not None:  # it predicts no tokens
+        values = activations(replace(training.value_model, vocabulary=0), replace(training, value_model=None), tokens)
+    return tokens * (saved + rest) + head + (0 if training.adapters else gradient * shape.largest) + values

@@ -49,8 +49,9 @@ class OptimizerBatch:
 
     Attributes:
         experiences: what is trained on, with advantages set.
-        columns: per-token extras by name ("old_logprobs", "ref_logprobs"; weights of streams), a float32 tensor
-            [response] an experience; of a teacher's likeliest tokens, ids (int64) and log-probabilities [response, k].
+        columns: per-token extras by name ("old_logprobs", "ref_logprobs"; weights of streams; of a critic "values",
+            "returns" and "advantages", which come before the experiences'), a float32 tensor [response] an experience;
+            of a teacher's likeliest tokens, ids (int64) and log-probabilities [response, k].
         num_expert_tokens, num_expert_sequences: how many of the two below are an expert's; losses may treat them apart.
         num_tokens: trained tokens, the N of token means.
         num_sequences: experiences, the B of sequence means; those without a trained token count.

@@ -71,7 +71,7 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
         from trinity_lightning.config.critic import check_critic
 
         check_critic(run)
-    _check_training(run)
+    _check_training(run, config.trainer or {})
     _check_expert(run)
     for operator in run.operators.values():
         if operator.name == "teacher_top_k" and run.buffer.has_rollouts:
@@ -126,7 +126,7 @@ def _check_weighing(run: TrainConfig) -> None:
     check_strategies(run, named)
 
 
-def _check_training(run: TrainConfig) -> None:
+def _check_training(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse an objective that does not fit where its experiences come from."""
     algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
@@ -134,7 +134,7 @@ def _check_training(run: TrainConfig) -> None:
     if not rollouts:
         from trinity_lightning.config.stored import check_without_rollouts
 
-        check_without_rollouts(run)
+        check_without_rollouts(run, trainer)
     elif algorithm.policy_loss.name == "dpo":
         raise ConfigError(
             "algorithm.policy_loss=dpo learns from preference pairs, and rollouts of a taskset are none: set "

@@ -71,7 +71,8 @@ class TrainablePolicy(Protocol):
 class WeightVersions:
     """The versions of the trainer's weights: what of weight syncs is in checkpoints.
 
-    A version is the number of explore steps that changed the weights: one without an optimizer step adds nothing.
+    A version is the number of explore steps that changed the weights: one without an optimizer step adds nothing, and
+    one that warms up a critic alone counts.
 
     Attributes:
         counted: steps that changed the weights.

@@ -16,24 +16,27 @@ GPU_TOKENS = 4096
 SHARE = 0.5
 
 
-def useful_tokens(model: Any, device: torch.device, trainers: int = 1) -> int:
+def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_model: Any = None) -> int:
     """As many tokens as are of use on the device and, on a CPU, fit into the memory that is free now.
 
     Args:
         model: a Hugging Face model that is loaded, before its first optimizer step.
         device: where it trains.
         trainers: how many processes train on this machine, and share what is free.
+        value_model: that of a critic, which is trained, too.
     """
     if device.type != "cpu":
         return GPU_TOKENS
-    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free_memory() // trainers)
+    values = None if value_model is None else ModelShape.of(value_model)
+    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free_memory() // trainers, values)
 
 
-def tokens_that_fit(shape: ModelShape, width: int, free: int) -> int:
+def tokens_that_fit(shape: ModelShape, width: int, free: int, value_model: ModelShape | None = None) -> int:
     """The largest budget of a CPU whose activations fit beside gradients and moments; else the smallest.
 
     Weights, of `width` bytes each, and masters are loaded; `free` bytes are left.
     """
-    room = SHARE * (free - 3 * FLOAT * shape.parameters)  # beside float32 gradients, and two moments
-    training = Training(width, longest_row=0, on_cpu=True)
+    trained = shape.parameters + (0 if value_model is None else value_model.parameters)
+    room = SHARE * (free - 3 * FLOAT * trained)  # beside float32 gradients, and two moments
+    training = Training(width, longest_row=0, on_cpu=True, value_model=value_model)
     return next((each for each in CPU_TOKENS if activations(shape, training, each) <= room), CPU_TOKENS[-1])

@@ -104,8 +104,9 @@ class Objective:
     def _check_weighed(self) -> None:
         if self._ignores_advantages:
             raise ConfigError(
-                f"algorithm.critic makes advantages, and policy loss '{self._config.policy_loss.name}' has no use for "
-                "them: choose algorithm.policy_loss=ppo, or set algorithm.critic=null."
+                f"algorithm.critic goes with a loss by advantages alone, and policy loss "
+                f"'{self._config.policy_loss.name}' trains without them, too: choose algorithm.policy_loss=ppo, or set "
+                "algorithm.critic=null."
             )
 
     def expect_older_weights(self) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from trinity_lightning.config.training import ADAM, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory
 
+TRIED_LR = 1e-3  # whatever is configured: with 0 no step would be taken
 OptimizerFactory = Callable[[Any], Optimizer]
 
 
@@ -43,7 +45,7 @@ def try_out(config: OptimizerConfig) -> None:
     """Refuse what cannot train: see `optim.check_optimizer`."""
     make = optimizer_factory(config)
     try:
-        if config.name not in ADAM and not _goes_on(make):
+        if config.name not in ADAM and not _goes_on(optimizer_factory(replace(config, lr=TRIED_LR))):
             raise ConfigError("it does not go on from a checkpoint to the bit.")
         optimizer = make(_groups())
     except Exception as error:  # of code that is not ours

@@ -305,7 +305,8 @@ class PolicyModule(L.LightningModule):
             if tokens is None:
                 from trinity_lightning.trainer.budget import useful_tokens
 
-                tokens = useful_tokens(self.policy, device, getattr(self._trainer, "num_devices", 1))
+                trainers, value_model = getattr(self._trainer, "num_devices", 1), self.critic and self.critic.model
+                tokens = useful_tokens(self.policy, device, trainers, value_model)
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
             passes = Passes(device, layout, tokens, function, all_rows, as_trained)
