@@ -51,7 +51,7 @@ def test_an_endpoint_judges(asked_by: str, run_train: RunTrain, tmp_path: Path) 
 TAUGHT = {
     "on_policy_distill": ((), ("group_advantages/reverse_kl/mean",)),
     "on_policy_distill_top_k": (
-        ("engine=transformers", "operators.teacher_top_k.args.k=40"),
+        ("engine=transformers", "engine.max_model_len=511", "operators.teacher_top_k.args.k=40"),
         ("actor/pg_loss", "experience_pipeline/teacher_top_k/mass/mean"),
     ),
     "streams": (("engine=transformers", "engine.max_model_len=511"), ("actor/expert_loss", "actor/teacher_loss")),
