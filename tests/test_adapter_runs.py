@@ -14,7 +14,9 @@ RUN += ("explorer.eval_interval=1", "eval_sampling.max_tokens=8", "+eval_taskset
 @pytest.fixture(scope="module")
 def whole(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of all steps, with an evaluation after each."""
-    return finished(run_train, tmp_path_factory.mktemp("whole"), *RUN, f"steps={STEPS}")
+    run = finished(run_train, tmp_path_factory.mktemp("whole"), *RUN, f"steps={STEPS}")
+    assert len(evaluated(run)) >= STEPS
+    return run
 
 
 def evaluated(folder: Path) -> list[float]:

@@ -136,7 +136,7 @@ PAIRS = {"eval/accuracy": "actor/rewards/accuracies", "eval/margin": "actor/rewa
 
 @pytest.mark.parametrize(("recipe", "lines", "more"), [("sft", sums(), {}), ("dpo", preferences(), PAIRS)])
 def test_held_out_examples_are_measured_as_those_that_are_trained_on(
-    recipe: str, lines: list[dict], more: dict[str, str], run_train: RunTrain, tmp_path: Path
+    recipe: str, lines: list[dict], more: dict[str, str], run_train: Commands, tmp_path: Path
 ) -> None:
     """Every third step and after the last one. They are those of each step: the next begins with the same weights."""
     file = tmp_path / "examples.jsonl"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.optimizer_batch import is_expert
+from trinity_lightning.common.optimizer_batch import is_expert, predicted_mask
 
 ALL_STREAMS: dict[str, Any] = {
     "rl": {"loss": "ppo"},
@@ -26,7 +26,7 @@ def read(experiences: Sequence[Experience], k: int = 3, vocabulary: int = 90) ->
         opinions = 2 * torch.randn(each.response_length, vocabulary, generator=generator)
         likeliest = opinions.log_softmax(-1).topk(k)
         praise = torch.rand(each.response_length, generator=generator)
-        info: dict[str, Any] = {"token_weights": {"praised": praise * (praise > 0.6)}}
+        info: dict[str, Any] = {"token_weights": {"praised": praise * (praise > 0.6) * predicted_mask(each)}}
         if not is_expert(each):
             info["teacher_top_k"] = {"ids": likeliest.indices.int(), "logprobs": likeliest.values}
         each.info = each.info | info
