@@ -4,16 +4,8 @@ from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 
-# Of parts by name; those of one's own are of none of these.
-COMPARING_STRATEGIES = (
-    "asymre",
-    "correct_bias",
-    "dr_grpo",
-    "grpo",
-    "opmd",
-    "rloo",
-    "step_wise_grpo",
-)  # with their group
+# Of parts by name; those of one's own are of none of these. Those that compare a rollout with its group:
+COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")
 STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 
