@@ -166,6 +166,7 @@ def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, d
             assert cancelled.wait(60)
 
     async def cancel() -> list[Completion]:
+        await engine.load()  # else each request waits for that first, and they are posted one by one
         engine._post(lambda: all_posted.wait(60))  # so that the first batch has both
         endless = asyncio.create_task(engine.generate(PROMPT, n=4, seed=1, max_tokens=110))
         kept = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
