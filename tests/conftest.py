@@ -1,9 +1,8 @@
 """The tiers of the tests, and the fixture for whole runs."""
 
-import gc
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,8 +10,10 @@ import pytest
 # Before torch is imported; the commands that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from support import tiers
-from support.runs import Commands
+from support import garbage, tiers
+
+if TYPE_CHECKING:  # imports torch, and the process that deals out the tests has no use for it
+    from support.runs import Commands
 
 GUARD = tiers.Guard()
 
@@ -24,15 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.slow_files_first(items)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays, and no garbage collection looks at it again."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """So that nothing is taken for a leak at the end."""
-    gc.unfreeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    with garbage.kept():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,12 +43,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def needs_vllm() -> Any:
     """For tests and fixtures that start a vLLM."""
-    return pytest.importorskip("vllm")
+    vllm = pytest.importorskip("vllm")
+    from support.warm import OF_ENGINES, import_vllm
+
+    with garbage.kept():
+        import_vllm(OF_ENGINES)
+    return vllm
 
 
 @pytest.fixture(scope="session")
-def run_train() -> Iterator[Commands]:
+def run_train() -> Iterator["Commands"]:
     """Runs `python -m trinity_lightning.train ARGUMENTS` in a folder; stdout and stderr are captured together."""
+    from support.runs import Commands
+
     commands = Commands()
     yield commands
     commands.close()

@@ -5,6 +5,7 @@ mark themselves, and the guard fails one that does not and should.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing import util
 from typing import Any
@@ -42,7 +43,8 @@ def is_fast(item: pytest.Item) -> bool:
 def slow_files_first(items: list[pytest.Item]) -> None:
     """So that of several workers none is still at a long file when the others have nothing left to do."""
     slow = {item.path for item in items if not is_fast(item)}
-    items.sort(key=lambda item: item.path not in slow)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))
 
 
 class Guard:

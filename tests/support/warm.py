@@ -6,7 +6,6 @@ over the Unix socket of the first argument, from `support/forked.py`.
 """
 
 import atexit
-import gc
 import importlib.util
 import json
 import multiprocessing
@@ -21,10 +20,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from support.forked import fork_ranks, fork_servers, fork_sides
+import torch
 
-OF_THE_PACKAGE = ("build", "explorer.models.vllm_engine", "explorer.models.transformers_engine", "monitor.csv_logger")
-OF_VLLM = (
+from support import garbage
+from support.forked import fork_ranks, fork_servers, fork_sides
+from trinity_lightning.common.hardware import TORCH_DTYPES, product_flops
+from trinity_lightning.explorer.models import vllm_engine
+
+OF_THE_PACKAGE = ("build", "explorer.models.transformers_engine", "monitor.csv_logger")
+OF_ENGINES = (
     "v1.engine.llm_engine",
     "v1.core.sched.scheduler",
     "v1.worker.cpu_worker",
@@ -32,7 +36,8 @@ OF_VLLM = (
     "model_executor.model_loader",
     "model_executor.models.llama",
     "model_executor.layers.quantization.online.base",
-    # of servers
+)
+OF_SERVERS = (
     "entrypoints.launchers.api_server.entry",
     "entrypoints.openai.api_server",
     "v1.engine.async_llm",
@@ -46,12 +51,22 @@ def import_early() -> None:
         importlib.import_module(f"trinity_lightning.{name}")
     importlib.import_module("hydra.main")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
+    import_vllm(OF_ENGINES + OF_SERVERS)
+    del os.environ["VLLM_LOGGING_LEVEL"]
+    vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros
+    for dtype in TORCH_DTYPES.values():
+        product_flops(dtype, torch.get_num_threads())  # timed once a process: commands have it from here
+
+
+def import_vllm(names: tuple[str, ...]) -> None:
+    """What vLLM would import when an engine or a server starts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in OF_VLLM:
+        for name in names:
             importlib.import_module(f"vllm.{name}")
-    del os.environ["VLLM_LOGGING_LEVEL"]
-    gc.freeze()  # an engine collects garbage eight times, which need not look at all this
+        platform = importlib.import_module("vllm.platforms").current_platform
+        platform.register_triton_kernel_overrides()  # looks through all modules, for each engine again
+        platform.register_triton_kernel_overrides = lambda: None
 
 
 def next_command(address: str) -> tuple[dict[str, Any], list[int]]:
@@ -146,7 +161,8 @@ def end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    import_early()
+    with garbage.kept():
+        import_early()
     address = sys.argv[1]
     command, files = next_command(address)
     become(command, files)
