@@ -21,13 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.plugins import Plugins
 
 from support import garbage
 from support.forked import fork_ranks, fork_servers, fork_sides
 from trinity_lightning.common.hardware import TORCH_DTYPES, product_flops
 from trinity_lightning.explorer.models import vllm_engine
 
-OF_THE_PACKAGE = ("build", "explorer.models.transformers_engine", "monitor.csv_logger")
+OF_RUNS = (
+    "hydra.main",
+    "trinity_lightning.build",
+    "trinity_lightning.config.targets",
+    "trinity_lightning.explorer.models.transformers_engine",
+    "trinity_lightning.explorer.rewards.answers",
+    "trinity_lightning.monitor.csv_logger",
+    "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+)
 OF_ENGINES = (
     "v1.engine.llm_engine",
     "v1.core.sched.scheduler",
@@ -36,6 +46,9 @@ OF_ENGINES = (
     "model_executor.model_loader",
     "model_executor.models.llama",
     "model_executor.layers.quantization.online.base",
+    "plugins.lora_resolvers.filesystem_resolver",
+    "renderers.hf",
+    "v1.pool.flash_maxsim",
 )
 OF_SERVERS = (
     "entrypoints.launchers.api_server.entry",
@@ -47,9 +60,9 @@ OF_SERVERS = (
 
 def import_early() -> None:
     """What most commands import."""
-    for name in OF_THE_PACKAGE:
-        importlib.import_module(f"trinity_lightning.{name}")
-    importlib.import_module("hydra.main")
+    for name in OF_RUNS:
+        importlib.import_module(name)
+    Plugins.instance()  # of Hydra, which looks for them
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     import_vllm(OF_ENGINES + OF_SERVERS)
     del os.environ["VLLM_LOGGING_LEVEL"]
