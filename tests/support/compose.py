@@ -4,6 +4,7 @@ from functools import cache
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
@@ -22,3 +23,5 @@ def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictC
 def _register() -> None:
     """Once: it takes a third of the time. A test that changes the table of parts registers them itself."""
     compose.register()
+    # Hydra copies its sources for each composition, and with them all that was registered, which no composition changes.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
