@@ -23,5 +23,5 @@ def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictC
 def _register() -> None:
     """Once: it takes a third of the time. A test that changes the table of parts registers them itself."""
     compose.register()
-    # Hydra copies its sources for each composition, and with them all that was registered, which no composition changes.
+    # Hydra copies its sources for each composition, and with them all that was registered, which none changes.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.02
 LOOPBACK = "127.0.0.1"
 _MEETINGS = itertools.count()  # of the Trainers of this process, the same on all ranks
 
