@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray lets its workers compute only when nothing else does (15), and the other tests always do.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# torch asks for the name of each process that connects, and without a network nobody answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from support import garbage, tiers
 

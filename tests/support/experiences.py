@@ -28,21 +28,19 @@ SCALARS = (
 )
 
 
-@st.composite
-def tensors(draw: st.DrawFn) -> torch.Tensor:
-    shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    dtype = draw(FLOAT_DTYPES | TOKEN_DTYPES | st.sampled_from([torch.bool, torch.complex64, torch.uint16]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    return torch.randint(0, 100, shape, generator=generator).to(dtype)
-
-
+ANY_TENSOR = st.builds(
+    lambda shape, dtype, seed: torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    FLOAT_DTYPES | TOKEN_DTYPES | st.sampled_from([torch.bool, torch.complex64, torch.uint16]),
+    st.integers(0, 99),
+)
 ARRAYS = st.builds(
     lambda shape, dtype: np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape).astype(dtype),
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(["float32", "int16", "bool", "complex128", "uint64"]),
 )
 VALUES = st.recursive(
-    SCALARS | tensors() | ARRAYS,
+    SCALARS | ANY_TENSOR | ARRAYS,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
@@ -57,40 +55,51 @@ MESSAGES = st.none() | st.lists(
 )
 
 
-def _floats(draw: st.DrawFn, length: int) -> torch.Tensor | None:
-    if draw(st.booleans()):
-        return None
-    values = draw(st.lists(st.floats(-10, 10) | st.just(float("nan")), min_size=length, max_size=length))
-    return torch.tensor(values, dtype=draw(FLOAT_DTYPES))
+# Strategies are made once: making and checking them takes longer than drawing from them.
+COUNTS = st.integers(0, 9)
+LENGTHS = st.integers(1, 4)
+KINDS = st.sampled_from(["single_turn", "multi_turn", "dpo", "truncated"])
+FLOATS = {
+    length: st.none()
+    | st.builds(
+        lambda values, dtype: torch.tensor(values, dtype=dtype),
+        st.lists(st.floats(-10, 10) | st.just(float("nan")), min_size=length, max_size=length),
+        FLOAT_DTYPES,
+    )
+    for length in range(5)
+}
+MASKS = {length: st.lists(st.booleans(), min_size=length, max_size=length) for length in range(5)}
+FIELDS = st.fixed_dictionaries(
+    {
+        "eid": st.builds(EID, IDS, IDS, COUNTS, COUNTS),
+        "reward": st.none() | st.floats(),
+        "info": st.dictionaries(TEXT | st.integers(-9, 9), VALUES, max_size=3),
+        "metrics": st.dictionaries(TEXT, st.floats(), max_size=2),
+        "prompt_text": st.none() | TEXT,
+        "messages": MESSAGES,
+        "tools": MESSAGES,
+        "multi_modal_inputs": st.none() | st.dictionaries(TEXT, ANY_TENSOR, max_size=2),
+        "custom_fields": st.lists(st.builds(CustomField, TEXT, TEXT, FLOAT_DTYPES), max_size=2),
+    }
+)
 
 
 @st.composite
 def experiences(draw: st.DrawFn) -> Experience:
     """An experience of any type, with anything that fields may hold."""
-    kind = draw(st.sampled_from(["single_turn", "multi_turn", "dpo", "truncated"]))
-    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    kind = draw(KINDS)
+    prompt, response = draw(LENGTHS), draw(LENGTHS)
     length = prompt if kind in {"dpo", "truncated"} else prompt + response
     response = 0 if kind == "dpo" else response
-    fields: dict[str, Any] = {
-        "eid": EID(draw(IDS), draw(IDS), draw(st.integers(0, 9)), draw(st.integers(0, 9))),
-        "tokens": torch.arange(length).to(draw(TOKEN_DTYPES)),
-        "prompt_length": prompt,
-        "reward": draw(st.none() | st.floats()),
-        "info": draw(st.dictionaries(TEXT | st.integers(-9, 9), VALUES, max_size=3)),
-        "metrics": draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
-        "prompt_text": draw(st.none() | TEXT),
-        "messages": draw(MESSAGES),
-        "tools": draw(MESSAGES),
-        "multi_modal_inputs": draw(st.none() | st.dictionaries(TEXT, tensors(), max_size=2)),
-        "custom_fields": draw(st.lists(st.builds(CustomField, TEXT, TEXT, FLOAT_DTYPES), max_size=2)),
-    }
+    fields: dict[str, Any] = draw(FIELDS)
+    fields |= {"tokens": torch.arange(length).to(draw(TOKEN_DTYPES)), "prompt_length": prompt}
     for name in ("logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs"):
-        fields[name] = _floats(draw, response)
+        fields[name] = draw(FLOATS[response])
     if kind == "truncated":
         fields["logprobs"] = torch.zeros(response)
         fields["truncate_status"] = "prompt_truncated"
     if kind == "multi_turn":
-        fields["action_mask"] = torch.tensor(draw(st.lists(st.booleans(), min_size=response, max_size=response)))
+        fields["action_mask"] = torch.tensor(draw(MASKS[response]))
     if kind == "dpo":
         fields |= {"chosen": [1, 2], "rejected": [3], "chosen_messages": draw(MESSAGES)}
     return Experience(**fields)
