@@ -151,6 +151,14 @@ def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
     assert min(each.memory.left for each in found.shares) >= 0
 
 
+def test_a_7b_model_fits_one_gpu_by_adapters(folder: Any) -> None:
+    given = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB")
+    with pytest.raises(ConfigError, match=r"has room"):
+        planned(*given)
+    [share] = planned(*given, recipe="lora").shares
+    assert share.memory.left > 0
+
+
 def test_a_70b_model_on_paper(folder: Any) -> None:
     """64 devices of 80 GB train it, 8 do not; an engine of it is split over 2 GPUs at least."""
     shape = ModelShape.of(skeleton(folder(LLAMA_70B)))

@@ -7,29 +7,13 @@ import pytest
 import torch
 from datasets import Dataset
 from support.dataset import GENERATION, assistant, user
-from support.policy import Gradients, assert_same_gradients, batch_of, fit, make_policy, naive_gradients
-from transformers import AutoModelForCausalLM
+from support.policy import Gradients, assert_same_gradients, batch_of, fit, load_plain, moved_policy, naive_gradients
 
 from trinity_lightning.buffer.dataset import Example
-from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.trainer.policy import PolicyModule
 
 WORDS = ("one", "twenty two", "3", "fo ur", "5 and 6", "7")
-
-
-def load_plain() -> Any:
-    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
-
-
-def moved_policy(**algorithm) -> PolicyModule:
-    """A policy that has left its reference."""
-    policy = make_policy(**algorithm)
-    policy.configure_model()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in policy.policy.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return policy
 
 
 def settings(folder: Any) -> dict[str, Any]:

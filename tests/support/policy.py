@@ -5,10 +5,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from transformers import AutoModelForCausalLM
 
 from support.trainer import quiet_trainer
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -137,6 +139,22 @@ def make_policy(optimizer=None, dtype="fp32", model=None, name="tiny", **algorit
     settings = {"max_grad_norm": None, "max_tokens_per_micro_batch": 64} | algorithm
     optimizer = optimizer or OptimizerConfig(lr=1e-3)
     return PolicyModule(name, AlgorithmConfig(**settings), optimizer, dtype=dtype, **(model or {}))
+
+
+def load_plain() -> Any:
+    """The tiny model by transformers alone, never trained."""
+    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
+
+
+def moved_policy(**algorithm) -> PolicyModule:
+    """A policy that has left its reference."""
+    policy = make_policy(**algorithm)
+    policy.configure_model()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.policy.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return policy
 
 
 def fit(policy, batches, *callbacks, ckpt_path=None, **trainer_settings):

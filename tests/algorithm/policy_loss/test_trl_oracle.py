@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer is an oracle of the losses: the same loss, and the same gradient for every token's logprob."""
+"""TRL's GRPOTrainer is an oracle of the losses: the same loss, and the same gradient of every token and weight."""
 
 import warnings
 from types import SimpleNamespace
@@ -6,12 +6,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.policy import (
+    Gradients,
+    assert_same_gradients,
+    fit,
+    groups,
+    load_plain,
+    moved_policy,
+    naive_gradients,
+    naive_logprobs,
+    padded,
+)
 
 from trinity_lightning.algorithm.correction import off_policy_mask, rollout_correction
 from trinity_lightning.algorithm.kl import kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.training import KLConfig, RolloutCorrectionConfig
 
 B, R, MAX_COMPLETION = 6, 9, 12
+BETA = 0.3
 GRPO_MODE = {"loss_agg_mode": "seq-mean-token-mean"}
 ACROSS_STEPS = 0.4
 
@@ -92,14 +106,19 @@ def tensors(request):
     )
 
 
-def trl_loss(trainer, t, monkeypatch, on_policy, **settings):
-    """TRL's loss and its gradient with respect to the log-probabilities."""
+def configure(trainer, monkeypatch, **settings):
+    """Give TRL's trainer another loss."""
     defaults = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0}
     defaults |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": False, "delta": None}
     defaults |= {"use_bias_correction_kl": False, "off_policy_mask_threshold": None}
     for name, value in (defaults | settings).items():
         target = trainer.args if name in ("delta", "use_bias_correction_kl") else trainer
         monkeypatch.setattr(target, name, value)
+
+
+def trl_loss(trainer, t, monkeypatch, on_policy, **settings):
+    """TRL's loss and its gradient with respect to the log-probabilities."""
+    configure(trainer, monkeypatch, **settings)
     leaf = t.logprobs.clone().requires_grad_()
     monkeypatch.setattr(
         trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
@@ -136,7 +155,7 @@ def our_loss(t, name, on_policy, kl=None, correct=False, drift=None, **args):
     loss, _ = loss_fn(leaf, old, t.mask, advantages, max_response_length=MAX_COMPLETION)
     if kl is not None:
         mode = args["loss_agg_mode"]
-        loss = loss + kl_loss(kl, leaf, t.ref, old, t.mask, coefficient=0.3, loss_agg_mode=mode)[0]
+        loss = loss + kl_loss(kl, leaf, t.ref, old, t.mask, coefficient=BETA, loss_agg_mode=mode)[0]
     loss.backward()
     return loss.detach(), leaf.grad
 
@@ -185,9 +204,9 @@ CASES = {
         {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
         {"name": "gspo", "clip_range_low": 0.05, "clip_range_high": 0.1},
     ),
-    "grpo_kl": ({"beta": 0.3}, {"name": "grpo", "dual_clip": None, "kl": "k3", **GRPO_MODE}),
+    "grpo_kl": ({"beta": BETA}, {"name": "grpo", "dual_clip": None, "kl": "k3", **GRPO_MODE}),
     "grpo_corrected_kl": (
-        {"beta": 0.3, "use_bias_correction_kl": True},
+        {"beta": BETA, "use_bias_correction_kl": True},
         {"name": "grpo", "dual_clip": None, "kl": "corrected_k3", **GRPO_MODE},
     ),
     "rollout_correction": (
@@ -212,3 +231,64 @@ def test_loss_and_gradient_equal_trl(case, on_policy, trainer, tensors, monkeypa
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-7)
     assert expected_grad.abs().sum() > 0
+
+
+def rollouts(policy):
+    """Ragged rollouts with holes, of an engine near the policy: within the bound of `corrected_k3`."""
+    rows = groups()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for row, logprobs in zip(rows, naive_logprobs(policy.policy, rows), strict=True):
+            away = 1.2 * torch.rand(row.response_length, generator=generator) - 0.6
+            row.logprobs = logprobs[: row.response_length] + away
+    return rows
+
+
+def algorithm_of(name, kl=None, correct=False, drift=None, loss_agg_mode=None, **args):
+    """That case of `CASES` as settings of the algorithm: against the engine, unless that is corrected for."""
+    algorithm = {"policy_loss": {"name": name, "args": args}, "loss_agg_mode": loss_agg_mode}
+    algorithm |= {"off_policy_mask_threshold": drift, "kl": KLConfig(kl, BETA) if kl else KLConfig()}
+    against_engine = {"old_logprobs": "engine", "rollout_correction": RolloutCorrectionConfig(level="none")}
+    return algorithm | ({} if correct else against_engine)
+
+
+def inputs_of(rows, model, corrects):
+    """The same rollouts as TRL has them: prompts padded on the left, responses on the right."""
+    prompts = [row.tokens[: row.prompt_length].long().flip(0) for row in rows]
+    responses = [row.tokens[row.prompt_length :].long() for row in rows]
+    prompt_ids, prompt_mask, completion_ids, completion_mask = (
+        torch.nn.utils.rnn.pad_sequence(each, batch_first=True)
+        for tokens in (prompts, responses)
+        for each in (tokens, [torch.ones_like(row) for row in tokens])
+    )
+    mask, samp = padded(rows, "action_mask"), padded(rows, "logprobs")
+    with torch.no_grad():
+        logprobs, ref = naive_logprobs(model, rows), naive_logprobs(load_plain(), rows)
+    weights = {"sampling_per_token_logps": samp, "importance_sampling_ratio": (logprobs - samp).exp().clamp(max=2.0)}
+    return {
+        "prompt_ids": prompt_ids.flip(1),
+        "prompt_mask": prompt_mask.flip(1),
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "tool_mask": mask.long(),
+        "advantages": torch.stack([row.advantages[0] for row in rows]),
+        "num_items_in_batch": mask.sum(),
+        "ref_per_token_logps": ref,
+        **(weights if corrects else {"old_per_token_logps": samp}),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_of_every_weight_equals_trl(case, trainer, monkeypatch):
+    from trl.trainer.utils import add_fused_lm_head
+
+    theirs, ours = CASES[case]
+    policy, model, seen = moved_policy(**algorithm_of(**ours)), load_plain().train(), Gradients()
+    model.load_state_dict(policy.policy.state_dict())
+    rows = rollouts(policy)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))  # as its trainer does
+    configure(trainer, monkeypatch, **theirs)
+    expected = trainer._compute_loss(model, inputs_of(rows, model, corrects="use_vllm" in theirs))
+    fit(policy, [OptimizerBatch.of(rows, 1, MAX_COMPLETION)], seen)
+    assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    assert_same_gradients(seen.steps[0], naive_gradients(model, expected))
