@@ -45,6 +45,14 @@ def test_a_recipe_trains_one_step(recipe: str, run_train: RunTrain, tmp_path: Pa
     assert_trains(run_train, tmp_path, recipe)
 
 
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_a_recipes_header_says_where_it_is_from_and_what_to_expect(recipe: str) -> None:
+    text = (ROOT / "recipes" / f"{recipe}.yaml").read_text()
+    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    for part in ("arXiv", f"+recipe={recipe}", "Hardware: ", "Minutes: ", "Curves: "):
+        assert part in header, part
+
+
 def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_path: Path) -> None:
     sums = [{"question": f"What is {n} + 3?", "answer": f"{n} + 3 is {n + 3}.\n#### {n + 3}"} for n in range(4)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
