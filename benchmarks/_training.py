@@ -13,7 +13,7 @@ from _rollouts import Rollout
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
+from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig, OptimizerConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
 WARM_UP = 4  # steps until buffers and compiled primitives are there
@@ -66,6 +66,7 @@ def fit(
     accelerator: str = "cpu",
     compile_layers: bool = False,
     lora: LoRAConfig | None = None,
+    optimizer: str = "adamw",
 ) -> None:
     """One optimizer step a batch; the iterator goes on when it is done."""
 
@@ -94,4 +95,5 @@ def fit(
         enable_model_summary=False,
         callbacks=list(callbacks),
     )
-    trainer.fit(PolicyModule(model, algorithm, dtype=dtype, compile_layers=compile_layers, lora=lora), Data())
+    settings = OptimizerConfig(name=optimizer)
+    trainer.fit(PolicyModule(model, algorithm, settings, dtype=dtype, compile_layers=compile_layers, lora=lora), Data())

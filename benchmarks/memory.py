@@ -1,6 +1,6 @@
 """What the memory of a training run is made of: its parts are loaded one after the other, then it trains.
 
-    python benchmarks/memory.py [--model smollm2] [--tokens 512] [--steps 6] [--lora RANK]
+    python benchmarks/memory.py [--model smollm2] [--tokens 512] [--steps 6] [--lora RANK] [--optimizer adamw]
 
 One process, as `+recipe=grpo` has it: libraries, vLLM, the policy in bfloat16; then steps over 8 groups of 8 rollouts
 (45 + 2 to 25 tokens) of changing lengths, in micro-batches of so many computed tokens. `gb` is what each part takes
@@ -103,7 +103,7 @@ def batches(steps: int, vocabulary: int) -> Iterator[OptimizerBatch]:
         yield batch_of(CASES["short"].rollouts(8, 8, vocabulary, seed))
 
 
-def measure(model: str, tokens: int, steps: int, rank: int | None) -> dict[str, Any]:
+def measure(model: str, tokens: int, steps: int, rank: int | None, optimizer: str) -> dict[str, Any]:
     gb = {"libraries": resident_gb()}
     engine = VLLMEngine(model, dtype=EngineDtype.bf16, max_model_len=256)
     driver = Driver([engine])
@@ -113,7 +113,8 @@ def measure(model: str, tokens: int, steps: int, rank: int | None) -> dict[str, 
     parts = Parts()
     vocabulary = len(engine.tokenizer)
     algorithm = AlgorithmConfig(max_tokens_per_micro_batch=tokens)
-    fit(model, batches(steps, vocabulary), algorithm=algorithm, callbacks=[parts], lora=LoRAConfig(rank))
+    lora = LoRAConfig(rank)
+    fit(model, batches(steps, vocabulary), algorithm=algorithm, callbacks=[parts], lora=lora, optimizer=optimizer)
     driver.run(engine.shutdown())
     driver.close()
     peak = parts.meter.peak_gb
@@ -124,6 +125,7 @@ def measure(model: str, tokens: int, steps: int, rank: int | None) -> dict[str, 
         "model": model,
         "tokens": tokens,
         "lora": rank,
+        "optimizer": optimizer,
         "gb": {name: round(size, 3) for name, size in gb.items()},
         "peak_gb": round(peak, 2),
         "checkpoint_gb": round(parts.checkpoint, 3),
@@ -137,8 +139,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--lora", type=int, default=None)
-    arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.model, arguments.tokens, arguments.steps, arguments.lora)))
+    parser.add_argument("--optimizer", default="adamw")
+    given = parser.parse_args()
+    print(json.dumps(measure(given.model, given.tokens, given.steps, given.lora, given.optimizer)))
 
 
 if __name__ == "__main__":

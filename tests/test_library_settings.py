@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from support.runs import ROOT
@@ -40,3 +41,9 @@ def test_importing_the_package_sets_what_the_user_has_not(variables: dict[str, s
 def test_the_openmp_library_of_torch_takes_the_setting() -> None:
     shown = run("import trinity_lightning, torch; torch.ones(1)", OMP_DISPLAY_ENV="VERBOSE").stderr
     assert "GOMP_SPINCOUNT = '3000'" in shown
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")
+def test_torchao_says_nothing_when_transformers_imports_it() -> None:
+    done = run("import sys, trinity_lightning, transformers.modeling_utils; print('torchao' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -3,6 +3,7 @@
 Importing this package is cheap: torch, Lightning and vLLM are imported by the parts that use them.
 """
 
+import logging
 import os
 
 __version__ = "0.1.0.dev0"
@@ -32,3 +33,6 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 PRIMITIVE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 for _name, _value in PRIMITIVE_CACHES.items():
     os.environ.setdefault(_name, _value)
+# transformers imports torchao (extra `optim`) if it is there, and torch and it then warn of kernels that no run uses.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -28,7 +28,7 @@ from trinity_lightning.trainer.optim import (
 from trinity_lightning.trainer.policy import PolicyModule
 
 LR = 1e-2
-NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra optim) is not installed")
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")
 
 
 class Signs(torch.optim.Optimizer):
