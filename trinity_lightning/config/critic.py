@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import Section
+from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.training import LoRAConfig
 from trinity_lightning.config.values import flag, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
@@ -34,30 +34,21 @@ class CriticConfig(Section, key="algorithm.critic"):
     """
 
     model: str | None = None
-    lr: float = 1e-4
-    coef: float = 0.1
-    gamma: float = 1.0
-    lam: float = 1.0
-    clip_range: float | None = 0.2
-    warmup_steps: int = 0
-    whiten: bool = True
-    kl_coef: float = 0.0
-    kl_name: str = "k1"
-    kl_target: float | None = None
+    lr: float = checked(1e-4, number, least=0)
+    coef: float = checked(0.1, number, above=0)
+    gamma: float = checked(1.0, number, above=0, most=1)
+    lam: float = checked(1.0, number, least=0, most=1)
+    clip_range: float | None = checked(0.2, number, above=0, optional=True)
+    warmup_steps: int = checked(0, whole_number, least=0)
+    whiten: bool = checked(True, flag)
+    kl_coef: float = checked(0.0, number, least=0)
+    kl_name: str = checked("k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"])
+    kl_target: float | None = checked(None, number, above=0, optional=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model is not None:
             text("algorithm.critic.model", self.model)
-        number("algorithm.critic.lr", self.lr, least=0)
-        number("algorithm.critic.coef", self.coef, above=0)
-        number("algorithm.critic.gamma", self.gamma, above=0, most=1)
-        number("algorithm.critic.lam", self.lam, least=0, most=1)
-        number("algorithm.critic.clip_range", self.clip_range, above=0, optional=True)
-        whole_number("algorithm.critic.warmup_steps", self.warmup_steps, least=0)
-        flag("algorithm.critic.whiten", self.whiten)
-        number("algorithm.critic.kl_coef", self.kl_coef, least=0)
-        one_of("algorithm.critic.kl_name", self.kl_name, [name for name in PARTS["KL estimate"] if name != "none"])
-        number("algorithm.critic.kl_target", self.kl_target, above=0, optional=True)
         if self.kl_target is not None and self.kl_coef == 0:
             raise ConfigError(
                 "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so: give it."

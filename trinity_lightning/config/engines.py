@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from trinity_lightning.config.registry import PARTS, import_object
-from trinity_lightning.config.sections import Section
+from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.values import number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -140,24 +140,20 @@ class EngineConfig(Section, key="engine"):
 
     name: str = "vllm"
     dtype: EngineDtype = EngineDtype.auto
-    max_model_len: int = 1024
-    max_num_seqs: int | None = None
-    kv_cache_gb: float | None = None
+    max_model_len: int = checked(1024, whole_number, least=1)
+    max_num_seqs: int | None = checked(None, whole_number, least=1, optional=True)
+    kv_cache_gb: float | None = checked(None, number, above=0, optional=True)
     sleep: EngineSleep = EngineSleep.auto
-    speculative: int | None = None
+    speculative: int | None = checked(None, whole_number, least=1, optional=True)
     args: dict[str, Any] = field(default_factory=dict)
     urls: list[str] = field(default_factory=list)
-    servers: int = 1
-    cpu_cores: int | None = None
+    servers: int = checked(1, whole_number, least=1)
+    cpu_cores: int | None = checked(None, whole_number, least=1, optional=True)
     gpus: list[int] | None = None
 
     def __post_init__(self) -> None:
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
-        for name in ("max_model_len", "servers"):
-            whole_number(f"engine.{name}", getattr(self, name), least=1)
-        for name in ("max_num_seqs", "cpu_cores", "speculative"):
-            whole_number(f"engine.{name}", getattr(self, name), least=1, optional=True)
-        number("engine.kv_cache_gb", self.kv_cache_gb, above=0, optional=True)
+        super().__post_init__()
         for each in self.urls:
             url("engine.urls", each, "http://node7:8000")
         gpus = list(self.gpus or ())
@@ -192,21 +188,19 @@ class SynchronizerConfig(Section, key="synchronizer"):
 
     method: str = "auto"
     folder: str | None = None
-    check_interval: int = 10
+    check_interval: int = checked(10, whole_number, least=1)
     drill: bool = True
-    sync_timeout: float = 600.0
-    lora: str = "merged"
+    sync_timeout: float = checked(600.0, number, above=0)
+    lora: str = checked("merged", one_of, names=("merged", "adapter"))
 
     def __post_init__(self) -> None:
-        one_of("synchronizer.lora", self.lora, ("merged", "adapter"))
+        super().__post_init__()
         if self.method == "tcp":
             raise ConfigError(
                 "synchronizer.method=tcp is no more: set synchronizer=checkpoint, whose folder is in memory if there "
                 "is room, or nccl between GPUs."
             )
         one_of("synchronizer.method", self.method, SYNC_METHODS)
-        whole_number("synchronizer.check_interval", self.check_interval, least=1)
-        number("synchronizer.sync_timeout", self.sync_timeout, above=0)
         if self.folder is not None and self.method in SENT:
             raise ConfigError(
                 f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={self.method}: leave it out."

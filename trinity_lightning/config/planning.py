@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trinity_lightning.config.sections import Section
+from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.values import number, whole_number
 
 
@@ -33,21 +33,13 @@ class PlanConfig(Section, key="plan"):
     """
 
     device: str | None = None
-    memory_gb: float | None = None
-    host_gb: float | None = None
-    tflops: float | None = None
-    bandwidth_gb: float | None = None
-    training_share: float = 0.35
-    rollout_share: float = 0.25
-    sync_gb: float | None = None
-    prompt_tokens: int | None = None
-    response_tokens: int | None = None
+    memory_gb: float | None = checked(None, number, above=0, optional=True)
+    host_gb: float | None = checked(None, number, above=0, optional=True)
+    tflops: float | None = checked(None, number, above=0, optional=True)
+    bandwidth_gb: float | None = checked(None, number, above=0, optional=True)
+    training_share: float = checked(0.35, number, above=0, most=1)
+    rollout_share: float = checked(0.25, number, above=0, most=1)
+    sync_gb: float | None = checked(None, number, above=0, optional=True)
+    prompt_tokens: int | None = checked(None, whole_number, least=1, optional=True)
+    response_tokens: int | None = checked(None, whole_number, least=1, optional=True)
     json: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("memory_gb", "host_gb", "tflops", "bandwidth_gb", "sync_gb"):
-            number(f"plan.{name}", getattr(self, name), above=0, optional=True)
-        for name in ("training_share", "rollout_share"):
-            number(f"plan.{name}", getattr(self, name), above=0, most=1)
-        for name in ("prompt_tokens", "response_tokens"):
-            whole_number(f"plan.{name}", getattr(self, name), least=1, optional=True)

@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.sections import Section, operator_configs, strategies
+from trinity_lightning.config.sections import Section, checked, operator_configs, strategies
 from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
@@ -56,26 +56,20 @@ class SamplingConfig(Section, key="sampling"):
         ConfigError: a number that engines refuse.
     """
 
-    temperature: float = 1.0
-    max_tokens: int = 64
+    temperature: float = checked(1.0, number, least=0)
+    max_tokens: int = checked(64, whole_number, least=1)
     stop: list[str] | None = None
-    top_p: float | None = None
+    top_p: float | None = checked(None, number, above=0, most=1, optional=True)
     top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = checked(None, number, least=0, most=1, optional=True)
+    presence_penalty: float | None = checked(None, number, least=-2, most=2, optional=True)
+    frequency_penalty: float | None = checked(None, number, least=-2, most=2, optional=True)
+    repetition_penalty: float | None = checked(None, number, above=0, optional=True)
 
     def __post_init__(self) -> None:
-        number("sampling.temperature", self.temperature, least=0)
-        whole_number("sampling.max_tokens", self.max_tokens, least=1)
-        number("sampling.top_p", self.top_p, above=0, most=1, optional=True)
+        super().__post_init__()
         if self.top_k != -1:  # vLLM's word for all of them
             whole_number("sampling.top_k", self.top_k, least=1, optional=True)
-        number("sampling.min_p", self.min_p, least=0, most=1, optional=True)
-        number("sampling.presence_penalty", self.presence_penalty, least=-2, most=2, optional=True)
-        number("sampling.frequency_penalty", self.frequency_penalty, least=-2, most=2, optional=True)
-        number("sampling.repetition_penalty", self.repetition_penalty, above=0, optional=True)
 
 
 def check_trained_sampling(settings: Mapping[str, Any]) -> None:
@@ -122,12 +116,12 @@ class TasksetConfig(Section, key="taskset"):
     """
 
     name: str = MISSING
-    source: str = "addition"
+    source: str = checked("addition", one_of, names=TASK_SOURCES)
     path: str | None = None
     split: str = "train"
     size: int | None = None
     seed: int = 0
-    order: str = "shuffled"
+    order: str = checked("shuffled", one_of, names=TASK_ORDERS)
     difficulty_field: str | None = None
     weight: float = 1.0
     prompt_field: str = "prompt"
@@ -137,8 +131,7 @@ class TasksetConfig(Section, key="taskset"):
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("taskset.source", self.source, TASK_SOURCES)
-        one_of("taskset.order", self.order, TASK_ORDERS)
+        super().__post_init__()
         path = self.path if self.source == "dataset" else None
         if path is not None:
             from trinity_lightning.config.stored import check_dataset_path
@@ -164,12 +157,12 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
     """
 
     ratio: float = 0.0
-    wait_after_min: float = 30.0
+    wait_after_min: float = checked(30.0, number, least=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number from 0 to below 1.")
-        number("explorer.over_rollout.wait_after_min", self.wait_after_min, least=0)
         if self.ratio == 0 and self.wait_after_min != OverRolloutConfig.wait_after_min:
             raise ConfigError("explorer.over_rollout.wait_after_min has no effect without explorer.over_rollout.ratio.")
 
@@ -188,12 +181,11 @@ class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
     """
 
     enable: bool = False
-    ratio: float = 3.0
-    warmup_min_steps: int = 1
+    ratio: float = checked(3.0, number, least=1)
+    warmup_min_steps: int = checked(1, whole_number, least=0)
 
     def __post_init__(self) -> None:
-        number("explorer.dynamic_timeout.ratio", self.ratio, least=1)
-        whole_number("explorer.dynamic_timeout.warmup_min_steps", self.warmup_min_steps, least=0)
+        super().__post_init__()
         for name in ("ratio", "warmup_min_steps"):
             if not self.enable and getattr(self, name) != getattr(DynamicTimeoutConfig, name):
                 raise ConfigError(
@@ -234,35 +226,27 @@ class ExplorerConfig(Section, key="explorer"):
             cluster, reward workers.
     """
 
-    batch_size: int = 8
-    repeat_times: int = 8
-    runner_per_model: int | None = 8
-    max_timeout: float = 1800.0
-    max_retry_times: int = 2
-    max_repeat_times_per_runner: int | None = None
-    runner: str = "local"
+    batch_size: int = checked(8, whole_number, least=1)
+    repeat_times: int = checked(8, whole_number, least=1)
+    runner_per_model: int | None = checked(8, whole_number, least=1, optional=True)
+    max_timeout: float = checked(1800.0, number, above=0)
+    max_retry_times: int = checked(2, whole_number, least=0)
+    max_repeat_times_per_runner: int | None = checked(None, whole_number, least=1, optional=True)
+    runner: str = checked("local", one_of, names=("local", "ray"))
     ray_address: str | None = None
-    reward_workers: int = 0
-    reward_timeout: float = 60.0
+    reward_workers: int = checked(0, whole_number, least=0)
+    reward_timeout: float = checked(60.0, number, above=0)
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
-    max_refills: int = 3
-    sync_interval: int = 1
-    sync_offset: int = 0
-    eval_interval: int = 0
+    max_refills: int = checked(3, whole_number, least=0)
+    sync_interval: int = checked(1, whole_number, least=1)
+    sync_offset: int = checked(0, whole_number, least=0)
+    eval_interval: int = checked(0, whole_number, least=0)
     eval_on_startup: bool = True
-    seed: int = 0
+    seed: int = checked(0, whole_number, least=0)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "repeat_times", "sync_interval"):
-            whole_number(f"explorer.{name}", getattr(self, name), least=1)
-        for name in ("runner_per_model", "max_repeat_times_per_runner"):
-            whole_number(f"explorer.{name}", getattr(self, name), least=1, optional=True)
-        for name in ("max_retry_times", "max_refills", "sync_offset", "eval_interval", "seed", "reward_workers"):
-            whole_number(f"explorer.{name}", getattr(self, name), least=0)
-        number("explorer.max_timeout", self.max_timeout, above=0)
-        number("explorer.reward_timeout", self.reward_timeout, above=0)
-        one_of("explorer.runner", self.runner, ("local", "ray"))
+        super().__post_init__()
         if self.runner == "local" and self.ray_address is not None:
             raise ConfigError(
                 f"explorer.ray_address is {self.ray_address}, and explorer.runner=local does not use Ray: set "
@@ -361,15 +345,14 @@ class ExpertConfig(Section, key="buffer.expert"):
         ConfigError: a number or a storage that there is not, or nothing to read.
     """
 
-    per_step: int = 0
-    storage: str = "dataset"
+    per_step: int = checked(0, whole_number, least=0)
+    storage: str = checked("dataset", one_of, names=EXPERT_STORAGES)
     dataset: TasksetConfig = field(default_factory=lambda: TasksetConfig(name="expert", source="dataset"))
     path: str | None = None
     url: str | None = None
 
     def __post_init__(self) -> None:
-        whole_number("buffer.expert.per_step", self.per_step, least=0)
-        one_of("buffer.expert.storage", self.storage, EXPERT_STORAGES)
+        super().__post_init__()
         if self.per_step == 0:
             return
         if self.storage == "dataset":
@@ -410,23 +393,21 @@ class BufferConfig(Section, key="buffer"):
         ConfigError: a number or a name that there is not, or nothing to read.
     """
 
-    storage: str = "memory"
+    storage: str = checked("memory", one_of, names=BUFFER_STORAGES)
     path: str | None = None
     url: str | None = None
     keep: bool | str = False
-    order: str = "fifo"
+    order: str = checked("fifo", one_of, names=BUFFER_ORDERS)
     reuse_limit: int | None = 1
     decay: float = 1.0
     use_decay: float = 1.0
-    batch_size: int = 64
+    batch_size: int = checked(64, whole_number, least=1)
     repeat: bool = True
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
 
     def __post_init__(self) -> None:
-        one_of("buffer.storage", self.storage, BUFFER_STORAGES)
-        one_of("buffer.order", self.order, BUFFER_ORDERS)
-        whole_number("buffer.batch_size", self.batch_size, least=1)
+        super().__post_init__()
         if not isinstance(self.keep, bool) and self.keep != "sql":
             raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
         if self.keep == "sql" or not self.has_rollouts:
@@ -485,7 +466,7 @@ class TrainConfig(Section):
     """
 
     name: str = "run"
-    steps: int = 30
+    steps: int = checked(30, whole_number, least=1)
     seed: int = 42
     ckpt_path: str | None = None
     output_root: str = "outputs"
@@ -500,8 +481,8 @@ class TrainConfig(Section):
     reward: Any = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    eval_workflow: str | None = None
-    eval_repeat_times: int = 1
+    eval_workflow: str | None = checked(None, one_of, names=PARTS["workflow"], with_paths=True, optional=True)
+    eval_repeat_times: int = checked(1, whole_number, least=1)
     explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
     operators: dict[str, Any] = field(default_factory=dict)
     add_strategy: dict[str, Any] = field(default_factory=dict)
@@ -515,10 +496,8 @@ class TrainConfig(Section):
     save_model: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_seed(self.seed)
-        for name in ("steps", "eval_repeat_times"):
-            whole_number(name, getattr(self, name), least=1)
-        one_of("eval_workflow", self.eval_workflow, PARTS["workflow"], with_paths=True, optional=True)
         self.operators = operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         if self.auxiliary_models:

@@ -1,9 +1,10 @@
 """What sections of the configuration are made of: the base of their dataclasses, and parts by name and arguments."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from omegaconf import OmegaConf
@@ -61,6 +62,20 @@ class Section:
                 raise ConfigError(unknown_key(f"{cls._key}{name}", known))
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        """Check every field by its rule (`checked`); rules that a subclass has in addition come after these."""
+        for each in fields(self):  # type: ignore[arg-type]
+            if check := each.metadata.get("check"):
+                check(f"{self._key}{each.name}", getattr(self, each.name))
+
+
+T = TypeVar("T")
+
+
+def checked(default: T, check: Callable[..., Any], **rule: Any) -> T:
+    """A field with this default and a rule for its values, out of `values`: `checked(1.0, number, least=0)`."""
+    return field(default=default, metadata={"check": partial(check, **rule)})
+
 
 def plain(section: Any) -> dict[str, Any]:
     """A section as a checkpoint holds it, which is read without pickle: a dict, names instead of enumerations."""
@@ -72,7 +87,6 @@ def plain(section: Any) -> dict[str, Any]:
 
 
 S = TypeVar("S", bound=Section)
-T = TypeVar("T")
 
 
 def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:

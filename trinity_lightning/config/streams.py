@@ -10,7 +10,7 @@ from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import OnError, OperatorConfig, Section
+from trinity_lightning.config.sections import OnError, OperatorConfig, Section, checked
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -40,15 +40,13 @@ class StreamConfig(Section):
         ConfigError: an unknown name, a number that is not finite, or a loss that its tokens lack something for.
     """
 
-    loss: str = "ppo"
-    tokens: str = "rollouts"
-    weight: float = 1.0
+    loss: str = checked("ppo", one_of, names=LOSSES, with_paths=True)
+    tokens: str = checked("rollouts", one_of, names=TOKENS)
+    weight: float = checked(1.0, number)
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("loss", self.loss, LOSSES, with_paths=True)
-        one_of("tokens", self.tokens, TOKENS)
-        number("weight", self.weight)
+        super().__post_init__()
         if self.tokens in ("expert", "observations") and "." not in self.loss and self.loss not in SUPERVISED:
             raise ConfigError(f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}: use sft.")
         if self.tokens == "expert" and self.loss == TEACHER_LOSS:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
-from trinity_lightning.config.sections import Section, part_config
+from trinity_lightning.config.sections import Section, checked, part_config
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -68,16 +68,14 @@ class LoRAConfig(Section, key="model.lora"):
         ConfigError: a number out of its range, settings of an adapter without its rank, or peft is not installed.
     """
 
-    r: int | None = None
-    alpha: int | None = None
+    r: int | None = checked(None, whole_number, least=1, optional=True)
+    alpha: int | None = checked(None, whole_number, least=1, optional=True)
     targets: Any = ALL_LINEAR
-    dropout: float = 0.0
+    dropout: float = checked(0.0, number, least=0, most=0.9)
     rslora: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("r", "alpha"):
-            whole_number(f"model.lora.{name}", getattr(self, name), least=1, optional=True)
-        number("model.lora.dropout", self.dropout, least=0, most=0.9)
+        super().__post_init__()
         named = isinstance(self.targets, list) and self.targets and all(isinstance(each, str) for each in self.targets)
         if self.targets != ALL_LINEAR and not named:
             raise ConfigError(
@@ -136,12 +134,8 @@ class KLConfig(Section, key="algorithm.kl"):
         ConfigError: an unknown estimate, or the weight is negative or not finite.
     """
 
-    name: str = "k3"
-    coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("algorithm.kl.name", self.name, PARTS["KL estimate"])
-        number("algorithm.kl.coef", self.coef, least=0)
+    name: str = checked("k3", one_of, names=PARTS["KL estimate"])
+    coef: float = checked(0.0, number, least=0)
 
 
 @dataclass
@@ -157,15 +151,13 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
         ConfigError: an unknown level or mode, or not 0 <= low <= high and 0 < high.
     """
 
-    level: str = "token"
-    mode: str = "truncate"
-    low: float = 0.0
+    level: str = checked("token", one_of, names=("none", *CORRECTION_LEVELS))
+    mode: str = checked("truncate", one_of, names=CORRECTION_MODES)
+    low: float = checked(0.0, number, least=0)
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        one_of("algorithm.rollout_correction.level", self.level, ("none", *CORRECTION_LEVELS))
-        one_of("algorithm.rollout_correction.mode", self.mode, CORRECTION_MODES)
-        number("algorithm.rollout_correction.low", self.low, least=0)
+        super().__post_init__()
         if self.high != math.inf:  # weights may be unbounded
             number("algorithm.rollout_correction.high", self.high, above=0)
         if self.low > self.high:
@@ -216,21 +208,22 @@ class AlgorithmConfig(Section, key="algorithm"):
     """
 
     policy_loss: Any = "ppo"
-    loss_agg_mode: str | None = None
+    loss_agg_mode: str | None = checked(None, one_of, names=LOSS_AGG_MODES, optional=True)
     kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coef: float = 0.0
-    old_logprobs: str = "trainer"
+    entropy_coef: float = checked(0.0, number, least=0)
+    old_logprobs: str = checked("trainer", one_of, names=OLD_LOGPROBS)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    off_policy_mask_threshold: float | None = None
-    optimizer_steps: int = 1
-    inner_epochs: int = 1
+    off_policy_mask_threshold: float | None = checked(None, number, least=0, optional=True)
+    optimizer_steps: int = checked(1, whole_number, least=1)
+    inner_epochs: int = checked(1, whole_number, least=1)
     layout: Layout = Layout.auto
-    max_tokens_per_micro_batch: int | str = AUTO
-    max_grad_norm: float | None = 1.0
-    max_bad_steps: int = 5
+    max_tokens_per_micro_batch: int | str = checked(AUTO, whole_number, least=1, auto=True)
+    max_grad_norm: float | None = checked(1.0, number, above=0, optional=True)
+    max_bad_steps: int = checked(5, whole_number, least=1)
     critic: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.critic is not None:
             from trinity_lightning.config.critic import critic_config
 
@@ -243,22 +236,14 @@ class AlgorithmConfig(Section, key="algorithm"):
             from trinity_lightning.config.streams import streams_of  # an option
 
             streams_of(self)
-        one_of("algorithm.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
-        one_of("algorithm.old_logprobs", self.old_logprobs, OLD_LOGPROBS)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
             raise ConfigError(
                 "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
                 "set algorithm.rollout_correction.level=none."
             )
-        number("algorithm.entropy_coef", self.entropy_coef, least=0)
-        number("algorithm.off_policy_mask_threshold", self.off_policy_mask_threshold, least=0, optional=True)
-        for name in ("optimizer_steps", "inner_epochs", "max_bad_steps"):
-            whole_number(f"algorithm.{name}", getattr(self, name), least=1)
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
             self.layout = Layout(self.layout)
-        whole_number("algorithm.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, least=1, auto=True)
-        number("algorithm.max_grad_norm", self.max_grad_norm, above=0, optional=True)
 
     @property
     def needs_correction(self) -> bool:
@@ -336,13 +321,9 @@ class DatasetConfig(Section, key="buffer.dataset"):
     subset: str | None = None
     split: str = "train"
     shuffle: bool = True
-    max_length: int | None = None
-    overlong: str = "refuse"
+    max_length: int | None = checked(None, whole_number, least=2, optional=True)
+    overlong: str = checked("refuse", one_of, names=OVERLONG)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
-
-    def __post_init__(self) -> None:
-        whole_number("buffer.dataset.max_length", self.max_length, least=2, optional=True)
-        one_of("buffer.dataset.overlong", self.overlong, OVERLONG)
 
 
 ADAM = ("adamw", "adamw_8bit")  # which `betas` and `eps` are of
@@ -370,31 +351,26 @@ class OptimizerConfig(Section, key="optimizer"):
         ConfigError: a number out of its range, an unknown name, or torchao is needed and not installed.
     """
 
-    name: str = "adamw"
+    name: str = checked("adamw", one_of, names=PARTS["optimizer"], with_paths=True)
     args: dict[str, Any] = field(default_factory=dict)
-    lr: float = 1e-6
+    lr: float = checked(1e-6, number, least=0)
     betas: list[float] = field(default_factory=lambda: [*BETAS])
-    eps: float = EPS
-    weight_decay: float = 0.0
+    eps: float = checked(EPS, number, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
+    weight_decay: float = checked(0.0, number, least=0)
     lr_scheduler: Any = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
+    warmup_steps: int = checked(0, whole_number, least=0)
+    total_steps: int | None = checked(None, whole_number, least=1, optional=True)
 
     def __post_init__(self) -> None:
-        number("optimizer.lr", self.lr, least=0)
+        super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
-        number("optimizer.eps", self.eps, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
-        number("optimizer.weight_decay", self.weight_decay, least=0)
         self._check_name()
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
         one_of("optimizer.lr_scheduler", self.lr_scheduler.name, PARTS["schedule"], with_paths=True)
-        whole_number("optimizer.warmup_steps", self.warmup_steps, least=0)
-        whole_number("optimizer.total_steps", self.total_steps, least=1, optional=True)
 
     def _check_name(self) -> None:
-        """Refuse an unknown optimizer, one whose package is missing, and settings of another; a ConfigError."""
-        one_of("optimizer.name", self.name, PARTS["optimizer"], with_paths=True)
+        """Refuse an optimizer whose package is missing, and settings of another; a ConfigError."""
         if self.name in ADAM and self.args:
             raise ConfigError(
                 f"optimizer.args are of an optimizer by its dotted path: {self.name} has optimizer.betas, eps and "
