@@ -34,6 +34,7 @@ from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.monitor.machine import GB, MemoryMeter, resident_gb
+from trinity_lightning.trainer.host_memory import moments_of
 from trinity_lightning.trainer.optim import MasterWeights
 
 
@@ -90,7 +91,7 @@ class Parts(L.Callback):
             self.checkpoint = file.stat().st_size / GB
         optimizer: Any = trainer.optimizers[0]
         if isinstance(optimizer, MasterWeights):
-            self.tensors |= {"masters": _gb(optimizer.masters), "moments": _gb(optimizer.moments)}
+            self.tensors |= {"masters": _gb(optimizer.masters), "moments": _gb(moments_of(optimizer))}
 
 
 def _gb(tensors: Iterable[Tensor]) -> float:

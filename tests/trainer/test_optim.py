@@ -1,13 +1,12 @@
-"""The optimizer: AdamW and its schedule, float32 masters, and a stay in the host's memory."""
+"""The optimizer: AdamW and its schedule, and float32 masters."""
 
-import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.optimizers import adamw, make_parameters, set_gradients
 from support.policy import Gradients, batch_of, fit, make_experiences, make_policy
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -24,7 +23,7 @@ from transformers import (
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import HostMemory, MasterWeights, learning_rate_schedule, parameter_groups
+from trinity_lightning.trainer.optim import MasterWeights, learning_rate_schedule, parameter_groups
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
@@ -159,21 +158,6 @@ def test_a_norm_does_not_decay_whatever_its_shape() -> None:
 # -- float32 masters behind bfloat16 weights: nothing is lost to rounding, in weights, gradients or a checkpoint -------
 
 
-def adamw(groups):
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=True)
-
-
-def make_parameters(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((4, 3), (5,))]
-
-
-def set_gradients(parameters, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.grad_dtype)
-
-
 def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -294,77 +278,3 @@ def test_a_closure_is_called_with_gradients_enabled():
 
     assert optimizer.step(closure).item() == 2.0
     assert parameter.item() == 0.0
-
-
-# -- an optimizer whose masters and moments leave for the host between steps trains as one whose stay ------------------
-
-
-def with_masters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return MasterWeights(parameters, adamw)
-
-
-def train(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
-    set_gradients(parameters, step)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("make", [with_masters, adamw])
-def test_training_goes_on_as_if_nothing_had_left(make: Callable[..., torch.optim.Optimizer]) -> None:
-    stay, leave = make_parameters(), make_parameters()
-    staying, leaving = make(stay), make(leave)
-    memory = HostMemory(leaving)
-    for step in range(4):
-        memory.leave()
-        memory.leave()
-        memory.come_back()
-        memory.come_back()
-        train(stay, staying, step)
-        train(leave, leaving, step)
-    assert all(torch.equal(one, other) for one, other in zip(stay, leave, strict=True))
-
-
-def test_what_left_is_not_where_it_was_and_a_checkpoint_of_it_is_the_same() -> None:
-    weights = make_parameters()
-    optimizer = MasterWeights(weights, adamw)
-    train(weights, optimizer, 0)
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    places = [tensor.data_ptr() for tensor in (*optimizer.masters, *optimizer.moments)]
-    memory = HostMemory(optimizer)
-    memory.leave()
-    assert not set(places) & {tensor.data_ptr() for tensor in (*optimizer.masters, *optimizer.moments)}
-    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
-
-
-def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
-    weights, resumed = make_parameters(), make_parameters()
-    optimizer, other = MasterWeights(weights, adamw), MasterWeights(resumed, adamw)
-    train(weights, optimizer, 0)
-    memory = HostMemory(other)
-    memory.leave()  # the masters alone: there are no moments yet
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    places = [tensor.data_ptr() for tensor in (*other.masters, *other.moments)]
-    memory.come_back()
-    assert not set(places) & {tensor.data_ptr() for tensor in (*other.masters, *other.moments)}
-    train(weights, optimizer, 1)
-    train(resumed, other, 1)
-    assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))
-
-
-@pytest.mark.parametrize("make", [with_masters, adamw])
-@pytest.mark.parametrize("fused", [True, False])
-def test_counts_of_steps_loaded_meanwhile_go_where_the_optimizer_needs_them(
-    make: Callable[..., torch.optim.Optimizer], fused: bool
-) -> None:
-    weights = make_parameters()
-    optimizer = make(weights)
-    train(weights, optimizer, 0)
-    plain = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
-    for group in plain.param_groups:
-        group["fused"] = fused
-    memory = HostMemory(optimizer)
-    memory.leave()
-    counts = [state["step"] for state in plain.state.values()]
-    places = [count.detach() for count in counts]  # kept, so that none of them is free for a new one
-    memory.come_back()
-    moved = [count.data_ptr() != place.data_ptr() for count, place in zip(counts, places, strict=True)]
-    assert moved == [fused, fused]  # a fused optimizer's are beside its moments, others' on the host

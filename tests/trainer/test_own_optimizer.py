@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.host_memory import HostMemory, moments_of
 from trinity_lightning.trainer.optim import (
-    HostMemory,
     MasterWeights,
     keep_learning_rates,
     learning_rate_schedule,
@@ -135,7 +135,7 @@ def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
     ways = {}
     for name in ("adamw", "adamw_8bit"):
         _, optimizer, places = stepped(OptimizerConfig(name=name, lr=LR, weight_decay=0.1), masters=True, steps=10)
-        ways[name] = sum(each.nbytes for each in optimizer.moments), places
+        ways[name] = sum(each.nbytes for each in moments_of(optimizer)), places
     (size, exact), (small, near) = ways.values()
     assert size == 2 * 4 * 64 * 128
     assert small < 0.3 * size  # codes, scales of 256 each, and a table of codes a moment

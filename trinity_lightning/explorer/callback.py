@@ -11,7 +11,7 @@ import time
 import warnings
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 
@@ -25,7 +25,9 @@ from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainablePolicy, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
-from trinity_lightning.trainer.optim import HostMemory
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class ExplorerCallback(L.Callback):
             self._synchronizer,
             policy,
             self._versions,
-            HostMemory(trainer.optimizers[0]) if self._offload else None,
+            _host_memory(trainer) if self._offload else None,
             interrupted=lambda: self._stop.reason(trainer),
             watcher=self._watcher,
         )
@@ -288,6 +290,12 @@ class ExplorerCallback(L.Callback):
         self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
         self._pending = PendingSteps(**copy.deepcopy(state_dict["ahead"]))
+
+
+def _host_memory(trainer: L.Trainer) -> "HostMemory":
+    from trinity_lightning.trainer.host_memory import HostMemory
+
+    return HostMemory(trainer.optimizers[0])
 
 
 def _rollouts_class(config: ExplorerConfig) -> type[TrainingRollouts]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,9 @@ from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, perturbed
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
-from trinity_lightning.trainer.optim import HostMemory
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.host_memory import HostMemory
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ class TrainingRollouts(Watcher):
     synchronizer: SynchronizerConfig
     policy: TrainablePolicy
     versions: WeightVersions
-    host_memory: HostMemory | None
+    host_memory: "HostMemory | None"
     interrupted: Callable[[], BaseException | None]
     watcher: Watcher
 

@@ -379,7 +379,7 @@ class Shards(Replicas):
         """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
 
         Nothing is sent before every rank has room for it: one that fails is not waited for. Moments of rank 0 alone may
-        be on the host (`trainer.optim.HostMemory`), and the others send theirs by the GPU.
+        be on the host (`trainer.host_memory.HostMemory`), and the others send theirs by the GPU.
         """
         rows, *shape = tensor.shape
         local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
