@@ -31,7 +31,6 @@ from trinity_lightning.config.schema import (
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.training import SHARDS, Layout, check_settings_of_a_run, strategy_of, trains_together
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.config.weighing import check_strategies
 from trinity_lightning.errors import ConfigError
 
 
@@ -110,7 +109,12 @@ def _restore_left_out(config: DictConfig) -> None:
             config[name] = defaults._get_node(name)
 
 
-# -- weighing and training ---------------------------------------------------------------------------------------------
+# -- weighing ----------------------------------------------------------------------------------------------------------
+
+# Strategies and operators by name; those of one's own are of none of these.
+COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")  # within a group
+STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
+SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 
 
 def _check_weighing(run: TrainConfig) -> None:
@@ -119,11 +123,56 @@ def _check_weighing(run: TrainConfig) -> None:
     if not named:
         raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
     if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
+        raise ConfigError(f"add_strategy={named[-1]} only filters: choose, say, add_strategy=[{named[-1]},grpo].")
+    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
         raise ConfigError(
-            f"add_strategy={named[-1]} only filters: put a strategy that sets advantages behind it, such as "
-            f"add_strategy=[{named[-1]},grpo]."
+            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
+            "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
         )
-    check_strategies(run, named)
+    own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
+    asks_none = run.buffer.has_rollouts and run.workflow.name != "on_policy_distill" and not own_parts
+    if "on_policy_distill" in named and asks_none:
+        raise ConfigError(
+            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none: choose "
+            "workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER."
+        )
+    step_wise = run.workflow.args.get("step_reward") == "own"
+    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
+        raise ConfigError("add_strategy=gigpo sums the rewards of single steps: set workflow.args.step_reward=own.")
+    if run.workflow.args.get("mode") == "step_wise":
+        _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
+    if run.explorer.repeat_times == 1 and run.buffer.has_rollouts:
+        _check_groups_of_one(named)
+
+
+def _check_step_rewards(run: TrainConfig, built_in: list[str]) -> None:
+    """Refuse a strategy that compares runs by one reward if the steps of a run may have different ones."""
+    one_a_run = [name for name in built_in if name not in STEP_STRATEGIES]
+    shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
+    own = run.workflow.args.get("step_reward") == "own"
+    if one_a_run and (own or shaping):
+        what = "workflow.args.step_reward=own" if own else f"operator '{shaping[0]}'"
+        raise ConfigError(
+            f"{what} gives the steps of a run different rewards, and add_strategy={one_a_run[0]} compares runs by one: "
+            f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own else ''}."
+        )
+
+
+def _check_groups_of_one(named: list[str]) -> None:
+    for name in named:
+        if name in FILTERING_STRATEGIES:
+            raise ConfigError(
+                f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ: give "
+                "explorer.repeat_times=8, say."
+            )
+        if name in COMPARING_STRATEGIES:
+            raise ConfigError(
+                f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task: give "
+                "explorer.repeat_times=8, say, or choose add_strategy=reinforce."
+            )
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def _check_training(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
