@@ -122,38 +122,33 @@ class TaskSource:
         )
 
 
+@dataclass(eq=False)
 class StepRollouts:
     """Runs tasks of a step and keeps what all of them gave; a `MoreRollouts` for the buffer.
 
-    Args:
+    Attributes:
         step: its number.
         config: how many tasks it has, of how many rollouts, and how often more may be asked for.
         source: where tasks come from.
         run: schedules tasks as part of the step and waits for them.
-
-    Attributes:
-        tasks: how many the step is meant to have.
         experiences: of all tasks so far.
     """
 
-    def __init__(
-        self,
-        step: int,
-        config: ExplorerConfig,
-        source: TaskSource,
-        run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]],
-    ) -> None:
-        self.tasks = config.batch_size
-        self.experiences: list[Experience] = []
-        self._step = step
-        self._repeat_times = config.repeat_times
-        self._left = config.max_refills
-        self._source = source
-        self._run = run
-        self._statuses: list[Status] = []
-        self._unshaped: list[Experience] = []  # operators shape the rewards of the others
-        self._tried = 0
-        self._seconds = 0.0
+    step: int
+    config: ExplorerConfig
+    source: TaskSource
+    run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]]
+    experiences: list[Experience] = field(default_factory=list, init=False)
+    _statuses: list[Status] = field(default_factory=list, init=False)
+    _unshaped: list[Experience] = field(default_factory=list, init=False)  # operators shape the others' rewards
+    _refills: int = field(default=0, init=False)
+    _tried: int = field(default=0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+
+    @property
+    def tasks(self) -> int:
+        """How many the step is meant to have."""
+        return self.config.batch_size
 
     async def begin(self) -> list[Experience] | None:
         """The experiences of the step's own tasks; None when the taskset is exhausted.
@@ -161,11 +156,11 @@ class StepRollouts:
         Raises:
             RolloutError: not one task succeeded.
         """
-        tasks = self._source.next_tasks(self.tasks, self._repeat_times)
+        tasks = self.source.next_tasks(self.tasks, self.config.repeat_times)
         if not tasks:
             return None
         experiences = await self._try(tasks)
-        report_failures(f"explore step {self._step}", self._statuses, len(tasks), len(experiences))
+        report_failures(f"explore step {self.step}", self._statuses, len(tasks), len(experiences))
         return experiences
 
     async def __call__(self, tasks: int) -> list[Experience]:
@@ -173,14 +168,14 @@ class StepRollouts:
 
         A round whose tasks all failed counts, and is followed by the next.
         """
-        while self._left > 0:
-            self._left -= 1
-            more = self._source.next_tasks(tasks, self._repeat_times)
+        while self._refills < self.config.max_refills:
+            self._refills += 1
+            more = self.source.next_tasks(tasks, self.config.repeat_times)
             if not more:
                 break
             tried = len(self._statuses)
             experiences = await self._try(more)
-            log_failures(f"explore step {self._step}, refill", self._statuses[tried:], len(more))
+            log_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
             if experiences:
                 return experiences
         return []
@@ -193,9 +188,9 @@ class StepRollouts:
 
     async def _try(self, tasks: list[Task]) -> list[Experience]:
         start = time.perf_counter()
-        statuses, experiences = await self._run(tasks, self._step)
+        statuses, experiences = await self.run(tasks, self.step)
         self._seconds += time.perf_counter() - start
-        self._source.taskset.update(pass_rates(experiences))
+        self.source.taskset.update(pass_rates(experiences))
         self._unshaped += map(copy.copy, experiences)
         self._statuses += statuses
         self._tried += len(tasks)

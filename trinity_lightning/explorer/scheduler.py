@@ -129,28 +129,19 @@ def _runner_class(config: ExplorerConfig) -> type[WorkflowRunner]:
 # -- what is scheduled ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
-class BatchKey:
-    """A batch's place in the order: lower steps first, and within a step what is trained on before evaluations."""
+def order_of(batch_id: int | str) -> tuple[int, bool]:
+    """A batch's step, and whether it is an evaluation: lower steps come first, evaluations last within a step.
 
-    step: int
-    is_eval: bool
-    name: str = field(default="", compare=False)
-
-    @classmethod
-    def of(cls, batch_id: int | str) -> "BatchKey":
-        """The key of a batch id: an int, or a string that starts with one ("123/my_task").
-
-        Raises:
-            ValueError: anything else.
-        """
-        if isinstance(batch_id, int) and not isinstance(batch_id, bool):
-            return cls(batch_id, False, str(batch_id))
-        if isinstance(batch_id, str) and (match := _STEP.match(batch_id)):
-            return cls(int(match.group()), match.group() != batch_id, batch_id)
-        raise ValueError(
-            f"batch_id must be an int or a string that starts with one, such as '123/my_task', not {batch_id!r}."
-        )
+    Raises:
+        ValueError: neither an int nor a string that starts with one ("123/my_task").
+    """
+    if isinstance(batch_id, int) and not isinstance(batch_id, bool):
+        return batch_id, False
+    if isinstance(batch_id, str) and (match := _STEP.match(batch_id)):
+        return int(match.group()), match.group() != batch_id
+    raise ValueError(
+        f"batch_id must be an int or a string that starts with one, such as '123/my_task', not {batch_id!r}."
+    )
 
 
 @dataclass(eq=False)
@@ -167,7 +158,7 @@ class ScheduledTask:
     @property
     def is_train(self) -> bool:
         """Whether its experiences are trained on."""
-        return not (self.task.is_eval or self.batch.key.is_eval)
+        return not (self.task.is_eval or self.batch.is_eval)
 
     @property
     def is_unfinished(self) -> bool:
@@ -198,7 +189,8 @@ class ScheduledTask:
 class Batch:
     """The tasks of one batch id that are unfinished, or finished and not yet collected."""
 
-    key: BatchKey
+    name: str
+    is_eval: bool
     unfinished: set[ScheduledTask] = field(default_factory=set)
     finished: list[ScheduledTask] = field(default_factory=list)
 
@@ -277,7 +269,7 @@ class Scheduler:
         ]
         self._idle = list(self.runners)
         self._load = Counter[int]()  # tokens under way, by engine
-        self._queue: list[tuple[BatchKey, int, Chunk, ScheduledTask]] = []
+        self._queue: list[tuple[tuple[int, bool], int, Chunk, ScheduledTask]] = []
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
         self._task_numbers: dict[str, itertools.count[int]] = {}
@@ -333,22 +325,22 @@ class Scheduler:
         Raises:
             ValueError: batch_id is neither an int nor a string that starts with one.
         """
-        key = BatchKey.of(batch_id)
+        order, name = order_of(batch_id), str(batch_id)
         if not tasks:
             return
-        batch = self._batches.setdefault(key.name, Batch(key))
-        numbers = self._task_numbers.setdefault(key.name, itertools.count())
+        batch = self._batches.setdefault(name, Batch(name, is_eval=order[1]))
+        numbers = self._task_numbers.setdefault(name, itertools.count())
         for task in tasks:
             task = replace(task, batch_id=batch_id, task_id=next(numbers))
             scheduled = ScheduledTask(batch, task, self._split(task), on_task_done)
             batch.unfinished.add(scheduled)
             for chunk in scheduled.chunks:
-                heapq.heappush(self._queue, (key, next(self._order), chunk, scheduled))
+                heapq.heappush(self._queue, (order, next(self._order), chunk, scheduled))
         self._dispatch()
 
     def has_step(self, batch_id: int | str) -> bool:
         """Whether anything of the batch is queued, running, or finished and not yet collected."""
-        return BatchKey.of(batch_id).name in self._batches
+        return self._batch(batch_id) is not None
 
     async def get_results(
         self,
@@ -373,7 +365,7 @@ class Scheduler:
             ValueError: batch_id is neither an int nor a string that starts with one.
             RuntimeError: there is something to wait for, and the scheduler is not started.
         """
-        batch = self._batches.get(BatchKey.of(batch_id).name)
+        batch = self._batch(batch_id)
         if batch is None:
             return [], []
         if batch.unfinished:
@@ -394,7 +386,7 @@ class Scheduler:
 
     async def drop(self, batch_id: int | str) -> None:
         """Cancel what is unfinished of a batch, forget what is finished, and wait until its runners are free."""
-        if (batch := self._batches.get(BatchKey.of(batch_id).name)) is not None:
+        if (batch := self._batch(batch_id)) is not None:
             batch.collect()
             await self._drop([batch])
 
@@ -426,6 +418,10 @@ class Scheduler:
                 if clear_timeout_tasks:
                     await self._drop(list(self._batches.values()))
                 raise TimeoutError(why) from None
+
+    def _batch(self, batch_id: int | str) -> Batch | None:
+        order_of(batch_id)  # refuses what is no batch
+        return self._batches.get(str(batch_id))
 
     def _split(self, task: Task) -> list[Chunk]:
         runs = task.repeat_times
@@ -468,7 +464,7 @@ class Scheduler:
 
     async def _until_enough(self, batch: Batch, min_num: int | None) -> None:
         over = self.config.over_rollout
-        over_rolls = min_num is None and over.ratio > 0 and not batch.key.is_eval
+        over_rolls = min_num is None and over.ratio > 0 and not batch.is_eval
         if over_rolls:
             await self._until(batch, lambda: enough_of(len(batch), over.ratio))
         async with asyncio.timeout(over.wait_after_min if over_rolls else None):
@@ -501,9 +497,9 @@ class Scheduler:
 
     def _forget_empty(self, batches: Iterable[Batch]) -> None:
         for batch in batches:
-            if not batch and self._batches.get(batch.key.name) is batch:
-                del self._batches[batch.key.name]
-                self._times.steps += not batch.key.is_eval
+            if not batch and self._batches.get(batch.name) is batch:
+                del self._batches[batch.name]
+                self._times.steps += not batch.is_eval
 
     def _notify(self) -> None:
         """Wake those who wait for a change."""

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -138,10 +138,11 @@ def noise(shape: torch.Size, generator: torch.Generator, scale: float, size: Ten
     return drawn.mul_(scale * size.clamp_min(DRILL_FLOOR))
 
 
+@dataclass(eq=False)
 class Synchronizer:
     """Sends a policy's weights to its engines, and checks that they arrived.
 
-    Args:
+    Attributes:
         perturbed: what the drill perturbs, as `perturbed` does.
         send: hands the weights to every engine.
         trainer_logprobs: the trainer's log-probabilities of the probe's text.
@@ -149,32 +150,19 @@ class Synchronizer:
         tolerance: how far they may differ.
         check_interval: syncs between probes; the first is always probed.
         with_drill: whether the first sync is preceded by the drill.
-        drill_scale: a scale of the drill's noise that was enough in an earlier part of the run, to begin with.
-
-    Attributes:
-        drill_scale: the scale that was enough; None before the drill.
+        drill_scale: the scale of the drill's noise that was enough, perhaps in an earlier part of the run; None: there
+            was no drill.
     """
 
-    def __init__(
-        self,
-        perturbed: Callable[[], AbstractContextManager[Callable[[float], None]]],
-        send: Callable[[], None],
-        trainer_logprobs: Callable[[], list[float]],
-        engine_logprobs: Callable[[], list[list[float]]],
-        tolerance: Tolerance,
-        check_interval: int,
-        with_drill: bool,
-        drill_scale: float | None = None,
-    ) -> None:
-        self._perturbed = perturbed
-        self._send = send
-        self._trainer_logprobs = trainer_logprobs
-        self._engine_logprobs = engine_logprobs
-        self._tolerance = tolerance
-        self._check_interval = check_interval
-        self._with_drill = with_drill
-        self.drill_scale = drill_scale
-        self._syncs = 0
+    perturbed: Callable[[], AbstractContextManager[Callable[[float], None]]]
+    send: Callable[[], None]
+    trainer_logprobs: Callable[[], list[float]]
+    engine_logprobs: Callable[[], list[list[float]]]
+    tolerance: Tolerance
+    check_interval: int
+    with_drill: bool
+    drill_scale: float | None = None
+    _syncs: int = field(default=0, init=False)
 
     def sync(self) -> dict[str, float]:
         """Send the present weights, after the drill the first time and followed by a probe if it is due; metrics.
@@ -182,27 +170,27 @@ class Synchronizer:
         Raises:
             WeightSyncError: an engine did not take the weights.
         """
-        if self._syncs == 0 and self._with_drill:
+        if self._syncs == 0 and self.with_drill:
             self._drill()
         start = time.perf_counter()
-        self._send()
+        self.send()
         metrics = {"time/sync_weight": time.perf_counter() - start}
-        if self._syncs % self._check_interval == 0:
-            mean, maximum = self._compare(self._trainer_logprobs(), f"probe of weight sync {self._syncs + 1}")
+        if self._syncs % self.check_interval == 0:
+            mean, maximum = self._compare(self.trainer_logprobs(), f"probe of weight sync {self._syncs + 1}")
             metrics |= {"sync/probe_diff/mean": mean, "sync/probe_diff/max": maximum}
         self._syncs += 1
         return metrics
 
     def _drill(self) -> None:
-        before = torch.tensor(self._trainer_logprobs())
+        before = torch.tensor(self.trainer_logprobs())
         least = self.drill_scale or 0.0
-        with self._perturbed() as perturb:
+        with self.perturbed() as perturb:
             for scale in (scale for scale in DRILL_SCALES if scale >= least):
                 perturb(scale)
-                after = self._trainer_logprobs()
-                enough = DRILL_CONTRAST if scale < DRILL_SCALES[-1] else min(DRILL_CONTRAST, 5 * self._tolerance.mean)
+                after = self.trainer_logprobs()
+                enough = DRILL_CONTRAST if scale < DRILL_SCALES[-1] else min(DRILL_CONTRAST, 5 * self.tolerance.mean)
                 if float((torch.tensor(after) - before).abs().mean()) > enough:
-                    self._send()
+                    self.send()
                     self._compare(after, "drill with perturbed weights")
                     self.drill_scale = scale
                     return
@@ -212,5 +200,5 @@ class Synchronizer:
         )
 
     def _compare(self, trainer: list[float], what: str) -> tuple[float, float]:
-        found = [compare(trainer, engine, self._tolerance, what) for engine in self._engine_logprobs()]
+        found = [compare(trainer, engine, self.tolerance, what) for engine in self.engine_logprobs()]
         return max(mean for mean, _ in found), max(maximum for _, maximum in found)

@@ -6,13 +6,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import number
 from trinity_lightning.errors import ConfigError, RewardError
 from trinity_lightning.explorer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.rewards.workers import RewardWorkers
 
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[str, Task], RewardValue | Awaitable[RewardValue]]
@@ -38,16 +41,8 @@ class Reward:
     path: str | None = None
 
 
-class Scorer(Protocol):
-    """Calls reward functions somewhere else; see `workers.RewardWorkers`."""
-
-    async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
-        """As `worth`, below."""
-        ...
-
-
-# What calls the reward functions of the rollouts in this context; None: this process does.
-SCORER: ContextVar[Scorer | None] = ContextVar("SCORER", default=None)
+# The processes that call the reward functions of the rollouts in this context; None: this one does.
+SCORER: "ContextVar[RewardWorkers | None]" = ContextVar("SCORER", default=None)
 
 
 def resolve_rewards(reward_fn: Any) -> list[Reward]:
