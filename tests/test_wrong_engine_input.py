@@ -125,13 +125,16 @@ REFUSED = {
     "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "'node7:8000' is no URL.*http://node7:8000"),
     "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), r"engine.gpus is \[1, 1\]; give different numbers"),
     "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), r"engine.gpus is \[-1\]"),
-    "URLs of an engine of this process": ((URLS,), "engine.urls is of engine=vllm_server, and engine=vllm computes"),
+    "URLs of an engine of this process": (
+        (URLS,),
+        "engine.urls is of engine=vllm_server, and engine=vllm does not read it",
+    ),
     "servers of an engine of this process": (("engine.servers=2",), "engine.servers is of engine=vllm_server"),
     "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus is of engine=vllm_server"),
     "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores is of engine=vllm_server"),
     "a cache of another engine": (
         ("engine=transformers", "engine.kv_cache_gb=3"),
-        "engine.kv_cache_gb is of vLLM, and engine=transformers generates with the training model itself",
+        "engine.kv_cache_gb is of vLLM, and engine=transformers does not read it: leave the key out",
     ),
     "vLLM's arguments for another engine": (
         ("engine=transformers", "+engine.args.enforce_eager=true"),

@@ -155,7 +155,7 @@ REFUSED = {
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "a place that nothing is kept in": (
         ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
-        ["buffer.path and buffer.url are of what is read", "keeps experiences in the run's folder"],
+        ["buffer.path and buffer.url are of what is read", "leave them out"],
     ),
     "a dataset without a path": (["+recipe=dpo"], ["buffer.path=FILE"]),
     "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], ["no file or folder 'pairs.jsonl'"]),

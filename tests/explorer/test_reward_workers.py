@@ -284,7 +284,7 @@ def test_a_ray_cluster_that_is_not_there_is_known_before_an_engine_is_loaded(mon
 
 
 def test_workers_are_for_local_runners() -> None:
-    with pytest.raises(ConfigError, match="Ray runners are processes that call reward functions themselves"):
+    with pytest.raises(ConfigError, match=r"reward_workers: the runners of explorer\.runner=ray are processes already"):
         ExplorerConfig(reward_workers=2, runner="ray")
 
 

@@ -203,7 +203,7 @@ REFUSED = {
     "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "argument 'weight_decay'"),
     "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "set optimizer.lr."),
     "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps are of adamw"),
-    "args of adamw": ({"args": {"amsgrad": True}}, "adamw has optimizer.betas, eps and weight_decay"),
+    "args of adamw": ({"args": {"amsgrad": True}}, "adamw has betas, eps and weight_decay"),
     "a closure": ({"name": "torch.optim.LBFGS"}, "cannot train a policy"),
     "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
     "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),

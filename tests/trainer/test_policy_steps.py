@@ -302,7 +302,7 @@ def test_bf16_true_over_weights_that_are_loaded_in_float32_is_refused():
         ({"gradient_clip_val": 0.5}, "set algorithm.max_grad_norm"),
         ({"accumulate_grad_batches": 2}, "set algorithm.max_tokens_per_micro_batch"),
         ({"precision": "64-true"}, "bf16-mixed or bf16-true"),
-        ({"precision": "16-true"}, "gradient scaler"),
+        ({"precision": "16-true"}, "give 32-true, bf16-mixed or bf16-true"),
         ({"devices": 2}, "DDPStrategy is not supported"),
         ({"devices": 1, "num_nodes": 2}, "DDPStrategy is not supported"),
     ],

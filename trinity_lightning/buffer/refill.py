@@ -12,13 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class MoreRollouts(Protocol):
-    """Rolls out further tasks for the step under way.
+    """Rolls out further tasks for the step under way."""
 
-    Attributes:
-        tasks: how many a step is meant to have.
-    """
-
-    tasks: int
+    @property
+    def tasks(self) -> int:
+        """How many a step is meant to have."""
+        ...
 
     async def __call__(self, tasks: int) -> list[Experience]:
         """The experiences of that many new tasks; nothing once no more are to be had.

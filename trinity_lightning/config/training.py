@@ -78,14 +78,10 @@ class LoRAConfig(Section, key="model.lora"):
         super().__post_init__()
         named = isinstance(self.targets, list) and self.targets and all(isinstance(each, str) for each in self.targets)
         if self.targets != ALL_LINEAR and not named:
-            raise ConfigError(
-                f"model.lora.targets is {self.targets!r}; give {ALL_LINEAR}, or names such as [q_proj,v_proj]."
-            )
+            raise ConfigError(f"model.lora.targets is {self.targets!r}; give {ALL_LINEAR}, or [q_proj,v_proj], say.")
         given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         if self.r is None and given:
-            raise ConfigError(
-                f"model.lora.{given[0]} is given without a rank: there are adapters if model.lora.r is set."
-            )
+            raise ConfigError(f"model.lora.{given[0]} has no effect without a rank: set model.lora.r.")
         if self.r is not None and importlib.util.find_spec("peft") is None:
             raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
 
@@ -161,10 +157,7 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
         if self.high != math.inf:  # weights may be unbounded
             number("algorithm.rollout_correction.high", self.high, above=0)
         if self.low > self.high:
-            raise ConfigError(
-                f"algorithm.rollout_correction.low ({self.low}) is above algorithm.rollout_correction.high "
-                f"({self.high}): no weight lies between them."
-            )
+            raise ConfigError(f"algorithm.rollout_correction.low ({self.low}) is above its high ({self.high}).")
 
 
 @dataclass
@@ -238,8 +231,8 @@ class AlgorithmConfig(Section, key="algorithm"):
             streams_of(self)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
             raise ConfigError(
-                "algorithm.old_logprobs=engine corrects by the ratio, and importance weights would do it once more: "
-                "set algorithm.rollout_correction.level=none."
+                "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
+                "algorithm.rollout_correction.level=none."
             )
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
@@ -266,9 +259,8 @@ class AlgorithmConfig(Section, key="algorithm"):
         corrected = self.old_logprobs == "engine" or self.rollout_correction.level != "none"
         if self.needs_correction and not corrected:
             raise ConfigError(
-                "the experiences are of older weights (explorer.sync_interval, explorer.sync_offset or stored ones) "
-                "and nothing corrects for that: set algorithm.rollout_correction.level=token, or "
-                "algorithm.old_logprobs=engine."
+                "nothing corrects for experiences of older weights (explorer.sync_interval, sync_offset or stored): "
+                "set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
             )
 
 
@@ -372,10 +364,7 @@ class OptimizerConfig(Section, key="optimizer"):
     def _check_name(self) -> None:
         """Refuse an optimizer whose package is missing, and settings of another; a ConfigError."""
         if self.name in ADAM and self.args:
-            raise ConfigError(
-                f"optimizer.args are of an optimizer by its dotted path: {self.name} has optimizer.betas, eps and "
-                "weight_decay."
-            )
+            raise ConfigError(f"optimizer.args are of your own optimizer: {self.name} has betas, eps and weight_decay.")
         if self.name not in ADAM and (list(self.betas), self.eps) != (BETAS, EPS):
             raise ConfigError(f"optimizer.betas and eps are of {' and '.join(ADAM)}: {self.name} has optimizer.args.")
         if taken := sorted({"lr", "weight_decay"} & self.args.keys()):
@@ -422,10 +411,7 @@ def check_settings_of_a_run(settings: Mapping[str, Any], steps: int) -> None:
         if settings.get(key) is not None:
             raise ConfigError(f"trainer.{key} {reason}.")
     if (epochs := settings.get("max_epochs")) != steps:
-        raise ConfigError(
-            f"trainer.max_epochs is {epochs} and steps is {steps}: a Lightning epoch is one explore step, so set steps "
-            "alone."
-        )
+        raise ConfigError(f"trainer.max_epochs is {epochs} and steps is {steps}, which are the same: set steps alone.")
     one_of("trainer.accelerator", settings.get("accelerator", AUTO), ACCELERATORS)
     devices = str(settings.get("devices", AUTO))
     if devices not in (AUTO, "-1") and not (devices.isdigit() and int(devices) > 0):
@@ -459,21 +445,16 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
         ConfigError: names the setting and the knob to use.
     """
     if settings.get("gradient_clip_val") or settings.get("gradient_clip_algorithm"):
-        raise ConfigError(
-            "trainer.gradient_clip_val: gradients are clipped by the policy, set algorithm.max_grad_norm."
-        )
+        raise ConfigError("trainer.gradient_clip_val: the policy clips gradients, set algorithm.max_grad_norm.")
     if (batches := settings.get("accumulate_grad_batches", 1)) != 1:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches is {batches}: gradients are added up within an optimizer step, set "
-            "algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps for how many there are."
+            f"trainer.accumulate_grad_batches is {batches}: set algorithm.max_tokens_per_micro_batch, and "
+            "algorithm.optimizer_steps."
         )
     if not trains_together(settings):
         _check_alone(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
-        raise ConfigError(
-            f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true (16-bit float would "
-            "need a gradient scaler)."
-        )
+        raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
 
 
 def _check_alone(settings: Mapping[str, Any]) -> None:
