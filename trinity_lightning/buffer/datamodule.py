@@ -1,7 +1,6 @@
 """The LightningDataModule: holds the buffer, lets experiences in through the pipeline, hands out optimizer batches."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,11 @@ from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.sections import OperatorConfig
-from trinity_lightning.errors import OperatorError
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.refill import MoreRollouts
-
-logger = logging.getLogger(__name__)
 
 # Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.
 StepKeeper = Callable[[int, list[Experience]], object]
@@ -85,7 +81,6 @@ class ExperienceDataModule(UnmovedDataModule):
         self._keep = keep
         self._experts = experts
         self._max_response_length = max_response_length
-        self._loop: asyncio.AbstractEventLoop | None = None  # where the operators live
 
     @property
     def batch(self) -> int:
@@ -143,7 +138,6 @@ class ExperienceDataModule(UnmovedDataModule):
         Raises:
             OperatorError: one of them failed.
         """
-        self._loop = asyncio.get_running_loop()
         await self.pipeline.prepare()
 
     async def close(self) -> None:
@@ -156,21 +150,13 @@ class ExperienceDataModule(UnmovedDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the operators, on the loop they were prepared on as long as it runs."""
-        if self.pipeline.prepared:
-            from trinity_lightning.buffer.operators.experience_operator import on_loop
-
-            on_loop(self.close, self._loop)
+        if self.pipeline.chain is not None:
+            self.pipeline.chain.end()
 
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
-        if not self.pipeline.prepared:
-            return
-        from trinity_lightning.buffer.operators.experience_operator import CLOSE_SECONDS, on_loop
-
-        try:
-            on_loop(self.close, self._loop, CLOSE_SECONDS)
-        except (OperatorError, TimeoutError) as error:
-            logger.warning("%s", error)
+        if self.pipeline.chain is not None:
+            self.pipeline.chain.end_after_error()
 
     def train_dataloader(self) -> ExperienceLoader:
         """One sized, lazy, stateful loader for the whole run."""

@@ -61,11 +61,6 @@ class ExperiencePipeline:
         """
         return {} if self.chain is None else self.chain.selector_metric
 
-    @property
-    def prepared(self) -> bool:
-        """Whether an operator is prepared and not closed."""
-        return self.chain is not None and self.chain.prepared
-
     async def prepare(self) -> None:
         """Prepare the operators; see `OperatorChain.prepare`."""
         if self.chain is not None:

@@ -75,7 +75,7 @@ def test_without_operators_nothing_is_timed_or_copied():
     metrics = process(pipeline, exps)
     assert writer.written[0] is exps[0]
     assert not [key for key in metrics if "operator" in key]
-    assert not pipeline.prepared
+    assert pipeline.chain is None
 
 
 def test_the_caller_s_list_stays_as_it_is():
@@ -134,13 +134,11 @@ def test_operators_are_prepared_once_and_closed():
         await pipeline.process(traced([0]), 1)
         await pipeline.prepare()
         await pipeline.process(traced([0]), 2)
-        assert pipeline.prepared
         await pipeline.close()
         await pipeline.close()
 
     asyncio.run(live())
     assert operator.diary == ["prepare", "process", "process", "close"]
-    assert not pipeline.prepared
 
 
 def test_a_failed_preparation_closes_the_others_and_names_the_operator():

@@ -211,6 +211,7 @@ class OperatorChain:
         ]
         self._folder = None if folder is None else Path(folder)
         self._prepared: list[_Stage] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # where they were prepared
         self._warned: set[str] = set()
         self.selector_metric: dict[Any, Any] = {}
 
@@ -219,17 +220,13 @@ class OperatorChain:
         """The operators, in order."""
         return [stage.operator for stage in self._stages]
 
-    @property
-    def prepared(self) -> bool:
-        """Whether any operator is prepared and not closed."""
-        return bool(self._prepared)
-
     async def prepare(self) -> None:
         """Prepare the operators that are not; if one fails, those that were are closed again. Twice is allowed.
 
         Raises:
             OperatorError: the one that failed.
         """
+        self._loop = asyncio.get_running_loop()
         for stage in self._stages[len(self._prepared) :]:
             try:
                 await stage.operator.prepare()
@@ -257,6 +254,19 @@ class OperatorChain:
         if failures:
             causes = "; ".join(f"{stage.title} could not be closed: {_described(error)}" for stage, error in failures)
             raise OperatorError(causes) from failures[0][1]
+
+    def end(self) -> None:
+        """`close` from any thread, on the loop that the operators were prepared on as long as that runs."""
+        if self._prepared:
+            on_loop(self.close, self._loop)
+
+    def end_after_error(self) -> None:
+        """The same, where another error is on its way to the user: one of closing is only logged."""
+        try:
+            if self._prepared:
+                on_loop(self.close, self._loop, CLOSE_SECONDS)
+        except (OperatorError, TimeoutError) as error:
+            logger.warning("%s", error)
 
     async def process(
         self, experiences: list[Experience], step: int, received: list[Experience], untrained: Untrained
