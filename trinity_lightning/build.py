@@ -113,7 +113,7 @@ def build(config: DictConfig) -> Run:
 
         check_resumed_dtype(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
-    online, follower = typed.buffer.storage == "memory", trains_together(config.trainer) and _follows()
+    online, follower = typed.buffer.has_rollouts, trains_together(config.trainer) and _follows()
     if torch.cuda.is_available() and not follower:  # rank 0 alone starts engines, and plans for them
         from trinity_lightning.gpu_plan import with_memory_plan
 
@@ -124,7 +124,6 @@ def build(config: DictConfig) -> Run:
     # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
     recorder = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
     callbacks: list[L.Callback] = [recorder, monitor]
-    stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
     data: L.LightningDataModule
     if follower:  # rank 0 rolls out, saves, shows and records
         from trinity_lightning.explorer.follower import ExplorerFollower
@@ -137,9 +136,10 @@ def build(config: DictConfig) -> Run:
         auxiliary_models = auxiliary_models_of(typed, folder)
         data = online_data(typed, folder, auxiliary_models)
         offload = plan is not None and plan.offload
-        callbacks += [*thread_share(typed), explorer_callback(typed, folder, auxiliary_models, monitor, stop, offload)]
+        callbacks += [*thread_share(typed), explorer_callback(typed, folder, auxiliary_models, monitor, offload)]
     else:
         data = offline_data(typed, policy, follower)
+        stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
         callbacks = [recorder, *held_out_loss(typed, data, monitor), monitor, stop]
     return Run(
         config=typed,
@@ -222,15 +222,14 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("model", f"{config.model.name} ({config.model.dtype.value})"),
         ("device", str(run.trainer.strategy.root_device)),
     ]
-    steps = _online_steps(config) if config.buffer.storage == "memory" else _offline_steps(config)
+    steps = _online_steps(config) if config.buffer.has_rollouts else _offline_steps(config)
     memory = [] if run.plan is None else run.plan.rows()
     return [*policy, *steps, *memory, ("resumed from", run.checkpoint or "nothing")]
 
 
 def _items(config: TrainConfig) -> int:
     """Optimizer steps a Lightning epoch."""
-    online = config.buffer.storage == "memory"
-    return config.algorithm.optimizer_steps * config.algorithm.inner_epochs if online else 1
+    return config.algorithm.optimizer_steps * config.algorithm.inner_epochs if config.buffer.has_rollouts else 1
 
 
 def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
@@ -268,10 +267,9 @@ def explorer_callback(
     folder: Path,
     auxiliary_models: Mapping[str, HeldModel],
     monitor: RunMonitor,
-    stop: StopCheckpoint,
     offload: bool,
 ) -> ExplorerCallback:
-    """What rolls out, watched by the monitor; stopped early, it saves by `stop`; `offload`: see ExplorerCallback."""
+    """What rolls out, watched by the monitor; `offload`: see ExplorerCallback."""
     explorer = Explorer(
         config.explorer,
         _engines(config, folder),
@@ -282,7 +280,8 @@ def explorer_callback(
     return ExplorerCallback(
         explorer,
         config.synchronizer,
-        stop=stop,
+        folder=folder / "checkpoints",
+        command=resume_command(folder),
         watcher=monitor,
         offload=offload,
     )

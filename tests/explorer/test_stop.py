@@ -27,7 +27,6 @@ from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer import callback as callback_module
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.lookahead import RolloutsAhead
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -123,10 +122,9 @@ class Run:
         )
         config.max_retry_times = 0
         self.explorer = Explorer(config, [Elsewhere()], source, [heldout])
-        self.stop = StopCheckpoint(folder / "checkpoints", COMMAND)
         self.monitor = RunMonitor(folder, STEPS)
         synchronizer = SynchronizerConfig(check_interval=1000, drill=False)
-        self.callback = ExplorerCallback(self.explorer, synchronizer, stop=self.stop)
+        self.callback = ExplorerCallback(self.explorer, synchronizer, folder=folder / "checkpoints", command=COMMAND)
         self.data = ExperienceDataModule("grpo", optimizer_steps=ITEMS)
         self.policy = PolicyModule(
             "tiny", AlgorithmConfig(optimizer_steps=ITEMS), OptimizerConfig(lr=1e-2), dtype="fp32"

@@ -241,7 +241,7 @@ def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
     trainer: Any = config.trainer or {}
     check_settings_of_a_run(trainer, config.steps)
     if strategy_of(trainer) == SHARDS:
-        from trinity_lightning.config.shards import check_shards
+        from trinity_lightning.config.processes import check_shards
 
         check_shards(run, trainer)
 

@@ -11,6 +11,7 @@ import time
 import warnings
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -34,13 +35,15 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 20.0  # for rollouts in flight if a run ends early: schedulers of clusters kill 30 s after SIGTERM
 
 
-class ExplorerCallback(L.Callback):
+class ExplorerCallback(StopCheckpoint):
     """Runs an `Explorer` inside `Trainer.fit`: one explore step an epoch.
+
+    A run that ends early is saved, as by every `StopCheckpoint`, while the engines are still up.
 
     Args:
         explorer: what to run.
         synchronizer: how weights reach the engines and how that is checked.
-        stop: saves a run that ends early; its hooks are called from here, while the engines are up.
+        folder, command: as of `StopCheckpoint`.
         watcher: shown the run while it goes on.
         offload: whether masters and moments are in the host's memory while the engines generate.
 
@@ -53,14 +56,15 @@ class ExplorerCallback(L.Callback):
         explorer: Explorer,
         synchronizer: SynchronizerConfig | None = None,
         *,
-        stop: StopCheckpoint | None = None,
+        folder: Path | None = None,
+        command: str | None = None,
         watcher: Watcher = NOBODY,
         offload: bool = False,
     ) -> None:
+        super().__init__(folder, command)
         self.explorer = explorer
         self.metrics: dict[str, float] = {}
         self._synchronizer = synchronizer or SynchronizerConfig()
-        self._stop = stop or StopCheckpoint()
         self._watcher = watcher
         self._offload = offload
         self._pending = PendingSteps()
@@ -110,7 +114,7 @@ class ExplorerCallback(L.Callback):
         for engine in self.explorer.engines.models:
             engine.bind(policy.policy)
         self._step = 0
-        self._stop.on_fit_start(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         self._running = rollouts = _rollouts_class(self.explorer.config)(
             self.explorer,
             self._pending,
@@ -118,7 +122,7 @@ class ExplorerCallback(L.Callback):
             policy,
             self._versions,
             _host_memory(trainer) if self._offload else None,
-            interrupted=lambda: self._stop.reason(trainer),
+            interrupted=lambda: self.reason(trainer),
             watcher=self._watcher,
         )
         rollouts.run(data.prepare())
@@ -126,15 +130,15 @@ class ExplorerCallback(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop the runners, free the engines, give Ctrl-C back."""
-        self._stop.teardown(trainer, pl_module, stage)
+        super().teardown(trainer, pl_module, stage)
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save what is whole, rollouts in flight included, and free everything."""
         try:
-            if self._stop.wanted and self._running is not None and self._running.under_way:
+            if self.wanted and self._running is not None and self._running.under_way:
                 self._settle(self._running)
-            self._stop.on_exception(trainer, pl_module, exception)
+            super().on_exception(trainer, pl_module, exception)
         finally:
             try:
                 self._close()
@@ -144,13 +148,13 @@ class ExplorerCallback(L.Callback):
     def _settle(self, rollouts: TrainingRollouts) -> None:
         """Wait a little for rollouts in flight: those that end are in the checkpoint, a resumed run does the others."""
         logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
-        self._stop.ctrl_c.stopping()
+        self.ctrl_c.stopping()
         rollouts.settle_shortly(STOP_SECONDS)
         if self.explorer.step < self._pending.target:
             logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
     def _close(self) -> None:
-        self._stop.ctrl_c.restore()
+        self.ctrl_c.restore()
         rollouts, self._running = self._running, None
         if rollouts is not None:
             rollouts.close()
@@ -159,7 +163,7 @@ class ExplorerCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the untrained policy, then fill: a resumed run may not come by `on_train_epoch_start`."""
-        self._stop.on_train_start(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
         self._end_step(trainer)  # the step before, if a run stopped within its end
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, trained=0, row=0)
@@ -169,17 +173,11 @@ class ExplorerCallback(L.Callback):
         """Fill the buffer for this epoch, if it does not hold it already."""
         self._fill(trainer)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """An item begins, unless Ctrl-C was pressed."""
-        self._stop.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure the step up to here: it ends with its last item."""
-        self._stop.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.metrics["time/step"] = time.perf_counter() - self._step_began
         self._watcher.keep_metrics(self.metrics)
 
@@ -205,7 +203,7 @@ class ExplorerCallback(L.Callback):
     def _fill(self, trainer: L.Trainer) -> None:
         """Have the step of this epoch ready to be trained on, unless it is; its metrics are one row of the loggers."""
         step, rollouts = step_of(trainer), self._rollouts
-        if (reason := self._stop.reason(trainer)) is not None:
+        if (reason := self.reason(trainer)) is not None:
             raise reason
         if self._step == step:
             return

@@ -21,7 +21,7 @@ from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.common.shard_files import filled, new_folder, places_of, read, without_shards, write
 from trinity_lightning.config.checkpoints import HASH, REST, hash_of
-from trinity_lightning.config.shards import check_distributed_checkpoint, check_shards_of
+from trinity_lightning.config.processes import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, RankError, TrinityError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
