@@ -20,12 +20,11 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.host_memory import HostMemory, moments_of
 from trinity_lightning.trainer.optim import (
     MasterWeights,
-    keep_learning_rates,
     learning_rate_schedule,
     optimizer_factory,
-    peak_learning_rates,
 )
 from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.resumed import change_learning_rates
 
 LR = 1e-2
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")
@@ -226,9 +225,8 @@ REFUSED = {
 def test_a_schedule_of_ones_own_keeps_the_learning_rate_of_its_checkpoint() -> None:
     optimizer = Signs([nn.Parameter(torch.ones(2))], LR)
     schedule = StepLR(optimizer, 1)
-    keep_learning_rates(optimizer, schedule, peak_learning_rates(optimizer))
     with pytest.raises(ConfigError, match="StepLR cannot change them on its way: give those of the checkpoint"):
-        keep_learning_rates(optimizer, schedule, [2 * LR])
+        change_learning_rates(optimizer, schedule, [2 * LR])
 
 
 @pytest.mark.parametrize("case", REFUSED)

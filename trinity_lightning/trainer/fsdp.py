@@ -25,10 +25,10 @@ from trinity_lightning.config.processes import check_distributed_checkpoint, che
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, RankError, TrinityError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
+from trinity_lightning.trainer.compiled import layers_of
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.logprobs import gradient_of
-from trinity_lightning.trainer.model import layers_of
 
 ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
 

@@ -7,7 +7,7 @@ prompts begin with is computed once, the rest of each row behind it, and nothing
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,6 +255,7 @@ def _common_prefix(one: Tensor, other: Tensor) -> int:
 # Columns that say more than a number of each token: the weights of a stream, by its name, and further ids [response, k]
 # whose log-probabilities are wanted.
 STREAM, CANDIDATES = "stream:", "candidates"
+ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several
 # Masks of four dimensions are the caller's own to transformers: it makes none from positions that start again.
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
@@ -299,12 +300,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with all of its tensors on the device."""
-        from trinity_lightning.trainer.transfer import moved_together
-
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         fixed = {name: each for name, each in own.items() if isinstance(each, Tensor)}
         inputs = {name: each for name, each in self.inputs.items() if isinstance(each, Tensor)}
-        moved = iter(moved_together([*fixed.values(), *inputs.values(), *self.columns.values()], device))
+        moved = iter(_moved_together([*fixed.values(), *inputs.values(), *self.columns.values()], device))
         fixed, inputs, columns = (dict(zip(each, moved, strict=False)) for each in (fixed, inputs, self.columns))
         return replace(self, **fixed, inputs=self.inputs | inputs, columns=columns)
 
@@ -413,3 +412,22 @@ def _pad(rows: Sequence[Tensor]) -> Tensor:
     if rows[0].dim() > 1:
         return pad_sequence(list(rows), batch_first=True)
     return gather_rows(list(rows), max(map(len, rows)))
+
+
+def _moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the CPU, of any shapes and dtypes, on the device: one copy, out of pinned memory if it is a GPU.
+
+    Nobody waits for it: what the device computes next comes after it.
+    """
+    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], tensors, strict=False)
+        ]
+
+    for place, tensor in zip(places(packed), tensors, strict=True):
+        place.copy_(tensor)
+    return places(packed.to(device, non_blocking=True))

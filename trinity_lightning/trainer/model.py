@@ -2,9 +2,7 @@
 
 import inspect
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,7 +100,6 @@ logger = logging.getLogger(__name__)
 # [n, 1 + k].
 LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
-MOST_GRAPHS = 64  # of a compiled layer: by layout, mode, gradients or not, and one row or several
 CHECKED_TOKENS = 16
 # Mean differences that are rounding, as a share of the largest logit.
 FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
@@ -129,41 +126,6 @@ def logprobs_by_forward(
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
 
 
-def compile_layers_of(model: Any) -> None:
-    """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
-
-    Layers of one kind share their graphs, of what is around attention: norms, projections, rotary embeddings and MLP.
-    `attention` runs between them, and compiles what it can itself (FlexAttention, on a GPU).
-    """
-    # All layers of a kind count as one function, and what runs beyond torch's limit of 8 graphs runs without them.
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
-    for layer in layers_of(model):
-        layer.compile(dynamic=True)
-
-
-def check_compilable(model: Any) -> None:
-    """Refuse a model that `compile_layers_of` would find nothing in, or whose graphs no compiler could build.
-
-    Raises:
-        ConfigError: says which.
-    """
-    if not layers_of(model):
-        raise ConfigError(f"model.compile=true: {_name(model)} has no layers of transformers' own. Set it to false.")
-    compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
-    if model.device.type == "cpu" and shutil.which(compiler) is None:
-        raise ConfigError(
-            f"model.compile=true needs a C++ compiler, and there is no {compiler}: install it, or name yours in CXX."
-        )
-
-
-def layers_of(model: Any) -> list[nn.Module]:
-    """What transformers can checkpoint one at a time."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-
-
 @torch.no_grad()
 def logprob_function(model: Any) -> LogprobFn:
     """The first of the two whose results are those of the model's own logits, tried on a few random tokens.
@@ -178,20 +140,20 @@ def logprob_function(model: Any) -> LogprobFn:
         logits = model(input_ids=tokens, use_cache=False).logits.float()
         limit = _limit(model, logits)
         if float((logits[0, :-1] - logits[1, :-1]).abs().mean()) > limit:  # the rows differ in their last token
-            raise ModelLoadError(f"{_name(model)} is no causal model: what it predicts depends on later tokens.")
+            raise ModelLoadError(f"{name_of(model)} is no causal model: what it predicts depends on later tokens.")
         if _agrees(logprobs_by_head, model, tokens, logits, limit):
             return logprobs_by_head
         can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
         if can_choose and _agrees(logprobs_by_forward, model, tokens, logits, limit):
-            logger.info("%s: logits by its own forward pass, which takes more memory than a plain head.", _name(model))
+            logger.info("%s: logits by its own forward pass, which takes more memory than a head.", name_of(model))
             return logprobs_by_forward
     except AttributeError as error:
-        raise ModelLoadError(f"{_name(model)} cannot be trained: {error}") from error
+        raise ModelLoadError(f"{name_of(model)} cannot be trained: {error}") from error
     finally:
         model.train(was_training)
     raise ModelLoadError(
-        f"{_name(model)} cannot be trained: its logits are not those of its base model and output embeddings, and its "
-        "forward pass has no logits_to_keep. Use a model whose class follows transformers' causal language models."
+        f"{name_of(model)} cannot be trained: its logits are not those of its base model and output embeddings, and "
+        "its forward pass has no logits_to_keep. Use one whose class follows transformers' causal language models."
     )
 
 
@@ -205,8 +167,8 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
     if obstacle is None:
         return layout
     if layout is Layout.shared_prefix:
-        raise ConfigError(f"algorithm.layout=shared_prefix: {_name(model)} {obstacle}. Set algorithm.layout=padded.")
-    logger.info("%s %s: the padded layout is used.", _name(model), obstacle)
+        raise ConfigError(f"algorithm.layout=shared_prefix: {name_of(model)} {obstacle}. Set algorithm.layout=padded.")
+    logger.info("%s %s: the padded layout is used.", name_of(model), obstacle)
     return Layout.padded
 
 
@@ -266,7 +228,7 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
     # A gradient is rounded in both passes of every layer.
     limits = (limit, limit, *(4 * _limit(model, gradient) for gradient in whole[2:]))
     if isinstance(shared, Exception):  # no property of the architecture, perhaps: kernels may have failed to compile
-        logger.warning("%s: shared prefixes were tried, and failed.", _name(model), exc_info=shared)
+        logger.warning("%s: shared prefixes were tried, and failed.", name_of(model), exc_info=shared)
         return f"raises {type(shared).__name__} if prefixes are shared"
     same = all(map(_close, shared, whole, limits))
     return None if same else "computes other log-probabilities if prefixes are shared"
@@ -314,7 +276,7 @@ def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, lim
     found = _tried(function, model, {"input_ids": tokens}, positions, targets, temperature)
     expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
     if isinstance(found, Exception):
-        logger.info("%s has no %s: %s", _name(model), function.__name__, found)
+        logger.info("%s has no %s: %s", name_of(model), function.__name__, found)
         return False
     return all(_close(mine, own, limit) for mine, own in zip(found, expected, strict=True))
 
@@ -323,5 +285,5 @@ def _close(found: Tensor, expected: Tensor, limit: float) -> bool:
     return float((found - expected).abs().mean()) <= limit
 
 
-def _name(model: Any) -> str:
+def name_of(model: Any) -> str:
     return f"{type(model).__name__} ({model.config.model_type})"

@@ -2,14 +2,13 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from trinity_lightning.config.registry import PARTS, Registry
 from trinity_lightning.config.training import ADAM, OptimizerConfig
@@ -76,19 +75,6 @@ def check_optimizer(config: OptimizerConfig) -> None:
     try_out(config)
 
 
-def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> None:
-    """Refuse a checkpoint of another optimizer, or of a version that let all parameters decay; a ConfigError."""
-    optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
-    if any(len(each["param_groups"]) == 1 for each in optimizers):
-        raise ConfigError(
-            "the checkpoint is of a version in which norms, biases and embeddings decayed too, as one parameter "
-            "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
-        )
-    before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # earlier versions had that alone
-    if optimizers and before != config.name:
-        raise ConfigError(f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}: choose that.")
-
-
 def optimizer_of_policy(
     model: nn.Module,
     config: OptimizerConfig,
@@ -134,27 +120,6 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig, total_
 def peak_learning_rates(optimizer: Optimizer) -> list[Any]:
     """Of each group, once it has a schedule; None if that is none of torch's."""
     return [group.get("initial_lr") for group in optimizer.param_groups]
-
-
-def keep_learning_rates(optimizer: Optimizer, schedule: Any, configured: list[Any]) -> None:
-    """Give an optimizer that goes on from a checkpoint its configured peak learning rates, by group.
-
-    The schedule goes on from the step where it is. Unchanged rates are left alone, to the bit.
-
-    Raises:
-        ConfigError: they have changed, and the schedule is not a factor that follows from the step.
-    """
-    before = peak_learning_rates(optimizer)
-    if before == configured:
-        return
-    if not isinstance(schedule, LambdaLR):
-        raise ConfigError(
-            f"the checkpoint's peak learning rates are {before}, those of the configuration {configured}, and a "
-            f"{type(schedule).__name__} cannot change them on its way: give those of the checkpoint."
-        )
-    schedule.base_lrs = list(configured)
-    for group, peak, factor in zip(optimizer.param_groups, configured, schedule.lr_lambdas, strict=True):
-        group["initial_lr"], group["lr"] = peak, peak * factor(schedule.last_epoch)
 
 
 # -- float32 masters ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ token budget, so that their number varies; there is exactly one optimizer step a
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,8 +45,6 @@ from trinity_lightning.trainer.layout import Part, collate, trained_tokens
 from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.model import (
     LogprobFn,
-    check_compilable,
-    compile_layers_of,
     load_model,
     logprob_function,
     usable_layout,
@@ -55,8 +52,6 @@ from trinity_lightning.trainer.model import (
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
-    check_resumed,
-    keep_learning_rates,
     optimizer_of_policy,
     peak_learning_rates,
 )
@@ -285,6 +280,8 @@ class PolicyModule(L.LightningModule):
             ConfigError: `algorithm.layout` is not for this architecture, or it cannot be compiled and was to be.
         """
         if self.hparams["compile_layers"]:
+            from trinity_lightning.trainer.compiled import check_compilable
+
             check_compilable(self.policy)
         device = device or self.device
         if self._passes is not None and self._passes.device != device:
@@ -532,6 +529,8 @@ class PolicyModule(L.LightningModule):
         state = checkpoint["policy"]
         check_version(state, (*COUNTERS, BUDGET), "the policy")
         if self._optimizer_factory is None:
+            from trinity_lightning.trainer.resumed import check_resumed
+
             check_resumed(checkpoint, self.optimizer_config)
         for name in COUNTERS:
             setattr(self, name, state[name])
@@ -544,13 +543,9 @@ class PolicyModule(L.LightningModule):
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            first = " ".join(str(error).splitlines()[1].split())
-            of_critic = re.search(r'(: "| for )critic\.', first)
-            what = "algorithm.critic" if of_critic else f"model '{self.hparams['model']}'"
-            fix = "the algorithm.critic" if of_critic else "the model"
-            raise ConfigError(
-                f"the checkpoint's weights do not fit {what}: {first} Give {fix} that the checkpoint is of."
-            ) from error
+            from trinity_lightning.trainer.resumed import misfit
+
+            raise misfit(error, self.model_name) from error
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -571,6 +566,8 @@ class PolicyModule(L.LightningModule):
         self.check_trainable()
         self._passes = self._agreed(self.passes())
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
+            from trinity_lightning.trainer.compiled import compile_layers_of
+
             for model in (self.policy, *self._reference, *([] if self.critic is None else self.critic.models)):
                 compile_layers_of(model)
         self._restore_random_state()
@@ -579,10 +576,13 @@ class PolicyModule(L.LightningModule):
         """The same, for strategies that read the checkpoint only after `on_fit_start`; and learning rates, if changed.
 
         Raises:
-            ConfigError: as of `optim.keep_learning_rates`.
+            ConfigError: as of `resumed.change_learning_rates`.
         """
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        keep_learning_rates(optimizer, self.lr_schedulers(), self._peak_rates)
+        if peak_learning_rates(optimizer) != self._peak_rates:
+            from trinity_lightning.trainer.resumed import change_learning_rates
+
+            change_learning_rates(optimizer, self.lr_schedulers(), self._peak_rates)
         self._restore_random_state()
 
     def _restore_random_state(self) -> None:
