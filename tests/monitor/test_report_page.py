@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
-from trinity_lightning.monitor.record import KeptStep, read_run, without_secrets
+from trinity_lightning.monitor.record import read_run, without_secrets
 from trinity_lightning.monitor.report import line_chart, nice_ticks, report_page, short, stacked_bars, thinned
 
 EVIL = "</pre></svg><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b&gt;"
@@ -91,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
 
 def page_of(folder: Path) -> Page:
     run = read_run(folder)
-    run.kept, run.kept_steps = [KeptStep(1, 80, 16, 900, 0.25, 0.05)], 30
+    run.kept, run.kept_steps = [(1, 80, 16, 900, "0.25", "0.05")], 30
     return Page(report_page(run))
 
 

@@ -6,7 +6,7 @@ A step is a file `step_<n>.trxp`, a payload of version 2; a resumed run writes t
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
 from trinity_lightning.common.files import write_atomically
+from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.config.schema import BufferConfig
 from trinity_lightning.errors import StorageError, StorageFormatError
 
@@ -21,6 +22,7 @@ FOLDER = "experiences"
 ID_FILE = "folder.id"  # says which folder it is, wherever it is moved to: a position in one means nothing in another
 _UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
 _STEP = re.compile(r"step_(\d+)\.trxp")
+_MOST_COUNTED = 24
 _FRAMES = b"TRXB"  # how the files of many writes began that there were before
 
 
@@ -153,3 +155,28 @@ class StepReader(CursorReader):
 
 def _identity(folder: Path) -> str:
     return folder_id(folder) if (folder / ID_FILE).exists() else _UNKNOWN
+
+
+# -- in a run's report -------------------------------------------------------------------------------------------------
+
+
+def counted(files: Mapping[int, Path]) -> list[tuple[object, ...]]:
+    """Of each step its number, experiences, an expert's of them, trained tokens, mean reward, and MB of its file.
+
+    Experiences are read whole, only to be counted: of many files at most 24 are, evenly spread, first and last too.
+
+    Raises:
+        StorageError: a file is damaged.
+    """
+    steps = list(files)
+    if len(steps) > _MOST_COUNTED:
+        steps = [steps[round(index * (len(steps) - 1) / (_MOST_COUNTED - 1))] for index in range(_MOST_COUNTED)]
+    rows = []
+    for step in steps:
+        experiences = _read_step(files[step])
+        rewards = [each.reward for each in experiences if each.reward is not None]
+        reward = f"{sum(rewards) / len(rewards):.4g}" if rewards else ""
+        tokens = sum(int(trained_mask(each).sum()) for each in experiences)
+        megabytes = f"{files[step].stat().st_size / 1e6:.2f}"
+        rows.append((step, len(experiences), sum(map(is_expert, experiences)), tokens, reward, megabytes))
+    return rows

@@ -57,26 +57,6 @@ _EVALUATION = re.compile(r"eval_(.+)_step_(\d+)\.jsonl")
 _MOST_LINES = 2000
 
 
-@dataclass(frozen=True)
-class KeptStep:
-    """The experiences kept of one explore step, in numbers.
-
-    Attributes:
-        step: the explore step.
-        experiences: how many; of an expert `experts` of them.
-        trained_tokens: response tokens that were trained on.
-        reward: their mean reward; None without rewards.
-        megabytes: size of the file.
-    """
-
-    step: int
-    experiences: int
-    experts: int
-    trained_tokens: int
-    reward: float | None
-    megabytes: float
-
-
 @dataclass
 class RunRecord:
     """A run's folder.
@@ -87,7 +67,7 @@ class RunRecord:
         environment: versions and machine by name.
         rows: of metrics.csv, numbers by name.
         completions: by taskset ("" for training), the completions of the first and of the last file, by step.
-        kept: experiences kept; some of the steps if there are many.
+        kept: rows of a table of the experiences kept; of some of the steps if there are many.
         kept_steps: how many steps were kept.
     """
 
@@ -96,7 +76,7 @@ class RunRecord:
     environment: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     completions: dict[str, dict[int, list[Completion]]] = field(default_factory=dict)
-    kept: list[KeptStep] = field(default_factory=list)
+    kept: Sequence[Sequence[object]] = ()
     kept_steps: int = 0
 
     def series(self, name: str) -> list[tuple[float, float]]:

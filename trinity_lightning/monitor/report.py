@@ -60,7 +60,6 @@ def report_page(run: RunRecord) -> str:
         idle=_idle_steps(run),
         pairs=_pairs(run),
         apart=_apart(run),
-        kept=_kept(run),
         config=without_secrets(run.config) if run.config else "",
     )
 
@@ -276,20 +275,6 @@ def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
         (short(step), ", ".join(f"{reason} ({short(its[step])})" for reason, its in counts.items() if step in its))
         for step, trained in _finite(run.series("experience_pipeline/trained"))
         if trained == 0
-    ]
-
-
-def _kept(run: RunRecord) -> list[tuple[object, ...]]:
-    return [
-        (
-            kept.step,
-            kept.experiences,
-            kept.experts,
-            kept.trained_tokens,
-            "" if kept.reward is None else short(kept.reward),
-            f"{kept.megabytes:.2f}",
-        )
-        for kept in run.kept
     ]
 
 
