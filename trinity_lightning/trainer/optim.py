@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -75,25 +75,8 @@ def check_optimizer(config: OptimizerConfig) -> None:
     try_out(config)
 
 
-def optimizer_of_policy(
-    model: nn.Module,
-    config: OptimizerConfig,
-    factory: Callable[[Any], Optimizer] | None,
-    further: Sequence[dict[str, Any]] = (),
-) -> tuple[Optimizer, Any]:
-    """The optimizer, over float32 masters if the weights are of less precision, and its schedule.
-
-    `factory` makes it of parameter groups, in place of the one of that name; `further` groups follow the model's.
-    Errors as of `learning_rate_schedule`.
-    """
-    groups, factory = [*parameter_groups(model), *further], factory or optimizer_factory(config)
-    low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for group in groups for p in group["params"])
-    optimizer = MasterWeights(groups, factory) if low_precision else factory(groups)
-    return optimizer, learning_rate_schedule(optimizer, config)
-
-
-def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig, total_steps: int | None = None) -> Any:
-    """The schedule of that name, stepped once an optimizer step; `total_steps`: its horizon, if the config has none.
+def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any:
+    """The schedule of that name, stepped once an optimizer step.
 
     Raises:
         ConfigError: there is no such schedule, or it does not take these arguments, or no warm-up.
@@ -103,7 +86,7 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig, total_
     if name == "constant" and config.warmup_steps > 0:
         name = "constant_with_warmup"  # transformers would silently not warm up
     schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
-    steps = {"num_warmup_steps": config.warmup_steps, "num_training_steps": config.total_steps or total_steps}
+    steps = {"num_warmup_steps": config.warmup_steps, "num_training_steps": config.total_steps}
     signature = inspect.signature(schedule)
     taken = {key: value for key, value in steps.items() if key in signature.parameters}
     if None in taken.values():

@@ -50,7 +50,7 @@ def try_out(config: OptimizerConfig) -> None:
         optimizer = make(_groups())
     except Exception as error:  # of code that is not ours
         raise ConfigError(f"optimizer.name={config.name} cannot train a policy: {error}") from error
-    schedule = learning_rate_schedule(optimizer, config, config.total_steps or 1)
+    schedule = learning_rate_schedule(optimizer, replace(config, total_steps=config.total_steps or 1))
     if isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "step"):
         raise ConfigError(
             f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone: choose a class of "

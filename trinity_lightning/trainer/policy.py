@@ -51,8 +51,11 @@ from trinity_lightning.trainer.model import (
 )
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
+    MasterWeights,
     check_optimizer,
-    optimizer_of_policy,
+    learning_rate_schedule,
+    optimizer_factory,
+    parameter_groups,
     peak_learning_rates,
 )
 from trinity_lightning.trainer.passes import Passes
@@ -218,8 +221,11 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        further = [] if self.critic is None else self.critic.groups()
-        optimizer, schedule = optimizer_of_policy(self.policy, self.optimizer_config, self._optimizer_factory, further)
+        groups = [*parameter_groups(self.policy), *([] if self.critic is None else self.critic.groups())]
+        factory = self._optimizer_factory or optimizer_factory(self.optimizer_config)
+        rounded = any(each.dtype in (torch.bfloat16, torch.float16) for group in groups for each in group["params"])
+        optimizer = MasterWeights(groups, factory) if rounded else factory(groups)
+        schedule = learning_rate_schedule(optimizer, self.optimizer_config)
         self._peak_rates = peak_learning_rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
