@@ -1,7 +1,8 @@
 """Weights that transformers holds in another form than their checkpoints, converted back as they are sent."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,20 +10,20 @@ from torch import Tensor
 
 from trinity_lightning.sync.stream import Shape, WeightStream
 
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
 
 def converted(
     tensors: Mapping[str, Tensor],
-    groups: Sequence[Sequence[str]],
     take: Callable[[str], Tensor],
     model: Any,
     conversions: list[Any],
     device: torch.device,
 ) -> WeightStream:
-    """The tensors that `take` gives, as checkpoints have them; see `as_checkpoint`.
+    """The tensors that `take` gives, as checkpoints have them, a layer at a time; see `as_checkpoint`.
 
     Args:
         tensors: by a model's own parameter names; only their shapes and dtypes are read.
-        groups: names by layer, which are converted together, or all at once if some conversion joins layers.
         take: the tensor of a name, when its turn comes to be sent.
         model: whose names they are.
         conversions: how transformers makes its parameters from its checkpoints.
@@ -30,9 +31,10 @@ def converted(
     """
     plain = copy.copy(model)
     plain._weight_conversions = conversions
+    groups = _layers(tensors)
     shapes = _shapes(tensors, groups, plain)
     if len(groups) > 1 and shapes != (whole := _shapes(tensors, [list(tensors)], plain)):
-        groups, shapes = [list(tensors)], whole
+        groups, shapes = [list(tensors)], whole  # some conversion joins layers
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for names in groups:
@@ -53,3 +55,12 @@ def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
+
+
+def _layers(names: Iterable[str]) -> list[list[str]]:
+    """Names by the layer they are of (`model.layers.3`); of those without a number, each is by itself."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer.group() if layer else name, []).append(name)
+    return list(groups.values())

@@ -1,6 +1,5 @@
 """The policy's weights on their way to an engine: what will come, known before anything is sent."""
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,6 @@ Shape = tuple[int, ...]
 
 CPU = torch.device("cpu")
 MAX_LISTED = 8
-_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -171,13 +169,12 @@ def as_checkpoint(
         model: the Hugging Face model whose names they have; its own weights are not read.
         read: the tensor of a name, when its turn comes to be sent; None: as they are.
     """
-    groups, device = _layers(tensors), next(iter(tensors.values())).device
-    take = read or (lambda name: tensors[name].detach())
+    device, take = next(iter(tensors.values())).device, read or (lambda name: tensors[name].detach())
     if conversions := _conversions(model):  # of few models
         from trinity_lightning.sync.converted import converted
 
-        return converted(tensors, groups, take, model, conversions, device)
-    shapes = {name: tuple(tensors[name].shape) for names in groups for name in names}
+        return converted(tensors, take, model, conversions, device)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
 
 
@@ -191,12 +188,3 @@ def _conversions(model: Any) -> list[Any]:
 
     every = get_model_conversion_mapping(model, add_legacy=False)
     return [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
-
-
-def _layers(names: Iterable[str]) -> list[list[str]]:
-    """Names by the layer they are of (`model.layers.3`); of those without a number, each is by itself."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        layer = _LAYER.match(name)
-        groups.setdefault(layer.group() if layer else name, []).append(name)
-    return list(groups.values())
