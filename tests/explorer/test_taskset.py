@@ -214,10 +214,18 @@ def test_formatter(formatter, entry, expected):
 @pytest.mark.parametrize(
     ("formatter", "entry", "message"),
     [
-        (Formatter(prompt_field="qestion"), {"question": "a"}, "Did you mean 'question'.* Mend prompt_field"),
+        (Formatter(prompt_field="qestion"), {"question": "a"}, "Did you mean 'question'.* Correct prompt_field"),
         (Formatter(prompt_field="qestion"), {"question": "a", "prompt": "b"}, "Did you mean 'question'"),
-        (Formatter(answer_field="answr"), {"prompt": "a", "answer": "b"}, "Did you mean 'answer'.* Mend answer_field"),
-        (Formatter(messages_field="chats"), {"prompt": "a", "chat": CHAT}, "Did you mean 'chat'.* Mend messages_field"),
+        (
+            Formatter(answer_field="answr"),
+            {"prompt": "a", "answer": "b"},
+            "Did you mean 'answer'.* Correct answer_field",
+        ),
+        (
+            Formatter(messages_field="chats"),
+            {"prompt": "a", "chat": CHAT},
+            "Did you mean 'chat'.* Correct messages_field",
+        ),
         (Formatter(), {"promt": "a"}, "Did you mean 'promt'.* Set prompt_field or messages_field"),
         (Formatter(), {"prompt": 3}, "field 'prompt' holds int"),
         (Formatter(), {"messages": ["hello"]}, "field 'messages' holds list"),

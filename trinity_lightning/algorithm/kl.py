@@ -1,4 +1,4 @@
-"""The terms beside the policy loss: estimates of KL(pi_theta || pi_ref) per token, by name, and the entropy bonus.
+"""What is added to the policy loss: estimates of KL(pi_theta || pi_ref) per token, by name, and the entropy bonus.
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.

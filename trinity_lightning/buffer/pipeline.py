@@ -67,7 +67,7 @@ class ExperiencePipeline:
             await self.chain.prepare()
 
     async def close(self) -> None:
-        """Close the operators, which is up to whoever made the pipeline; see `OperatorChain.close`."""
+        """Close the operators; see `OperatorChain.close`."""
         if self.chain is not None:
             await self.chain.close()
 

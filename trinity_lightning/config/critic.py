@@ -20,7 +20,7 @@ class CriticConfig(Section, key="algorithm.critic"):
         model: a value model of its own, which has the policy's vocabulary (a folder or a hub name); null: a head on the
             policy's last hidden states, which the policy's weights are trained for, too.
         lr: peak learning rate of the critic's own weights; the schedule is the policy's.
-        coef: weight of the value loss beside the policy loss.
+        coef: weight of the value loss, which is added to the policy loss.
         gamma, lam: discount of a trained token, and GAE's lambda; both 1: the reward to go less the value.
         clip_range: no value gains by being further than this from the one before the step; null: not clipped.
         warmup_steps: first optimizer steps of a run that train the critic alone, of a value head the head alone.
@@ -55,7 +55,7 @@ class CriticConfig(Section, key="algorithm.critic"):
             )
 
     def check_alone(self, lora: LoRAConfig) -> None:
-        """Refuse adapters beside a critic; a ConfigError."""
+        """Refuse adapters together with a critic; a ConfigError."""
         if lora.r is not None:
             raise ConfigError(
                 "algorithm.critic is not for adapters: leave out model.lora, or set algorithm.critic=null."

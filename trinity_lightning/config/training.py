@@ -269,7 +269,7 @@ OVERLONG = ("refuse", "drop", "truncate")
 
 @dataclass
 class HeldOutConfig(Section, key="buffer.dataset.held_out"):
-    """Examples that are not trained on: the loss on them is `eval/loss`, of preference pairs beside `eval/accuracy`.
+    """Examples that are not trained on: the loss on them is `eval/loss`, and of pairs there is `eval/accuracy`.
 
     Attributes:
         path: a second file, folder or hub name with such examples,
@@ -294,7 +294,7 @@ class DatasetConfig(Section, key="buffer.dataset"):
     """Examples to train on without rollouts (`buffer=dataset`).
 
     The formats are TRL's, plain text or conversations: prompt, chosen and rejected for `algorithm=dpo` (without a
-    prompt, or with a text beside messages that contain it, it is what the other two begin with); for `algorithm=sft`
+    prompt, or with a text next to messages that contain it, it is what the other two begin with); for `algorithm=sft`
     prompt and completion, messages, of which the assistant's turns are trained on, or text. A column `tools` is shown
     to the model; one `chat_template_kwargs` has further variables of the chat template, such as enable_thinking.
 

@@ -78,7 +78,7 @@ class StopCheckpoint(L.Callback):
         """What the run is to end with, if it was asked to end, or if another of its processes has failed or died."""
         if self.ctrl_c.count:
             return KeyboardInterrupt()
-        if trainer.received_sigterm:  # first: this rank has told the others
+        if trainer.received_sigterm:  # first: the other ranks know of it
             return SIGTERMException()
         return ranks_of(trainer).failure()
 

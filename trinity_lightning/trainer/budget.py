@@ -32,11 +32,11 @@ def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_mod
 
 
 def tokens_that_fit(shape: ModelShape, width: int, free: int, value_model: ModelShape | None = None) -> int:
-    """The largest budget of a CPU whose activations fit beside gradients and moments; else the smallest.
+    """The largest budget of a CPU whose activations fit, together with gradients and moments; else the smallest.
 
     Weights, of `width` bytes each, and masters are loaded; `free` bytes are left.
     """
     trained = shape.parameters + (0 if value_model is None else value_model.parameters)
-    room = SHARE * (free - 3 * FLOAT * trained)  # beside float32 gradients, and two moments
+    room = SHARE * (free - 3 * FLOAT * trained)  # what float32 gradients and two moments leave
     training = Training(width, longest_row=0, on_cpu=True, value_model=value_model)
     return next((each for each in CPU_TOKENS if activations(shape, training, each) <= room), CPU_TOKENS[-1])

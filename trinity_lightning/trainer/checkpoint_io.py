@@ -12,7 +12,7 @@ from trinity_lightning.common.files import put_in_place, remove
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes to a temporary file beside the target, then renames it.
+    """Writes to a temporary file next to the target, then renames it.
 
     Lightning's own way builds the whole checkpoint in memory first, twice: gigabytes that a small machine lacks.
     """

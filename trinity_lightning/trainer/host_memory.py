@@ -12,7 +12,7 @@ from trinity_lightning.trainer.optim import MasterWeights
 class HostMemory:
     """Moves what an optimizer keeps of each parameter to the host and back, bit for bit.
 
-    The tensors stay the objects that they are, so that nobody who holds one notices; no step may be taken meanwhile.
+    The tensors stay the same objects, for references to them to stay valid; no step may be taken meanwhile.
     A checkpoint that is written meanwhile is the same. A plain optimizer has moments alone, and no masters.
     """
 

@@ -39,7 +39,7 @@ class Objective:
         pairs: whether the loss is of preference pairs.
 
     Raises:
-        ConfigError: the ratio is to be against the engine, and the loss has none; or a KL term beside preference pairs.
+        ConfigError: the ratio is to be against the engine, and the loss has none; or a KL term with a loss of pairs.
         ValueError, TypeError: an unknown policy loss, or an argument that the loss does not have.
     """
 

@@ -152,7 +152,7 @@ class MasterWeights(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The masters beside the inner optimizer's state: tensors and plain containers only."""
+        """The masters and the inner optimizer's state: tensors and plain containers only."""
         return {
             "state": {"inner": self.inner.state_dict(), "masters": [master.data for master in self.masters]},
             "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],

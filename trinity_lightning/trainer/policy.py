@@ -97,7 +97,8 @@ class PolicyModule(L.LightningModule):
 
     Attributes:
         skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
-        bad_steps, bad_steps_in_a_row: those whose gradient was not finite, so far and lastly; nor did they.
+        bad_steps, bad_steps_in_a_row: those whose gradient was not finite, in all and since the last good one; nor
+            did they take a step.
 
     Raises:
         ConfigError: a number of the algorithm or the optimizer is out of its range; or dtype=auto, which every resume
@@ -515,7 +516,7 @@ class PolicyModule(L.LightningModule):
         self.tokenizer.save_pretrained(folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Counters and random states beside the weights."""
+        """Add counters and random states."""
         kept = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)}
         checkpoint["policy"] = kept | {"rng": random_state()}
         if self.adapter is not None:

@@ -41,7 +41,7 @@ def has_ratio(loss_fn: PolicyLossFn) -> bool:
 
 
 def is_supervised(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss is of any token, whoever wrote it.
+    """Whether the loss is of any token, no matter which policy wrote it.
 
     It trains without advantages, and depends neither on them nor on log-probabilities of the policy that sampled, nor
     of the reference: nothing but the policy's own tokens has those.

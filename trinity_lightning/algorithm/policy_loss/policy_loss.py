@@ -194,7 +194,7 @@ def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
     valid = loss_arguments(fn)
     for arg, value in args.items():
         if arg not in valid:
-            own = valid.keys() - {"loss_agg_mode"}  # of the configuration it is a key beside these arguments
+            own = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
             raise TypeError(unknown_name(f"argument of policy loss '{name}'", arg, own))
         _check_type(f"argument '{arg}' of policy loss '{name}'", value, valid[arg].annotation)
     return functools.partial(fn, **args)

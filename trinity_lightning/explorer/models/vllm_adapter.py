@@ -1,4 +1,4 @@
-"""vLLM that computes with low-rank adapters itself, beside weights that stay as it has loaded them."""
+"""vLLM that computes with low-rank adapters itself, next to the weights that it has loaded."""
 
 import json
 from collections.abc import Mapping

@@ -134,7 +134,7 @@ class Formatter:
         for default in (PROMPT, ANSWER, MESSAGES):
             field = getattr(self, f"{default}_field")
             if field != default and field not in entry:
-                raise ConfigError(unknown_name("field", field, entry) + f" Mend {default}_field.")
+                raise ConfigError(unknown_name("field", field, entry) + f" Correct {default}_field.")
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""
