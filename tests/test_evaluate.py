@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from support.runs import RunTrain
 
+from trinity_lightning.evaluation import evaluation_rows
+
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
 QUICK += ("sampling.max_tokens=8", "eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
 
@@ -86,3 +88,13 @@ def test_a_file_that_is_no_checkpoint(run_evaluate: RunTrain, tmp_path: Path) ->
     assert done.returncode == 2
     assert "'broken.ckpt' is no checkpoint of a training run" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_an_evaluation_has_a_row_for_the_reward_and_one_for_each_other_metric() -> None:
+    reward = {"eval/org/set/mean@2": 0.25, "eval/org/set/best@2": 1.0}
+    other = {"eval/org/set/reward/math/mean@2": 1 / 3, "eval/org/set/seconds": 3.0}
+    assert evaluation_rows(reward | other) == [
+        ("org/set", "mean@2 0.25  best@2 1"),
+        ("org/set/reward/math", "mean@2 0.3333"),
+        ("org/set/seconds", "3"),
+    ]

@@ -1,5 +1,6 @@
 """From a validated configuration to an evaluation, which needs no trainer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.monitor.csv_logger import log_row
-from trinity_lightning.monitor.presentation import evaluation_rows, summary_table
+from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.sync.saved import checkpoint_weights
 from trinity_lightning.sync.stream import WeightStream, as_checkpoint, skeleton
@@ -95,3 +96,22 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
     explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
     return Evaluation(typed.model.name, explorer, engines, checkpoints, folder, monitor, loggers)
+
+
+def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Rows of a table of an evaluation: the statistics of the reward, and of each other metric, in one row.
+
+    Example:
+        held            mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1
+        held/accuracy   mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1
+        held/seconds    3
+    """
+    rows: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        whole = name.removeprefix("eval/")
+        measured, _, statistic = whole.rpartition("/")
+        if "@" in statistic:
+            rows.setdefault(measured, []).append(f"{statistic} {value:.4g}")
+        else:
+            rows[whole] = [f"{value:.4g}"]
+    return [(name, "  ".join(values)) for name, values in rows.items()]

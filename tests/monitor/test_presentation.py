@@ -4,7 +4,6 @@ from rich.console import Console
 from trinity_lightning.monitor import presentation
 from trinity_lightning.monitor.presentation import (
     METRICS,
-    evaluation_rows,
     find_metric,
     format_seconds,
     format_step_line,
@@ -100,16 +99,6 @@ def test_what_was_not_measured_is_left_out() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
-
-
-def test_an_evaluation_has_a_row_for_the_reward_and_one_for_each_other_metric() -> None:
-    reward = {"eval/org/set/mean@2": 0.25, "eval/org/set/best@2": 1.0}
-    other = {"eval/org/set/reward/math/mean@2": 1 / 3, "eval/org/set/seconds": 3.0}
-    assert evaluation_rows(reward | other) == [
-        ("org/set", "mean@2 0.25  best@2 1"),
-        ("org/set/reward/math", "mean@2 0.3333"),
-        ("org/set/seconds", "3"),
-    ]
 
 
 def test_the_table_is_plain_text_outside_a_terminal() -> None:

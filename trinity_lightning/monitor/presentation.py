@@ -137,25 +137,6 @@ def format_seconds(seconds: float) -> str:
     return f"{whole}s"
 
 
-def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Rows of a table of an evaluation: the statistics of the reward, and of each other metric, in one row.
-
-    Example:
-        held            mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1
-        held/accuracy   mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1
-        held/seconds    3
-    """
-    rows: dict[str, list[str]] = {}
-    for name, value in metrics.items():
-        whole = name.removeprefix("eval/")
-        measured, _, statistic = whole.rpartition("/")
-        if "@" in statistic:
-            rows.setdefault(measured, []).append(f"{statistic} {value:.4g}")
-        else:
-            rows[whole] = [f"{value:.4g}"]
-    return [(name, "  ".join(values)) for name, values in rows.items()]
-
-
 def summary_table(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values in two columns, with colour if standard output is a terminal, plain text elsewhere."""
     console = Console()
