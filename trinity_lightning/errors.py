@@ -54,6 +54,9 @@ class RankTerminatedError(RankError):
 class PromptTooLongError(TrinityError, ValueError):
     """The prompt leaves no room for a response in the engine's context."""
 
+    def __str__(self) -> str:
+        return f"prompt_truncated: {super().__str__()}"
+
 
 # -- What can go wrong with a buffer outside this process; the message names the place and the fix ---------------------
 

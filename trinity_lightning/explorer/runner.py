@@ -16,7 +16,7 @@ from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.errors import PromptTooLongError, RewardError, RolloutError
+from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
@@ -265,7 +265,7 @@ def mean_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 def describe(errors: Mapping[int, BaseException]) -> list[str]:
     """Type and text of each run's error, by run."""
-    return [f"{type(error).__name__}: {_text(error)}" for _, error in sorted(errors.items(), key=lambda item: item[0])]
+    return [f"{type(errors[run]).__name__}: {errors[run]}" for run in sorted(errors)]
 
 
 def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
@@ -280,13 +280,6 @@ def fails_by_reward(status: Status) -> bool:
     """Whether every run of a task failed, and each in a reward function."""
     text = f"{RewardError.__name__}: "
     return 0 < len(status.errors) == status.num_runs and all(error.startswith(text) for error in status.errors)
-
-
-def _text(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, PromptTooLongError) and "prompt_truncated" not in text:
-        return f"prompt_truncated: {text}"
-    return text
 
 
 def _kind(result: object) -> str:

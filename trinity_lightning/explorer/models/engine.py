@@ -189,7 +189,7 @@ class Engine(ABC):
     def _check_length(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self._max_model_len:
             raise PromptTooLongError(
-                f"prompt_truncated: the prompt has {len(token_ids)} tokens, and the model's context of "
+                f"the prompt has {len(token_ids)} tokens, and the model's context of "
                 f"{self._max_model_len} leaves no room for a response. Raise engine.max_model_len, or drop such tasks."
             )
 
