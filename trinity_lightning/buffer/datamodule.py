@@ -118,7 +118,6 @@ class ExperienceDataModule(UnmovedDataModule):
             OperatorError: an operator failed; the buffer holds what it held before.
             StorageError: the expert data cannot be read, or have ended.
         """
-        await self.prepare()
         self.storage.begin()
         metrics = await self.pipeline.process(experiences, step, more, all_rows=all_rows)
         if self._experts is not None:
