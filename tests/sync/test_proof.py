@@ -224,7 +224,7 @@ def test_a_drill_begins_with_the_scale_that_was_enough_before(model: Any, probe:
     again = synchronizer(model, CopyEngine(), probe)
     again.drill_scale = scale
     asked: list[int] = []
-    again._trainer_logprobs = lambda: asked.append(0) or logprobs(model, probe)
+    again.trainer_logprobs = lambda: asked.append(0) or logprobs(model, probe)
     again.sync()
     assert again.drill_scale == scale
     assert len(asked) == 3  # before and after the noise, and the probe
@@ -232,7 +232,7 @@ def test_a_drill_begins_with_the_scale_that_was_enough_before(model: Any, probe:
 
 def test_a_model_that_does_not_depend_on_its_weights_is_no_drill(model: Any, probe: list[int]) -> None:
     sync = synchronizer(model, CopyEngine(), probe)
-    sync._trainer_logprobs = lambda: [-1.0] * 10
+    sync.trainer_logprobs = lambda: [-1.0] * 10
     with pytest.raises(WeightSyncError, match="drill=false"):
         sync.sync()
 
@@ -256,7 +256,7 @@ def test_a_tensor_negated_in_flight_stops_at_the_next_probe(model: Any, probe: l
 def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> None:
     engines = [CopyEngine(), CopyEngine(ignoring())]
     sync = synchronizer(model, engines[0], probe, drill=False)
-    sync._engine_logprobs = lambda: [logprobs(engine.model, probe) for engine in engines]
+    sync.engine_logprobs = lambda: [logprobs(engine.model, probe) for engine in engines]
     train_a_little(model)
     with pytest.raises(WeightSyncError, match=WRONG):
         sync.sync()
@@ -334,6 +334,6 @@ def test_the_drill_catches_vllms_stale_tied_head(
     monkeypatch.setattr(engine, "check_shapes", lambda *_: None)
     monkeypatch.setattr(vllm[0], "_packed", None)
     sync = vllm_synchronizer(vllm, probe)
-    sync._send = lambda: vllm[1].run(vllm[0].sync_weights(without_head(vllm[2]), 1))
+    sync.send = lambda: vllm[1].run(vllm[0].sync_weights(without_head(vllm[2]), 1))
     with pytest.raises(WeightSyncError, match=f"drill.*{WRONG}"):
         sync.sync()
