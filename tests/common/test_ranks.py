@@ -21,6 +21,7 @@ from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, RankTerminatedError
 from trinity_lightning.trainer.ddp import join
+from trinity_lightning.trainer.fsdp import _Gather, _Scatter
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -306,6 +307,45 @@ def test_within_a_limit_a_rank_that_hangs_is_named_and_nobody_is_waited_for_any_
     said, error = together(work, size=2)
     assert "did not answer in time, at a call for a weight (rank 1 hangs)" in said
     assert isinstance(error, RankError)
+
+
+COLLECTIVES: dict[str, Callable[[Ranks], Any]] = {
+    "allgather": lambda ranks: ranks.exchange(None),
+    "broadcast": lambda ranks: ranks.broadcast(b"it"),
+    "allreduce": lambda ranks: ranks.add_up([torch.ones(2)]),
+    "_allgather_base": lambda ranks: _Gather(ranks)(torch.empty(4), torch.ones(2), ranks.group),
+    "_reduce_scatter_base": lambda ranks: _Scatter(ranks)(torch.empty(1), torch.ones(2), ranks.group, None),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_within_a_limit_a_rank_that_stops_before_any_collective_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came to the round before."""
+    monkeypatch.setattr(ranks_module, "LEAST_SECONDS", 0.0)
+    over = threading.Event()
+
+    class Stops:
+        def __init__(self, group: Any) -> None:
+            self._group = group
+
+        def __getattr__(self, called: str) -> Any:
+            if called == name:
+                assert over.wait(20)
+            return getattr(self._group, called)
+
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            ranks.group = Stops(ranks.group)
+        try:
+            with ranks.within(0.3), pytest.raises(RankError) as late:
+                COLLECTIVES[name](ranks)
+            return str(late.value)
+        finally:
+            over.set()
+
+    assert "(rank 1 hangs)" in together(work, size=2)[0]
 
 
 def test_others_are_not_to_blame_for_a_rank_that_comes_after_its_limit() -> None:

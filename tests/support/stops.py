@@ -15,6 +15,7 @@ from trinity_lightning.trainer import fsdp
 PLACES: dict[str, tuple[Any, str]] = {
     "finish": (shard_files._Writer, "finish"),  # a checkpoint's shards, and what is where in them
     "share": (fsdp.Shards, "_share"),  # of a weight that is gathered
+    "reshard": (fsdp.Shards, "reshard"),  # what `perturb` begins with, when a rank serves it
 }
 
 

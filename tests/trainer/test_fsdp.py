@@ -52,7 +52,7 @@ def test_a_thread_that_still_sends_weights_when_the_run_has_failed_is_refused() 
 
 def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
     """As the other ranks gather theirs: `meta` is the device of a policy here."""
-    ranks: Any = SimpleNamespace(size=2, wait=lambda begin, at: None, exchange=lambda value, at: [value] * 2)
+    ranks: Any = SimpleNamespace(size=2, group=Mock(), send=Mock())
     shards, (policy, moment) = object.__new__(Shards), (torch.ones(2, 3, device=place) for place in ("meta", "cpu"))
     shards.ranks = ranks
     shards._parameters = {"weight": SimpleNamespace(to_local=lambda: policy)}

@@ -58,7 +58,7 @@ class Ranks(Alone):
         group, store: what connects the ranks.
         lost: says which processes of this machine have died, if any have.
         terminated: says whether this process was sent SIGTERM.
-        hangs: whether another rank did not answer in a round that waited until the limit of `within`.
+        hangs: whether another rank did not answer in time.
     """
 
     rank: int
@@ -129,7 +129,7 @@ class Ranks(Alone):
         """What rank `source` hands in, however large and however late."""
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
-        self.wait(lambda: self._finished(self.group.broadcast(buffer, source, self.timeout)), "a broadcast")
+        self.wait(lambda limit: self._finished(self.group.broadcast(buffer, source, limit)), "a broadcast")
         return value if self.rank == source else _unpickled(buffer)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -148,7 +148,7 @@ class Ranks(Alone):
             total = space[: _bytes(bucket)].view(bucket[0].dtype) if whole is None else whole
             if whole is None:
                 torch.cat([each.flatten() for each in bucket], out=total)
-            self.wait(lambda total=total: self.group.allreduce(total, timeout=self.timeout), "a sum")
+            self.wait(lambda limit, total=total: self.group.allreduce(total, timeout=limit), "a sum")
             if whole is None:
                 for tensor, part in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
@@ -242,8 +242,7 @@ class Ranks(Alone):
 
     def _gathered(self, tensor: Tensor, timeout: timedelta, place: str) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        limit = min(timeout, self.left())
-        self.wait(lambda: self._finished(self.group.allgather(gathered, tensor, limit)), place)
+        self.wait(lambda limit: self._finished(self.group.allgather(gathered, tensor, limit)), place, timeout)
         return gathered
 
     def _finished(self, work: Any) -> Any:
@@ -270,16 +269,27 @@ class Ranks(Alone):
         """Whether a beat was sent in the round that this rank is in, or one that is so many ahead."""
         return beat.startswith(b"%d " % (self._rounds + ahead))
 
-    def wait(self, begin: Callable[[], Any], at: str) -> None:
-        """Begin something on `group`, and wait for its end; `at`: what an error calls it."""
+    def send(self, collective: Callable[..., Any], received: Tensor, own: Tensor, options: Any, at: str) -> None:
+        """Have a collective of the group fill `received`, after a round: a rank that failed is not waited for."""
+
+        def begin(limit: timedelta) -> Any:
+            options.timeout = limit
+            return collective(received, own, options)
+
+        self.exchange(None, at=at)
+        self.wait(begin, at)
+
+    def wait(self, begin: Callable[[timedelta], Any], at: str, timeout: timedelta | None = None) -> None:
+        """Begin something on `group`, in so much time, and wait for its end; `at`: what an error calls it."""
         if self._broken is not None:
             raise self._broken()
-        began, limit = time.monotonic(), self.left().total_seconds()
+        began, limit = time.monotonic(), min(timeout or self.timeout, self._left())
         try:
-            begin().wait()
+            begin(limit).wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
-            self.hangs = time.monotonic() - began > limit - 0.01  # gloo cuts its limits to whole milliseconds
+            waited = time.monotonic() - began
+            self.hangs = waited > limit.total_seconds() - 0.01  # gloo cuts its limits to whole milliseconds
             why = f"{self._late()} hangs" if self.hangs else error
             unknown = f"another process of the run ended, or did not answer in time, at {at} ({why})"
             cause = self.failure() if self.hangs else self._cause()
@@ -299,8 +309,8 @@ class Ranks(Alone):
         finally:
             self._deadline = before
 
-    def left(self) -> timedelta:
-        """How long a round that begins now may wait, by the limit of `within`."""
+    def _left(self) -> timedelta:
+        """How long what begins now may wait, by the limit of `within`."""
         return timedelta(seconds=max(LEAST_SECONDS, min(self._deadline - time.monotonic(), PATIENCE.total_seconds())))
 
     def _cause(self) -> RankError | None:

@@ -151,11 +151,11 @@ class SyncPolicy:
         if self._synced_at == global_step:
             return {}
         self._sending = self.versions.at(global_step)
-        synchronizer = self._synchronizer
         try:
-            metrics = synchronizer.sync()
+            with self._ranks.within(self.config.sync_timeout):  # its drill and its probe, too
+                metrics = self._synchronizer.sync()
         finally:
-            self.versions.drill_scale = synchronizer.drill_scale
+            self.versions.drill_scale = self._synchronizer.drill_scale
         self._synced_at = global_step
         return metrics
 
@@ -166,7 +166,7 @@ class SyncPolicy:
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
-            trainer_logprobs=partial(self._logprobs_in_time, token_ids),
+            trainer_logprobs=partial(policy.sequence_logprobs, token_ids),
             engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(
                 model.dtype,
@@ -189,11 +189,6 @@ class SyncPolicy:
                 f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
                 "Restart the servers of engine.urls: they may hold half of the weights."
             ) from error
-
-    def _logprobs_in_time(self, token_ids: Sequence[int]) -> list[float]:
-        """Another part of it, which the trainer computes."""
-        with self._ranks.within(self.config.sync_timeout):
-            return self.policy.sequence_logprobs(token_ids)
 
     @property
     def _ranks(self) -> Alone:

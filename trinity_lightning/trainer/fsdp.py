@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # pyright: ignore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -171,8 +171,7 @@ class _Gather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Fill the output with the inputs of all ranks."""
-        self._ranks.exchange(None, at="a layer's weights")
-        self._ranks.wait(lambda: group._allgather_base(output_tensor, input_tensor), "a layer's weights")
+        self._ranks.send(group._allgather_base, output_tensor, input_tensor, AllgatherOptions(), "a layer's weights")
 
 
 class _Scatter(_Gather):
@@ -182,8 +181,8 @@ class _Scatter(_Gather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Fill the output with this rank's share of the sum of the inputs."""
-        self._ranks.exchange(None, at="a layer's gradient")
-        self._ranks.wait(lambda: group._reduce_scatter_base(output_tensor, input_tensor), "a layer's gradient")
+        scatter, sums = group._reduce_scatter_base, ReduceScatterOptions()
+        self._ranks.send(scatter, output_tensor, input_tensor, sums, "a layer's gradient")
 
 
 class Shards(Replicas):
@@ -386,11 +385,7 @@ class Shards(Replicas):
         own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
         own[: len(local)] = local
         whole = own.new_empty(len(own) * self.ranks.size, *shape)
-        self.ranks.exchange(None, at=at)
-        options = AllgatherOptions()
-        if own.device.type == "cpu":  # NCCL would end the process
-            options.timeout = min(self.ranks.timeout, self.ranks.left())
-        self.ranks.wait(lambda: self.ranks.group._allgather_base(whole, own, options), at)
+        self.ranks.send(self.ranks.group._allgather_base, whole, own, AllgatherOptions(), at)
         return whole[:rows]
 
     def _most_rows(self, rows: int) -> int:
