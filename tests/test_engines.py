@@ -27,6 +27,10 @@ from trinity_lightning.explorer.models.vllm_server import server_cores
         ({"max_model_len": 513, "args": {"hf_overrides": {"max_position_embeddings": 600}}}, None),
         ({"max_model_len": 513, "name": "transformers"}, None),
         ({"max_model_len": 513, "name": "vllm_server", "urls": ["http://node7:8000"]}, None),
+        (
+            {"max_model_len": 512, "name": "vllm_server", "gpus": [1, 2, 3]},
+            "engine.gpus gives a server 3 GPUs, and the 2 heads of tiny cannot be split over 3",
+        ),
         ({"max_model_len": 512, "kv_cache_gb": 1.0}, None),
         (
             {"max_model_len": 512, "kv_cache_gb": 5.0},

@@ -78,7 +78,7 @@ QWEN_30B_A3B: dict[str, Any] = {
 PUBLISHED = [(QWEN_7B, 7.62e9, 6.53e9), (LLAMA_70B, 70.6e9, 68.5e9), (QWEN_30B_A3B, 30.5e9, 29.9e9)]
 
 
-CPU = ("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.87", "plan.bandwidth_gb=29")
+CPU = ("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.93", "plan.bandwidth_gb=29")
 
 
 @pytest.fixture
@@ -104,17 +104,22 @@ def test_the_default_recipe_takes_what_was_measured_here() -> None:
     measured = {POLICY: 0.27, MASTERS: 0.54, MOMENTS: 1.08, GRADIENTS: 0.54, ACTIVATIONS: 0.34, RESERVE: 0.5 + 0.3}
     assert {name: parts[name] / 1e9 for name in measured} == pytest.approx(measured, rel=0.15)
     assert (parts[ENGINE_WEIGHTS] + parts[GRAPHS]) / 1e9 == pytest.approx(0.7, rel=0.15)
-    assert (found.shares[0].memory.device - found.shares[0].memory.left) / 1e9 == pytest.approx(4.55, rel=0.15)
+    peak = (found.shares[0].memory.device - found.shares[0].memory.left) / 1e9
+    assert peak == pytest.approx(4.3, rel=0.05)
+    assert peak == pytest.approx(4.55, rel=0.15)
 
 
 def test_the_seconds_of_a_step_are_of_the_size_that_was_measured_here() -> None:
-    """A step of the default recipe with its prompts of 45 and responses of about 20 tokens: 2.7 + 3.9 + 0.14 s."""
+    """A step of the default recipe with its prompts of 45 and responses of about 20 tokens: 2.2 + 2.8 + 0.12 s.
+
+    Of its groups those that teach nothing are not trained; the plan counts all.
+    """
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
     found = planned(*CPU, *lengths)
     assert found.tokens["computed by training"] == 8 * (45 + 8 * 20)
-    assert found.seconds["training"] == pytest.approx(3.9, rel=0.3)
-    assert found.seconds["rollout"] == pytest.approx(2.7, rel=0.5)
-    assert found.seconds["weight sync"] == pytest.approx(0.14, rel=0.3)
+    assert found.seconds["training"] == pytest.approx(2.8, rel=0.3)
+    assert found.seconds["rollout"] == pytest.approx(2.2, rel=0.3)
+    assert found.seconds["weight sync"] == pytest.approx(0.12, rel=0.3)
 
 
 @pytest.mark.parametrize(("config", "parameters", "in_layers"), PUBLISHED)
@@ -320,7 +325,7 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
         assert word in text
     assert "trainer: 78.6 GiB free: side by side, leaves " in text
     assert "every prompt has 45 tokens (plan.prompt_tokens)" in text
-    assert "training reaches 0.35 of the speed of products (plan.training_share)" in text
+    assert "training reaches 0.4 of the speed of products (plan.training_share)" in text
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def check_experts(config: TrainConfig) -> None:
 
 
 def check_room(config: TrainConfig) -> None:
-    """Refuse a context beyond a model's own, and caches beyond a CPU's memory, which vLLM does after it has loaded.
+    """Refuse what vLLM would once it has loaded: a context beyond a model's own, a split of heads, too large caches.
 
     Raises:
         ConfigError: names the key and what there is.
@@ -63,7 +63,7 @@ def check_room(config: TrainConfig) -> None:
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
         started.append(("engine", config.model.name, config.engine))
     for key, model, engine in started:
-        _check_context(key, model, engine)
+        _check_model(key, model, engine)
     caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine in started if engine.kv_cache_gb}
     if not torch.cuda.is_available() and sum(caches.values()) * GIB > (free := free_memory()):
         raise ConfigError(
@@ -72,13 +72,17 @@ def check_room(config: TrainConfig) -> None:
         )
 
 
-def _check_context(key: str, name: str, engine: EngineConfig) -> None:
+def _check_model(key: str, name: str, engine: EngineConfig) -> None:
     from transformers import AutoConfig
 
     try:
         model = AutoConfig.from_pretrained(str(resolve_model(name)), trust_remote_code=False).get_text_config()
     except (OSError, ValueError):  # vLLM may know a model that transformers does not, or says what is wrong
         return
+    if engine.gpus:
+        from trinity_lightning.config.servers import gpus_of_a_server
+
+        gpus_of_a_server(key, engine, engine.servers, name, getattr(model, "num_attention_heads", 0))
     longest = getattr(model, "max_position_embeddings", None)
     # Scaled positions have rules of their own, and vLLM can be made to go beyond: both are left to it.
     scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})

@@ -20,7 +20,7 @@ from trinity_lightning.common.memory_plan import (
     plan,
 )
 from trinity_lightning.common.model_memory import ModelShape, Training
-from trinity_lightning.config.engines import PARALLEL, SENT, TRAINER_GPU, capabilities_of, check_one_device
+from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of, check_one_device
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -252,14 +252,8 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
     if gpus and not hardware.on_cpu:
         training = gpus_that_train(run.trainer or {}, hardware.machine.count)
         check_gpus_apart("engine", gpus, training, training + len(gpus))
-    each = gpus_of_a_server("engine", engine, engine.servers)
-    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args} or {"tensor_parallel_size": each}
-    split, copies = sizes.get("tensor_parallel_size", 1), sizes.get("data_parallel_size", 1)
-    if shape.heads % split:
-        raise ConfigError(
-            f"engine.gpus gives a server {each} GPUs, and the {shape.heads} heads of {run.model.name} cannot be split "
-            f"over {split}: give a number that divides them, or more servers (engine.servers)."
-        )
+    each = gpus_of_a_server("engine", engine, engine.servers, run.model.name, shape.heads)
+    copies = engine.args.get("data_parallel_size", 1)
     if not gpus or TRAINER_GPU in gpus:
         return Engines(engine.servers, on_one=engine.servers)
     return Engines(engine.servers * copies, gpus=each // copies, server_gpus=each)

@@ -19,7 +19,7 @@ class PlanConfig(Section, key="plan"):
         tflops: 10^12 operations a second of a device's best matrix product; null: of a GPU by its data sheet, of this
             machine's CPU measured.
         bandwidth_gb: 10^9 bytes a second that a device's memory is read with; null: likewise.
-        training_share: of the speed of products, what training is assumed to reach (`perf/mfu`).
+        training_share: of the speed of products, what training is assumed to reach (`perf/mfu`; 0.41 to 0.52 on a CPU).
         rollout_share: of the speed of products and of memory, whichever takes longer, what the engine is assumed to
             reach while it generates.
         sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within a CPU's process, 10
@@ -37,7 +37,7 @@ class PlanConfig(Section, key="plan"):
     host_gb: float | None = checked(None, number, above=0, optional=True)
     tflops: float | None = checked(None, number, above=0, optional=True)
     bandwidth_gb: float | None = checked(None, number, above=0, optional=True)
-    training_share: float = checked(0.35, number, above=0, most=1)
+    training_share: float = checked(0.4, number, above=0, most=1)
     rollout_share: float = checked(0.25, number, above=0, most=1)
     sync_gb: float | None = checked(None, number, above=0, optional=True)
     prompt_tokens: int | None = checked(None, whole_number, least=1, optional=True)

@@ -196,8 +196,8 @@ def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:
     gpus_of_a_server(key, engine, servers)
 
 
-def gpus_of_a_server(key: str, engine: EngineConfig, servers: int) -> int:
-    """How many GPUs each server has of `engine.gpus`, 1 without; a ConfigError if they cannot be shared out evenly."""
+def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = "", heads: int = 0) -> int:
+    """GPUs that each server has of `engine.gpus`, 1 without; a ConfigError if they, or heads, cannot be shared out."""
     gpus = list(engine.gpus or ())
     if not gpus:
         return 1
@@ -213,7 +213,13 @@ def gpus_of_a_server(key: str, engine: EngineConfig, servers: int) -> int:
             f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
             f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
         )
-    return len(gpus) // servers
+    each = len(gpus) // servers
+    if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else each)):
+        raise ConfigError(
+            f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}: "
+            "give a number that divides them, or more servers (engine.servers)."
+        )
+    return each
 
 
 def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -> None:
