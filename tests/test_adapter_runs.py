@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.runs import SHARDS, SMALL, Commands, alike, equal, finished, rows
+from support.runs import SHARDS, SMALL, Commands, alike, equal, finished, only, rows
 
 STEPS = 3
 REWARD = "eval/addition_heldout/mean@1"
@@ -49,8 +49,13 @@ def test_vllm_computes_with_the_adapters_itself(whole: Path, run_train: Commands
 
 
 def test_two_processes_and_a_server_train_as_one(whole: Path, run_train: Commands, tmp_path: Path) -> None:
-    """Each has a share of the policy. The server is sent merged weights, which are proven at each step."""
-    together = ("engine=vllm_server", "synchronizer.check_interval=1", *SHARDS)
-    run = finished(run_train, tmp_path, *RUN, f"steps={STEPS}", *together)
+    """Each has a share of the policy. The server is sent merged weights, which are proven at each step.
+
+    The run goes on from a checkpoint in shards, which has the adapters alone.
+    """
+    together = (*SHARDS, "trainer.strategy.save_distributed_checkpoint=true", "synchronizer.check_interval=1")
+    begun = finished(run_train, tmp_path, *RUN, "steps=1", *together)
+    assert only(begun / "checkpoints", "*.ckpt").is_dir()
+    run = finished(run_train, tmp_path, *RUN, f"steps={STEPS}", *together, "engine=vllm_server", "ckpt_path=last")
     alike(run, whole)
     assert evaluated(run) == evaluated(whole)

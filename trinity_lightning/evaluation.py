@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from trinity_lightning.build import eval_sources, finish, loggers_of, quiet_lightning, record_config
+from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.engines import auxiliary_models_of, check_experts, check_room, engines_of, settle_dtypes
@@ -57,8 +58,7 @@ class Evaluation:
         """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
         step, weights = checkpoint_weights(path)
         if any(".lora_" in name for name in weights.shapes):  # adapters alone
-            trained = PolicyModule.load_from_checkpoint(path, map_location="cpu", weights_only=True, model=self.model)
-            weights = WeightStream.of(trained.policy.adapter.merged().items())
+            weights = merged_weights(path, self.model)
         if all(engine.capabilities.shares_weights for engine in self.engines):
             return step, weights
         return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))
@@ -67,6 +67,19 @@ class Evaluation:
         for step, metrics in results.items():
             log_row(self.loggers, metrics, step, row=step)
             print(summary_table([("explore step", str(step)), *evaluation_rows(metrics)]), flush=True)
+
+
+def merged_weights(path: Path, model: str) -> WeightStream:
+    """The weights of that model, merged with the adapters that a checkpoint has; ConfigError: they are of others."""
+    from trinity_lightning.trainer.adapter import put_base_in  # an option
+
+    saved = contents(path)
+    policy = PolicyModule(**(saved["hyper_parameters"] | {"model": model}))
+    policy.configure_model()
+    checkpoint = whole(path, {part: saved[part] for part in ("state_dict", "adapter")})
+    put_base_in(checkpoint, policy)
+    policy.load_state_dict(checkpoint["state_dict"])
+    return WeightStream.of(policy.policy.adapter.merged().items())
 
 
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:

@@ -432,7 +432,7 @@ def asked(kind: str, **trainer: Any) -> dict[str, Any]:
 WAYS = {**STRATEGIES, "folder": partial(ShardStrategy, save_distributed_checkpoint=True)}
 # Which way writes a checkpoint, and which reads it: what one process writes of it again has the same bits, so that the
 # other pairs would show nothing more, but for shares that are read from a folder.
-PAIRS = [("one", way) for way in WAYS] + [(way, "one") for way in WAYS] + [("folder", "fsdp2")]
+PAIRS = [("one", way) for way in WAYS] + [(way, "one") for way in WAYS] + [("folder", way) for way in STRATEGIES]
 
 
 def settings(way: str) -> dict[str, Any]:

@@ -275,7 +275,6 @@ def _size(weight: Tensor) -> float:
         ([*ADAPTER, "model.lora.r=513"], "vLLM takes adapters up to rank 512"),
         ([*ADAPTER, "+engine.args.enable_lora=true"], "sets enable_lora of vLLM itself"),
         ([*ADAPTER, *SHARDS], "synchronizer.lora=adapter is not for a policy in shards"),
-        (["model.lora.r=4", *SHARDS, "trainer.strategy.save_distributed_checkpoint=true"], "each in a file"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:

@@ -40,6 +40,7 @@ from support.runs import Commands
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.saved import checkpoint_weights
 from trinity_lightning.trainer import ddp
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -225,6 +226,14 @@ def test_an_evaluation_reads_weights_in_shards(
     torch.testing.assert_close({f"model.{name}": each for name, each in weights}, expected, rtol=0, atol=0)
     with pytest.raises(ConfigError, match="is in shards, and a file is needed"):
         PolicyModule.load_from_checkpoint(folder / f"one-{dtype}-folder.ckpt")
+
+
+def test_an_evaluation_merges_adapters_in_shards(checkpoints: Callable[[str], dict[str, Any]], folder: Path) -> None:
+    saved = checkpoints("one-adapters-folder")
+    assert saved["state_dict"].keys() == checkpoints("one-adapters")["state_dict"].keys()
+    names = [f"one-adapters{way}.ckpt" for way in ("", "-folder")]
+    in_file, in_shards = (dict(merged_weights(folder / name, "tiny")) for name in names)
+    torch.testing.assert_close(in_shards, in_file, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("policy", KINDS)

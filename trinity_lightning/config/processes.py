@@ -73,13 +73,7 @@ def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
     has_critic = run.algorithm.critic is not None
     check_shards_of(trainer.get("precision"), run.model.compile, run.optimizer.name, has_critic=has_critic)
-    in_shards = trainer["strategy"].get("save_distributed_checkpoint", AUTO)
-    check_distributed_checkpoint(in_shards)
-    if run.model.lora.r is not None and in_shards is True:
-        raise ConfigError(
-            "trainer.strategy.save_distributed_checkpoint is true, and checkpoints of adapters (model.lora) are small, "
-            "each in a file: leave it out."
-        )
+    check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.synchronizer.lora == "adapter":
         raise ConfigError("synchronizer.lora=adapter is not for a policy in shards (trainer=fsdp2): leave it merged.")
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
