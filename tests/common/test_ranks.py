@@ -161,6 +161,7 @@ def rolling_out(ranks: Ranks, seconds: float = 20.0) -> None:
 FAULTS = ("an error", "SIGTERM", "a delay")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nobody_waits_for_long_and_all_learn_the_reason(fault: str) -> None:
     """At a round of any kind, on either rank, in 102 cases; while rank 0 rolls out, before patient rounds, too."""
@@ -220,6 +221,7 @@ def test_an_error_that_reads_like_sigterm_is_none() -> None:
     assert type(found) is RankError
 
 
+@pytest.mark.slow
 def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits is heard of, however long it waits; one that is in no round yet, and reads, is waited for."""
     monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.1)
@@ -287,6 +289,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_time_out() 
     assert isinstance(second, RankError)
 
 
+@pytest.mark.slow
 def test_within_a_limit_a_rank_that_hangs_is_named_and_nobody_is_waited_for_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -357,6 +360,7 @@ def test_others_are_not_to_blame_for_a_rank_that_comes_after_its_limit() -> None
     assert together(work, size=2) == [[0, 1]] * 2
 
 
+@pytest.mark.slow
 def test_of_those_that_another_waits_for_only_one_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.0)
     monkeypatch.setattr(ranks_module, "LEAST_SECONDS", 0.0)

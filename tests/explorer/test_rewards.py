@@ -359,6 +359,7 @@ def test_an_empty_answer_is_no_answer(answer: str) -> None:
 MONSTER = "10^{10^{10}}"
 
 
+@pytest.mark.slow
 def test_a_comparison_that_does_not_end_counts_as_wrong_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     verifier = MathVerifier(max_processes=2, cpu_seconds=1.0)
     with ThreadPoolExecutor(6) as threads:
