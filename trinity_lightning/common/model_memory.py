@@ -117,7 +117,8 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
 
     Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
     result, and of the feed-forward part gate, its activation, the other branch and their product. In bfloat16 on a CPU
-    (`trainer.lean_layers`) a norm saves its input instead of the two copies, and the activation is computed again.
+    (`trainer.lean_layers`) a norm saves its input instead of the two copies, and activation and product are computed
+    again (with adapters, the activation alone).
     Eager attention also saves keys and values once for every head, and of each head a weight of every token of the row:
     in float32, and rounded if they are. Adapters save `adapter_width` numbers besides.
     """
@@ -128,7 +129,7 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     if training.eager:
         weight = FLOAT + (width if width < FLOAT else 0)
         attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
-    feed_forward = (3 if lean else 4) * width * shape.intermediate
+    feed_forward = (4 - lean * (1 if training.adapters else 2)) * width * shape.intermediate
     return norms + attention + feed_forward + width * -(-training.adapter_width // shape.layers)
 
 

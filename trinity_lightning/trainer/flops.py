@@ -1,8 +1,7 @@
 """What a training step costs: floating-point operations, by the shape of the model and of what it computes.
 
 Operations of matrix products, forward and backward, as in appendix B of PaLM (arXiv 2204.02311): a product of a token
-with a weight takes 2 forward and 4 backward. Computing activations again (gradient checkpointing, the head) is no part
-of what a step needs, and does not count.
+with a weight takes 2 forward and 4 backward. Computing activations again is no part of what a step needs.
 """
 
 from collections.abc import Sequence

@@ -22,12 +22,10 @@ from trinity_lightning.trainer.attention import CpuSharedPrefix, Segments
 if TYPE_CHECKING:
     from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
 
-# `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Measured on SmolLM2, forward
-# and backward: such a token takes 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16, where
-# products are quicker and attention counts for more.
+# `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Such a token of SmolLM2 took
+# 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16.
 WORTH_SHARING = 0.8
-# Different prompts that a group looks back over, for the time to grow with their number and not with its square. What
-# more of them begin with is computed once for so many.
+# Different prompts that a group looks back over, for the time to grow with their number and not with its square.
 MOST_PROMPTS = 64
 
 

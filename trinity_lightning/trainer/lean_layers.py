@@ -16,8 +16,7 @@ CHECKED_ROWS = 4
 def lean_layers(model: nn.Module) -> None:
     """Let the norms and gated feed-forward parts of the kinds that are known here keep less, each in its place.
 
-    Of a kind are layers with the same parts that take states alone and, tried on random weights, have the same results
-    to the bit.
+    Of a kind are layers with the same parts that, tried on random weights, have the same results to the bit.
     """
     tried: dict[tuple[type, ...], bool] = {}
     for module in list(model.modules()):
@@ -91,7 +90,7 @@ class _Norm(Function):
 
 
 class LeanFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) that computes the silu again in the backward pass."""
+    """down(silu(gate(x)) * up(x)) that keeps gate(x) and up(x), and their product only if `down` is an adapter's."""
 
     parts: ClassVar = ["gate_proj", "up_proj", "down_proj", "act_fn"]
     gate_proj: nn.Module
@@ -107,20 +106,29 @@ class LeanFeedForward(nn.Module):
         """States [..., width] of the same shape."""
         if not _is_rounded_on_cpu(x):
             return super().forward(x)
-        return self.down_proj(_GatedSilu.apply(self.gate_proj(x), self.up_proj(x)))
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        if type(down) is nn.Linear and down.bias is None:
+            return _GatedSilu.apply(gate, up, down.weight)
+        return down(_GatedSilu.apply(gate, up, None))
 
 
 class _GatedSilu(Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return silu(gate).mul_(up)
+    """silu(gate) * up; with the weight of a linear layer, times that, which then has no input to keep."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        of_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
-        return of_gate, silu(gate).mul_(grads[0])
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        states = silu(gate).mul_(up)
+        return states if weight is None else states @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        (gate, up, weight), grad, of_weight = ctx.saved_tensors, grads[0], None
+        activated = silu(gate)
+        if ctx.needs_input_grad[2]:
+            of_weight = grad.flatten(0, -2).T @ (activated * up).flatten(0, -2)
+        grad = grad if weight is None else grad @ weight
+        return torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad), of_weight
 
 
 def _is_rounded_on_cpu(states: Tensor) -> bool:

@@ -1,6 +1,4 @@
-"""Log-probabilities of given tokens from hidden states, without the logits of a whole batch in memory; and gradients of
-the two matrices as large as the vocabulary, without copies of them.
-"""
+"""Log-probabilities of given tokens from hidden states, by chunks; gradients of head and embeddings, without copies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 
 # -- gradients of embeddings and head, added up where they lie ---------------------------------------------------------
-# Autograd makes the gradient of a whole matrix for every micro-batch, twice where the head is tied to the embeddings,
-# adds the two, casts the sum to float32 and adds that: four passes over a matrix that may be a fifth of the model,
-# and as many copies of it. Instead these backward passes write into `Tensor.grad`, by blocks of rows (the head) or in
-# the rows that occur (embeddings): gradient accumulation fusion, as Megatron-LM calls it. On a CPU only: elsewhere
-# rows would be added up in an order that changes. Hooks on these parameters (`Tensor.register_hook`,
-# `register_post_accumulate_grad_hook`) are not called for such gradients, and `torch.autograd.grad` does not return
-# them.
+# Autograd would make the gradient of a whole matrix for every micro-batch, and pass over it four times. Instead these
+# backward passes write into `Tensor.grad`, by blocks of rows (the head) or in the rows that occur (embeddings); on a
+# CPU only, since elsewhere their order would change. Hooks on these parameters are not called for such gradients, and
+# `torch.autograd.grad` does not return them.
 
 GRADIENT_BLOCK_BYTES = 8 << 20  # of a block of the head's gradient, in float32
 
@@ -141,8 +136,7 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Ten
     """Natural log-probability of each target under softmax(logits / temperature), and that distribution's entropy.
 
     The logits of the first chunk of tokens are kept for the backward pass, which turns them into their gradient in
-    place; those of further chunks are computed again there. How many tokens a chunk has follows from the device and
-    the size of the vocabulary.
+    place; those of further chunks are computed again there.
 
     Args:
         hidden: hidden state at the position *before* each target [n, hidden].
@@ -176,9 +170,8 @@ def _chunk(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> 
 class _LogSoftmax(Function):
     """log p(target) [n, m] and entropy [n] of p = softmax(logits / temperature), in float32.
 
-    Written by hand because autograd makes five float32 tensors [n, vocabulary] in the backward pass: that was a third
-    of the time of a training step of a small model with a large vocabulary. This makes none: it goes through the
-    logits by blocks of a few tokens, and writes the gradient in their place where they are its `own`. (torch's chunked
+    Autograd makes five float32 tensors [n, vocabulary] in the backward pass. This makes none: it goes through logits
+    by blocks of a few tokens, and writes the gradient in their place where they are its `own`. (torch's chunked
     `linear_cross_entropy` took 20 times as long on a CPU in bfloat16, and has no entropy.)
     """
 
