@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from support.forked import Forked
 from support.runs import (
+    ROOT,
     SHARDS,
     SMALL,
     TRAIN,
@@ -18,6 +20,7 @@ from support.runs import (
     TWO,
     Commands,
     alike,
+    environment,
     equal,
     finished,
     only,
@@ -26,6 +29,7 @@ from support.runs import (
     wait_for,
 )
 
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 STEPS = 8  # many quick ones: a run is to be ended in the middle
@@ -84,16 +88,26 @@ def test_stored_experiences_are_trained_on_as_by_one(two: Path, run_train: Comma
         alike(folder, found[0])
 
 
-def of_torchrun(rank: int) -> dict[str, str]:
-    """What torchrun gives the only process of a machine."""
-    own = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0"}
-    return {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", **own}
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
-def of_srun(rank: int) -> dict[str, str]:
-    """What srun gives the only task of a machine."""
+Launcher = Callable[[str, str], tuple[tuple[str, ...], dict[str, str]]]
+
+
+def by_torchrun(rank: str, port: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command of each machine: words before those of the run, and how `Commands.start` starts it."""
+    where = ("--nnodes", "2", "--node-rank", rank, "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
+    return (*where, "--master-port", port, "-m", TRAIN), {"program": "torch.distributed.run"}
+
+
+def by_srun(rank: str, port: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The same, with what srun gives the only task of a machine."""
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
-    return {**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
+    job |= {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"}
+    return (), job | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 Machines = Callable[..., list[tuple[int, str]]]
@@ -101,43 +115,38 @@ Machines = Callable[..., list[tuple[int, str]]]
 
 @pytest.fixture
 def machines(run_train: Commands, tmp_path: Path) -> Machines:
-    """Exit code and output of a process for each of two machines, with the environment that a launcher gives it."""
+    """Exit code and output of what a launcher starts on each of two machines."""
 
-    def start(launcher: Callable[[int], dict[str, str]], *arguments: str) -> list[tuple[int, str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    def start(launcher: Launcher, *arguments: str) -> list[tuple[int, str]]:
+        port = free_port()
         nodes = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "+trainer.num_nodes=2")
         folders = [tmp_path / str(rank) for rank in range(2)]
         runs = []
         for rank, folder in enumerate(folders):
             folder.mkdir()
-            runs.append(run_train.start(folder, *arguments, *nodes, **meeting, **launcher(rank)))
+            words, settings = launcher(str(rank), port)
+            runs.append(run_train.start(folder, *words, *arguments, *nodes, **settings))
         return [(run.wait(120), (folder / "stdout").read_text()) for run, folder in zip(runs, folders, strict=True)]
 
     return start
 
 
-@pytest.mark.parametrize("launcher", [of_torchrun, of_srun])
+FIRST = ("hydra.run.dir=../outputs/first",)
+SWEEP = ("--multirun", "hydra.sweep.dir=../outputs", "hydra.sweep.subdir=first")  # whose jobs srun starts
+
+
+@pytest.mark.parametrize(("launcher", "where"), [(by_torchrun, FIRST), (by_srun, SWEEP)], ids=["torchrun", "srun"])
 def test_two_machines_train_as_one(
-    launcher: Callable[[int], dict[str, str]], machines: Machines, one: Path, tmp_path: Path
+    launcher: Launcher, where: tuple[str, ...], machines: Machines, one: Path, tmp_path: Path
 ) -> None:
     """As far as one machine can show it."""
-    for code, printed in machines(launcher, *RUN, f"hydra.run.dir={tmp_path}/outputs/first"):
+    for code, printed in machines(launcher, *where, *RUN):
         assert code == 0, printed[-4000:]
     alike(tmp_path / "outputs/first", one)
 
 
-def test_torchrun_itself_starts_two_processes_that_train_as_one(one: Path, run_train: Commands, tmp_path: Path) -> None:
-    launcher = ("--standalone", "--nproc_per_node=2", "-m", TRAIN)
-    folder = tmp_path / "first"
-    done = run_train(tmp_path, *launcher, *RUN, *TWO, f"hydra.run.dir={folder}", program="torch.distributed.run")
-    assert done.returncode == 0, done.stdout[-4000:]
-    alike(folder, one)
-
-
 def test_machines_with_a_folder_of_their_own_each_are_refused(machines: Machines, tmp_path: Path) -> None:
-    for code, printed in machines(of_srun, *RUN):
+    for code, printed in machines(by_srun, *RUN):
         assert code == 2, printed[-4000:]
         assert f"rank 1 has {tmp_path}/1/outputs/run/" in printed
         assert "give all the same, which all machines share, such as hydra.run.dir=/shared" in printed
@@ -247,26 +256,51 @@ def test_a_run_killed_while_shards_are_written_goes_on_from_the_checkpoint_befor
     alike(finished(run_train, tmp_path, *sharded, "ckpt_path=last"), with_vllm)
 
 
-def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(run_train: Commands, tmp_path: Path) -> None:
-    run = stopped(run_train, tmp_path, "1 share 30", *VLLM, *SHARDS, "synchronizer.sync_timeout=5")
+HANGS = {"when a weight is gathered": ("1 share 30", r"model\.\S+"), "in the drill's noise": ("1 reshard 2", "a sum")}
+
+
+@pytest.mark.parametrize(("place", "at"), HANGS.values(), ids=HANGS)
+def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
+    place: str, at: str, run_train: Commands, tmp_path: Path
+) -> None:
+    run = stopped(run_train, tmp_path, place, *VLLM, *SHARDS, "synchronizer.sync_timeout=3")
     family = run_train.followers(run)
     assert run.wait(60) == 1
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
     printed = (tmp_path / "stdout").read_text()
-    assert re.search(r"did not answer in time, at model\.\S+ \(rank 1 hangs\)", printed), printed[-4000:]
+    assert re.search(rf"did not answer in time, at {at} \(rank 1 hangs\)", printed), printed[-4000:]
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_server_beside_two_processes_that_is_killed_is_started_again(
-    ahead: Path, trainer: str, run_train: Commands, tmp_path: Path
+def test_one_of_two_servers_beside_two_processes_that_is_killed_is_started_again(
+    ahead: Path, run_train: Commands, tmp_path: Path
 ) -> None:
-    run = run_train.start(tmp_path, *AHEAD, *TRAINERS[trainer])
+    run = run_train.start(tmp_path, *AHEAD, *SHARDS, "engine.servers=2")
     wait_for(lambda: steps_done(tmp_path, "run") >= 1, run)
-    (server,) = run_train.servers()
+    server = run_train.servers()[0]
     os.killpg(server.pid, signal.SIGKILL)
     assert run.wait(120) == 0, (tmp_path / "stdout").read_text()[-4000:]
     assert "died and is started again" in (tmp_path / "stdout").read_text()
     alike(only(tmp_path, "outputs/*/*"), ahead)
+
+
+def test_a_server_that_runs_already_rolls_out_for_two_processes(
+    ahead: Path, run_train: Commands, tmp_path: Path
+) -> None:
+    """Started as the page of engines says; weights reach it as a folder."""
+    page, port = (ROOT / "conf" / "engine" / "vllm_server.yaml").read_text(), free_port()
+    here = {"MODEL": str(resolve_model("tiny")), "8000": port, "bfloat16": "float32", "1024": "512"}
+    words = shlex.split(" ".join(re.findall(r"(--.*?)\\?$", page, re.MULTILINE)))
+    command = ["vllm.entrypoints.openai.api_server", *(here.get(word, word) for word in words)]
+    with (tmp_path / "server.log").open("w") as log:
+        variables = environment() | {"VLLM_SERVER_DEV_MODE": "1"}
+        server = Forked(run_train.address, command, tmp_path, variables, log, serves=True)
+    try:
+        given = (f"engine.urls=[http://127.0.0.1:{port}]", f"synchronizer.folder={tmp_path}/weights")
+        alike(finished(run_train, tmp_path, *AHEAD, *TWO, *given), ahead)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        server.stdin.close()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

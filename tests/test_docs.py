@@ -1,5 +1,6 @@
 """Documentation: generated pages are up to date, files and links are there, commands can be run as they are written."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -14,8 +15,8 @@ from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.plan import register
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
-COMMAND = re.compile(
-    r"^(?: {4}|#   )(python -m trinity_lightning\.(?:train|evaluate|plan) (?:.*\\\n)*.*)", re.MULTILINE
+COMMAND = re.compile(  # of Python, or of what starts it, such as torchrun
+    r"^(?: {4,}|#   )(?:\w.*\\\n +|\w.* )-m (trinity_lightning\.(?:train|evaluate|plan) (?:.*\\\n)*.*)", re.MULTILINE
 )
 COMMANDS = sorted(
     {
@@ -83,10 +84,11 @@ def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    program, *words = shlex.split(command)[2:]
+    monkeypatch.setenv("seed", "1")  # of a loop
+    program, *words = shlex.split(os.path.expandvars(command))
     if "--multirun" in words:
         words = [word.partition(",")[0] for word in words]
-    overrides = [word for word in words if not word.startswith("--") and word != "job"]
+    overrides = [word for word in words if not word.startswith(("--", "hydra")) and word != "job"]
     if program.endswith(".plan"):
         register()
         config = composed(*overrides, name="plan")
@@ -94,4 +96,5 @@ def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest
             assert isinstance(OmegaConf.to_object(config.pop("plan")), PlanConfig)
         check_anywhere(config)
         return
-    validate(composed(*overrides, name=program.rpartition(".")[2]))
+    of_this_machine = re.search(r"trainer\.devices=[3-9]", command) is None
+    (validate if of_this_machine else check_anywhere)(composed(*overrides, name=program.rpartition(".")[2]))

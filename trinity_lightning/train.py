@@ -88,6 +88,7 @@ def check_workflow(run: TrainConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
+    compose.register()  # a sweep's launcher may have another process run this function alone
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
         compose.check_processes(config)

@@ -44,16 +44,8 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
 
 
 def check_start(config: DictConfig, hydra: Any) -> None:
-    """Refuse a sweep of processes that train together, and those that torchrun starts without one folder.
-
-    Args:
-        config: the run's.
-        hydra: Hydra's own.
-
-    Raises:
-        ConfigError: says how to start it.
-    """
-    if hydra.mode == RunMode.MULTIRUN:
+    """Refuse a sweep whose processes srun does not start, and torchrun's without one folder; a ConfigError says how."""
+    if hydra.mode == RunMode.MULTIRUN and "SLURM_NTASKS" not in os.environ:
         raise ConfigError(
             "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
             "sweep again: start its jobs one by one, without --multirun."
