@@ -40,7 +40,9 @@ def metrics_page() -> str:
         [
             "# Metrics",
             "",
-            "The same names stand in `metrics.csv` and in W&B, where `explore_step` is the axis.",
+            "The same names stand in `metrics.csv` and in W&B, where `explore_step` is the axis. `metrics.csv` has a",
+            "row an optimizer step, and one for an evaluation before the first; its column `step` counts from 0, as",
+            "Lightning does.",
             "`{a,b}` stands for each of the alternatives, `<x>` for a name that the configuration or a workflow gives.",
             "",
             "| name | unit | meaning |",

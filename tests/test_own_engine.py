@@ -1,6 +1,7 @@
 """The engine of docs/examples: what is refused. What it does: test_architecture.py."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.runs import ROOT, SMALL, RunTrain
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import Capabilities, capabilities_of
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.engine import Engine
 
 PLAIN = "my_engine.PlainEngine"
 OWN = f"engine.name={PLAIN}"
@@ -23,6 +25,18 @@ class StaleEngine(PlainEngine):
     async def _take(self, stream, version):
         self._model_version = version
 """
+
+
+class HalfEngine(Engine):
+    """Without most of what an engine is."""
+
+    capabilities = Capabilities()
+
+    async def load(self) -> None: ...
+
+    async def _completions(self, token_ids: Any, n: Any, sampling: Any) -> Any: ...
+
+    async def _take(self, stream: Any, version: Any) -> None: ...
 
 
 def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrain, tmp_path: Path) -> None:
@@ -42,6 +56,10 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
         (
             ("engine.name=support.tiny_model.tiny_model",),
             "'support.tiny_model.tiny_model' is no engine: give a subclass",
+        ),
+        (
+            ("engine.name=test_own_engine.HalfEngine",),
+            "does not define _logprobs, dtype, shutdown, tokenizer, weight_shapes",
         ),
         (
             (OWN, "engine.kv_cache_gb=1"),

@@ -255,19 +255,21 @@ def test_the_environment_names_versions_and_no_machine() -> None:
 
 def test_steps_that_trained_nothing_are_listed_with_their_reasons(tmp_path: Path) -> None:
     both = {f"{UNTRAINED}filtered_by_{EVIL}": 3, f"{UNTRAINED}truncated": 5}
+    idle = {f"{UNTRAINED}equal_rewards": 62, f"{UNTRAINED}filtered_by_reward_filter": 2}
     rows: list[dict[str, object]] = [
+        {"step": 0, "explore_step": 0, "eval/sums/mean@1": 0.5},
         {"step": 0, "explore_step": 1, "experience_pipeline/trained": 8},
-        {"step": 1, "explore_step": 2, "experience_pipeline/trained": 0, f"{UNTRAINED}equal_rewards": 64},
+        {"step": 1, "explore_step": 2, "experience_pipeline/trained": 0, **idle},
         {"step": 2, "explore_step": 3, "experience_pipeline/trained": 4, f"{UNTRAINED}truncated": 4},
         {"step": 3, "explore_step": 4, "experience_pipeline/trained": 0, **both},
     ]
     write_metrics(tmp_path, rows)
     text = Page(report_page(read_run(tmp_path))).text
     assert "Steps that trained on no rollout 2 of 4 steps" in " ".join(text.split())
-    assert "equal rewards (64)" in text
+    assert "equal rewards (62), filtered by reward_filter (2)" in text
     assert "truncated (5), filtered by" in text
     assert "truncated (4)" not in text
-    write_metrics(tmp_path, rows[:1])
+    write_metrics(tmp_path, rows[:2])
     assert "trained on no rollout" not in report_page(read_run(tmp_path))
 
 

@@ -98,6 +98,29 @@ def test_a_step_that_trained_nothing_does_not_show_the_last_ones_values(
     assert lines == ["step 1/2  grad norm 1.50", "step 2/2"]
 
 
+class FarOff(SkippingModel):
+    """With log-probabilities of an engine that are not those it samples by."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("actor/logprob_diff/mean", 3.6, on_step=True)
+        super().training_step(batch, batch_idx)
+
+
+def test_an_engine_whose_log_probabilities_are_far_off_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, model=FarOff())
+    [warned] = [record.message for record in caplog.records if "nats" in record.message]
+    assert warned.startswith("explore step 1: the log-probabilities that the engine gave its responses are 3.6 nats")
+
+
+def test_a_step_that_trained_on_little_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = RunMonitor(tmp_path, total_steps=2)
+    monitor.keep_metrics({"rollout/experiences": 16.0, "experience_pipeline/trained": 3.0})
+    fit(tmp_path, monitor=monitor)
+    assert "step 1/2  trained 3 of 16" in capsys.readouterr().out
+
+
 def test_the_time_left_is_that_of_the_whole_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the explorer measures it: what a step's parts add up to may overlap, or leave gaps."""
     monitor = RunMonitor(tmp_path, total_steps=2000)

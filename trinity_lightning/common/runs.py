@@ -114,7 +114,7 @@ REASONS = {
     ),
     "filtered by NAME": (
         "The operator or add strategy NAME left it out.",
-        "Its threshold, or the `metric` it judges by; with `dapo` what helps against `equal rewards`.",
+        "Its arguments, say its threshold: fewer should be left out. With `dapo` what helps against `equal rewards`.",
     ),
     "truncated": (
         "The response was cut off, and `mask_response_truncated` masks it.",

@@ -71,7 +71,7 @@ def capabilities_of(name: str) -> Capabilities:
     """Those of an engine by its name; one with a dotted path is imported for it.
 
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: there is no such engine, or it lacks members of `Engine`.
     """
     if name in CAPABILITIES:
         return CAPABILITIES[name]
@@ -83,6 +83,8 @@ def capabilities_of(name: str) -> Capabilities:
         raise ConfigError(
             f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
         )
+    if lacking := sorted(getattr(engine, "__abstractmethods__", ())):
+        raise ConfigError(f"engine.name: '{name}' does not define {', '.join(lacking)}: see the docstring of Engine.")
     return found
 
 

@@ -1,5 +1,6 @@
 """Metrics as people read them: what each name means, one line a step, and small tables."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,8 +116,11 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
     ):
         if name in metrics:
             parts.append(template.format(metrics[name]))
-    if metrics.get("experience_pipeline/trained") == 0:
+    trained, received = (metrics.get(name, math.nan) for name in ("experience_pipeline/trained", "rollout/experiences"))
+    if trained == 0:
         parts.append("no rollout trained")
+    elif trained < received / 4:
+        parts.append(f"trained {trained:.0f} of {received:.0f}")
     seconds = metrics.get("time/step", sum(metrics.get(name, 0.0) for name in times_in_turn(WAIT in metrics)))
     if seconds > 0:
         parts.append(f"left {format_seconds((total_steps - step) * seconds)}")

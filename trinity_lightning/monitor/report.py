@@ -267,7 +267,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
     """The steps of which no response was trained on, with the number of responses for each reason."""
     counts = {
-        name.removeprefix(UNTRAINED_PREFIX).replace("_", " "): dict(_finite(run.series(name)))
+        _reason(name.removeprefix(UNTRAINED_PREFIX)): dict(_finite(run.series(name)))
         for name in run.names()
         if name.startswith(UNTRAINED_PREFIX)
     }
@@ -276,6 +276,12 @@ def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
         for step, trained in _finite(run.series("experience_pipeline/trained"))
         if trained == 0
     ]
+
+
+def _reason(metric: str) -> str:
+    """As the log and completions have it: the name of an operator keeps its underscores."""
+    words, filtered, name = metric.partition("filtered_by_")
+    return words.replace("_", " ") + filtered.replace("_", " ") + name
 
 
 _EXAMPLES = 8  # the first tasks, as they come: nobody has chosen them

@@ -23,6 +23,8 @@ from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, writ
 from trinity_lightning.monitor.presentation import format_step_line, metric_globs
 
 logger = logging.getLogger(__name__)
+LOGPROB_DIFF = "actor/logprob_diff/mean"
+MOST_LOGPROB_DIFF = 1.0  # rounding gives hundredths, weights of a few steps ago tenths; the mean weight is then e^-1
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
 printed = logging.getLogger("trinity_lightning.printed")
 
@@ -50,6 +52,7 @@ class RunMonitor(L.Callback):
         self._trained_at = -1  # global_step at the end of the last explore step
         self._load = CPULoad()
         self._advised = False
+        self._warned_of_engine = False
 
     # -- shown by the explorer ----------------------------------------------------------------------------------------
 
@@ -123,9 +126,24 @@ class RunMonitor(L.Callback):
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
         self._trained_at = trainer.global_step
+        self._warn_of_engine(logged.get(LOGPROB_DIFF, 0.0), step)
         line = format_step_line(logged | self._explored, step, self._total_steps)
         print(line, flush=True)
         printed.info(line)
+
+    def _warn_of_engine(self, difference: float, step: int) -> None:
+        """Once: the weights that correct for such an engine leave next to nothing to learn from."""
+        if difference > MOST_LOGPROB_DIFF and not self._warned_of_engine:
+            self._warned_of_engine = True
+            logger.warning(
+                "explore step %d: the log-probabilities that the engine gave its responses are %.1f nats from the "
+                "trainer's in the mean (%s). Either they are not those of the distribution that it samples from, or "
+                "the weights that it samples with are too old: look at the engine's own log-probabilities, and at "
+                "synchronizer and explorer.sync_interval.",
+                step,
+                difference,
+                LOGPROB_DIFF,
+            )
 
     def _load_of_others(self) -> dict[str, float]:
         """The metric, if it could be measured; a warning, once, if it is too much."""
