@@ -60,12 +60,14 @@ def last_step(run: Sequence[Experience]) -> Experience:
 
 
 def run_reward(run: Run) -> float:
-    """The reward of a run, each of whose experiences has a valid one: the same for all steps.
+    """The reward of a run: the same for all steps.
 
     Raises:
-        ExperienceError: the rewards of its steps differ.
+        ExperienceError: the rewards of its steps differ, or one is no finite number.
     """
-    rewards = [float(experience.reward or 0.0) for experience in run]
+    rewards = [float(experience.reward) for experience in run if is_valid_reward(experience.reward)]
+    if len(rewards) < len(run):
+        raise ExperienceError(f"run {run[0].eid.rid}: every reward must be a finite number.")
     if not equal_rewards(rewards):
         raise ExperienceError(
             f"run {run[0].eid.rid}: the rewards of its {len(run)} steps differ ({min(rewards):g} to {max(rewards):g}), "

@@ -124,10 +124,11 @@ def test_a_group_with_an_invalid_reward_is_left_out_counted_and_logged(name, bad
     assert all(exp.advantages is None for exp in exps if exp.eid.task == 1)
 
 
-def test_a_single_group_with_an_invalid_reward_is_refused():
-    strategy = ADD_STRATEGY.get("grpo")(ListWriter())
+@pytest.mark.parametrize("name", ["grpo", "critic"])
+def test_a_single_group_with_an_invalid_reward_is_refused(name):
+    strategy = ADD_STRATEGY.get(name)(ListWriter())
     assert isinstance(strategy, GroupAdvantageStrategy)
-    with pytest.raises(ExperienceError, match="group 1/0: every reward must be a finite number"):
+    with pytest.raises(ExperienceError, match="run 1/0/1: every reward must be a finite number"):
         strategy.calculate_group_advantage("1/0", step_of([0, None]))
 
 

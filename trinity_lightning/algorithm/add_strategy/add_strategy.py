@@ -266,8 +266,6 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         Raises:
             ExperienceError: a reward is no finite number, or the rewards of a run's steps differ.
         """
-        if split_valid({group_id: exps})[1]:
-            raise ExperienceError(f"group {group_id}: every reward must be a finite number.")
         weighed, metrics = self._weigh({group_id: exps})
         return weighed[0], metrics[0]
 

@@ -1,9 +1,11 @@
 """Advantages are left to a critic."""
 
+from statistics import fmean
 from typing import Any
 
 from trinity_lightning.algorithm.add_strategy.add_strategy import GroupAdvantageStrategy, Groups, Metrics
 from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.runs import run_reward
 
 
 class CriticAddStrategy(GroupAdvantageStrategy):
@@ -18,7 +20,7 @@ class CriticAddStrategy(GroupAdvantageStrategy):
         return group_by(exps, "task")
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
-        """The group without the advantages that it may have had; its mean reward."""
+        """The group without the advantages that it may have had; its mean reward. Errors as of `run_reward`."""
         for experience in exps:
             experience.advantages = experience.returns = None
-        return exps, {"reward_mean": sum(float(each.reward or 0.0) for each in exps) / len(exps)}
+        return exps, {"reward_mean": fmean(run_reward([each]) for each in exps)}
