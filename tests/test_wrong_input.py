@@ -46,7 +46,9 @@ BY_THE_COMMAND = {
     "another primary file": (["--config-name", "grpo"], ["leave out --config-name", "+recipe=NAME"]),
 }
 
-TAUGHT = ["+recipe=on_policy_distill_top_k", "auxiliary_models.teacher.model=tiny"]
+TEACHER = "auxiliary_models.teacher.model=tiny"
+TAUGHT = ["+recipe=on_policy_distill_top_k", TEACHER]
+BY_SAMPLED_TOKENS = ["+recipe=on_policy_distill", TEACHER]
 STREAM = ["+recipe=grpo", "algorithm=streams"]
 STREAMS = "+algorithm.policy_loss.args.streams"
 REFUSED = {
@@ -409,6 +411,14 @@ REFUSED = {
         [*TAUGHT, "engine.max_model_len=512", "+auxiliary_models.teacher.engine.max_model_len=512"],
         ["auxiliary_models.teacher.engine.max_model_len is 512", "up to 512 tokens", "give 513"],
     ),
+    "a teacher of sampled tokens with too short a context": (
+        [*BY_SAMPLED_TOKENS, "engine.max_model_len=512", "+auxiliary_models.teacher.engine.max_model_len=512"],
+        ["auxiliary_models.teacher.engine.max_model_len is 512", "up to 512 tokens", "give 513"],
+    ),
+    "a teacher of sampled tokens that only chats": (
+        [*BY_SAMPLED_TOKENS, "+auxiliary_models.teacher.url=http://127.0.0.1:1/v1"],
+        ["workflow=on_policy_distill asks for log-probabilities", "(auxiliary_models.teacher.url) only chats"],
+    ),
     "a teacher that may fail": (
         [*TAUGHT, "+operators.teacher_top_k.on_error=skip"],
         ["operator teacher_top_k: on_error is skip", "leave on_error out"],
@@ -436,7 +446,7 @@ REFUSED = {
     "observations of single steps": (
         [
             "+recipe=streams",
-            "auxiliary_models.teacher.model=tiny",
+            TEACHER,
             "workflow.args.mode=step_wise",
             "add_strategy=step_wise_grpo",
         ],
@@ -498,15 +508,18 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert "while resolving" not in sentence
 
 
-def test_a_teacher_has_room_for_the_policys_longest_sequence() -> None:
-    run = validate(composed(*TAUGHT, "model=tiny", "engine.max_model_len=300"))
+@pytest.mark.parametrize("taught", [TAUGHT, BY_SAMPLED_TOKENS, [*BY_SAMPLED_TOKENS, "+workflow.args.teacher=teacher"]])
+def test_a_teacher_has_room_for_the_policys_longest_sequence(taught: list[str]) -> None:
+    run = validate(composed(*taught, "+auxiliary_models.judge.model=tiny", "model=tiny", "engine.max_model_len=300"))
     assert run.auxiliary_models["teacher"].engine.max_model_len == 301
+    assert run.auxiliary_models["judge"].engine.max_model_len == 1024
 
 
-def test_a_teacher_with_another_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("taught", [TAUGHT, BY_SAMPLED_TOKENS])
+def test_a_teacher_with_another_vocabulary_is_refused(taught: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"auxiliary_models\.teacher\.model 'tiny' has another vocabulary"):
-        check_models(validate(composed(*TAUGHT, "model=smollm2")))
-    check_models(validate(composed(*TAUGHT, "model=tiny")))
+        check_models(validate(composed(*taught, "model=smollm2")))
+    check_models(validate(composed(*taught, "model=tiny")))
 
 
 def test_groups_of_one_are_for_strategies_that_compare_nothing() -> None:

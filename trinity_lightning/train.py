@@ -59,11 +59,10 @@ def check_models(run: TrainConfig) -> None:
             from trinity_lightning.config.own_models import check_on_hub
 
             check_on_hub(name)
-    for operator in run.operators.values():
-        if operator.name == "teacher_top_k" and run.buffer.has_rollouts:
-            from trinity_lightning.config.streams import check_vocabulary  # an option
+    if run.buffer.has_rollouts and run.auxiliary_models:
+        from trinity_lightning.config.servers import check_vocabularies  # an option
 
-            check_vocabulary(run, operator)
+        check_vocabularies(run)
     resolve_rewards(run.reward)
 
 

@@ -70,13 +70,12 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
         from trinity_lightning.config.critic import check_critic
 
         check_critic(run)
-    _check_training(run, config.trainer or {})
+    _check_training(run)
     _check_expert(run)
-    for operator in run.operators.values():
-        if operator.name == "teacher_top_k" and run.buffer.has_rollouts:
-            from trinity_lightning.config.streams import check_teacher_operator  # an option
+    if run.buffer.has_rollouts and (run.auxiliary_models or run.operators):
+        from trinity_lightning.config.servers import check_teachers  # an option
 
-            check_teacher_operator(run, operator)
+        check_teachers(run)
     _check_sampling(run)
     _check_trainer(config, run)
     return run

@@ -487,7 +487,7 @@ class TrainConfig(Section):
         if self.auxiliary_models:
             from trinity_lightning.config.servers import auxiliary_configs
 
-            self.auxiliary_models = auxiliary_configs(self.auxiliary_models, self.operators, self.engine.max_model_len)
+            self.auxiliary_models = auxiliary_configs(self)
 
 
 def check_seed(seed: int) -> None:

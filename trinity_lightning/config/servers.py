@@ -4,10 +4,12 @@ Imported by the runs that have any of them.
 """
 
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -23,12 +25,15 @@ from trinity_lightning.config.engines import (
     gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.models import check_model_name
+from trinity_lightning.config.models import check_model_name, load_tokenizer, resolve_model
+from trinity_lightning.config.own_models import check_same_vocabulary
+from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import OperatorConfig, Section, section_of
 from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
+TEACHER_OPERATOR, TEACHER_WORKFLOW = "teacher_top_k", "on_policy_distill"  # they ask a teacher
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 
 
@@ -57,7 +62,7 @@ class AuxiliaryConfig(Section):
         url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
         api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
         engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`; max_model_len of a
-            teacher that operator teacher_top_k asks is the policy's and one more.
+            teacher (workflow on_policy_distill, operator teacher_top_k) is the policy's and one more.
 
     Raises:
         ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
@@ -101,25 +106,22 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
     return section
 
 
-def auxiliary_configs(
-    given: Mapping[str, Any], operators: Mapping[str, OperatorConfig], longest: int
-) -> dict[str, Any]:
+def auxiliary_configs(run: TrainConfig) -> dict[str, Any]:
     """The auxiliary models by name. A teacher that reads whole rollouts has room for those and the token it samples.
 
     Args:
-        given: sections, or mappings.
-        operators: those that may ask them.
-        longest: the policy's context in tokens.
+        run: a configuration whose auxiliary models are sections, or mappings.
 
     Raises:
         ConfigError: as `auxiliary_config`.
     """
+    given = run.auxiliary_models
     configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", each) for name, each in given.items()}
-    teachers = {each.args.get("model", "teacher") for each in operators.values() if each.name == "teacher_top_k"}
+    teachers = teachers_of(run)
     for name, each in given.items():
         starts = isinstance(each, Mapping) and not each.get("url")
         if name in teachers and starts and "max_model_len" not in (each.get("engine") or {}):
-            configs[str(name)].engine.max_model_len = longest + 1
+            configs[str(name)].engine.max_model_len = run.engine.max_model_len + 1
     return configs
 
 
@@ -146,6 +148,72 @@ def asked_model(section: str, workflow: str, key: str, asked: Any, models: Seque
     if asked >= len(models):
         raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
     return asked
+
+
+# -- teachers: auxiliary models that read the policy's own tokens ------------------------------------------------------
+
+
+def teachers_of(run: TrainConfig) -> list[str]:
+    """Names of the auxiliary models that teach, as operators give them, there or not, and as the workflow asks one."""
+    names = [str(each.args.get("model", "teacher")) for each in run.operators.values() if each.name == TEACHER_OPERATOR]
+    if run.workflow.name == TEACHER_WORKFLOW:
+        key, models = ASKING_WORKFLOWS[TEACHER_WORKFLOW], list(map(str, run.auxiliary_models))
+        number = asked_model("workflow", TEACHER_WORKFLOW, key, run.workflow.args.get(key, 0), models)
+        names.append(models[number])
+    return names
+
+
+def check_teachers(run: TrainConfig) -> None:
+    """Refuse teachers that are not there, cannot read the policy's longest sequences, or are asked for too much.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    for operator in run.operators.values():
+        if operator.name == TEACHER_OPERATOR:
+            _check_operator(run, operator)
+    longest, teachers = run.engine.max_model_len, teachers_of(run)
+    for name in teachers:
+        teacher = run.auxiliary_models[name]
+        if teacher.url is not None and run.workflow.name == TEACHER_WORKFLOW and name == teachers[-1]:
+            raise ConfigError(
+                f"workflow={TEACHER_WORKFLOW} asks for log-probabilities, and an endpoint (auxiliary_models.{name}.url)"
+                " only chats: leave out the url for a model that the run starts, or choose operators=teacher_top_k."
+            )
+        if teacher.url is None and teacher.engine.max_model_len <= longest:
+            raise ConfigError(
+                f"auxiliary_models.{name}.engine.max_model_len is {teacher.engine.max_model_len}, and this teacher "
+                f"reads sequences of up to {longest} tokens (engine.max_model_len) and samples one more: give "
+                f"{longest + 1}."
+            )
+
+
+def _check_operator(run: TrainConfig, operator: OperatorConfig) -> None:
+    model, models = str(operator.args.get("model", "teacher")), list(run.auxiliary_models)
+    if model not in models:
+        fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
+        raise ConfigError(f"operator {TEACHER_OPERATOR}: {unknown_name('auxiliary model', model, models)} {fix}")
+    k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
+    if vocabulary is not None and isinstance(k, int) and k > vocabulary:
+        raise ConfigError(f"operator {TEACHER_OPERATOR}: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
+
+
+def check_vocabularies(run: TrainConfig) -> None:
+    """Refuse a teacher, served here, with another vocabulary than the policy's; a ConfigError."""
+    for name in teachers_of(run):
+        teacher = run.auxiliary_models[name]
+        if teacher.url is None:
+            check_same_vocabulary(f"auxiliary_models.{name}.model", teacher.model, load_tokenizer(run.model.name))
+
+
+def _vocabulary(model: str) -> int | None:
+    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
+    file = Path(resolve_model(model)) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+
+
+# -- what is there, and what is asked of it ----------------------------------------------------------------------------
 
 
 def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any]) -> None:

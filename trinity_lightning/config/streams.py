@@ -1,23 +1,20 @@
 """Rules of objectives of several terms (policy_loss=streams), and of a teacher's top k (policy_loss=teacher_kl)."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from trinity_lightning.config.models import load_tokenizer, resolve_model
-from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import OnError, OperatorConfig, Section, checked
+from trinity_lightning.config.sections import OnError, Section, checked
+from trinity_lightning.config.servers import TEACHER_OPERATOR
 from trinity_lightning.config.training import AlgorithmConfig
-from trinity_lightning.config.values import number, one_of, unknown_name
+from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
 KEY = "algorithm.policy_loss.args.streams"
 TOKENS = ("rollouts", "expert", "observations", "weights")
-TEACHER_LOSS, TEACHER_OPERATOR = "teacher_kl", "teacher_top_k"
+TEACHER_LOSS = "teacher_kl"
 SUPERVISED = ("sft", TEACHER_LOSS)  # they need no advantages, and no policy that sampled the token
 LOSSES = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]  # of tokens
 TAKEN = ("entropy", "kl", "pg")  # actor/NAME_loss is another metric
@@ -129,40 +126,3 @@ def _check_teacher(run: TrainConfig) -> None:
                 "operator teacher_top_k: on_error is skip, and loss teacher_kl cannot do without the teacher: leave "
                 "on_error out."
             )
-
-
-def check_teacher_operator(run: TrainConfig, operator: OperatorConfig) -> None:
-    """Refuse a teacher that is not there, cannot read the policy's longest sequences, or is asked for too much.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
-    model, models = operator.args.get("model", "teacher"), list(run.auxiliary_models)
-    if model not in models:
-        message = unknown_name("auxiliary model", str(model), models)
-        fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
-        raise ConfigError(f"operator teacher_top_k: {message} {fix}")
-    k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
-    if vocabulary is not None and isinstance(k, int) and k > vocabulary:
-        raise ConfigError(f"operator teacher_top_k: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
-    teacher, longest = run.auxiliary_models[model], run.engine.max_model_len
-    if teacher.url is None and teacher.engine.max_model_len <= longest:
-        raise ConfigError(
-            f"auxiliary_models.{model}.engine.max_model_len is {teacher.engine.max_model_len}, and this teacher reads "
-            f"sequences of up to {longest} tokens (engine.max_model_len) and samples one more: give {longest + 1}."
-        )
-
-
-def check_vocabulary(run: TrainConfig, operator: OperatorConfig) -> None:
-    """Refuse a teacher, served here, with another vocabulary than the policy's; a ConfigError."""
-    model = operator.args.get("model", "teacher")
-    teacher = run.auxiliary_models[model]
-    if teacher.url is None:
-        check_same_vocabulary(f"auxiliary_models.{model}.model", teacher.model, load_tokenizer(run.model.name))
-
-
-def _vocabulary(model: str) -> int | None:
-    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
-    file = Path(resolve_model(model)) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
