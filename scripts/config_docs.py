@@ -145,7 +145,7 @@ Examples that are not trained on are a second file, another split, or a share of
 
 Every `buffer.dataset.held_out.interval` steps, and after the last one, `eval/loss` is the loss of all of them; of pairs
 `eval/accuracy` and `eval/margin` are what `actor/rewards/accuracies` and `margins` are of those trained on. They are in
-metrics.csv, in the loggers, in the report and in the step's line. One device measures them.
+metrics.csv, in the loggers, in the report and in the step's line. Of several devices each measures a share.
 
 """
 

@@ -10,7 +10,6 @@ from support.compose import composed
 from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
-from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.objective import Objective
@@ -60,8 +59,13 @@ def test_two_processes_train_as_one(
 ) -> None:
     """The other two pairs of objective and trainer: tests/trainer/test_equivalence.py, without the command."""
     arguments = (f"+recipe={recipe}", write(tmp_path / "data.jsonl", examples()), "optimizer.lr=1e-3", "steps=3")
+    arguments += ("buffer.dataset.held_out.share=0.3", "buffer.dataset.held_out.interval=2")
     one = train(run_train, tmp_path / "one", *arguments)
-    alike(train(run_train, tmp_path / "two", *arguments, *TRAINERS[trainer]), one)
+    two = train(run_train, tmp_path / "two", *arguments, *TRAINERS[trainer])
+    alike(two, one)
+    for name in ("eval/loss", *(PAIRS if recipe == "dpo" else ())):
+        assert column(two, name) == pytest.approx(column(one, name), rel=1e-4, abs=1e-6)
+        assert len(column(two, name)) == 2
 
 
 def test_dpo_learns_what_is_preferred(run_train: Commands, tmp_path: Path) -> None:
@@ -185,11 +189,3 @@ def test_held_out_examples_that_are_none_are_refused(overrides: list[str], words
     overrides = [f"buffer.dataset.held_out.{each}" for each in overrides]
     with pytest.raises(ConfigError, match=words):
         offline_data_module(typed_config(composed("+recipe=sft", path, *overrides, *TINY)), False, False, 64)
-
-
-def test_several_devices_measure_no_held_out_loss(tmp_path: Path) -> None:
-    path = write(tmp_path / "sums.jsonl", sums())
-    overrides = ["buffer.dataset.held_out.share=0.2", "trainer=ddp", "trainer.devices=2"]
-    config = composed("+recipe=sft", path, *overrides, *TINY)
-    with pytest.raises(ConfigError, match="held_out is measured by one device"):
-        validate(config)

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
@@ -128,7 +129,7 @@ def build(config: DictConfig) -> Run:
     if follower:  # rank 0 rolls out, saves, shows and records
         from trinity_lightning.explorer.follower import ExplorerFollower
 
-        callbacks = [*thread_share(typed), ExplorerFollower()] if online else []
+        callbacks = [*thread_share(typed), ExplorerFollower()] if online else held_out_loss(typed, (), monitor)
         data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed, policy, follower)
     elif online:
         check_room(typed)
@@ -140,7 +141,7 @@ def build(config: DictConfig) -> Run:
     else:
         data = offline_data(typed, policy, follower)
         stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
-        callbacks = [recorder, *held_out_loss(typed, data, monitor), monitor, stop]
+        callbacks = [recorder, *held_out_loss(typed, data.held_out, monitor), monitor, stop]
     return Run(
         config=typed,
         folder=folder,
@@ -363,14 +364,14 @@ def offline_data(config: TrainConfig, policy: PolicyModule, follower: bool) -> "
     return offline_data_module(config, policy.objective.pairs, follower, response_budget(config))
 
 
-def held_out_loss(config: TrainConfig, data: "OfflineExperienceDataModule", monitor: RunMonitor) -> list[L.Callback]:
-    """What measures the loss on the examples that are not trained on, if there are some."""
-    if not data.held_out:
+def held_out_loss(config: TrainConfig, examples: Sequence[Experience], monitor: RunMonitor) -> list[L.Callback]:
+    """What measures the loss on the examples that are not trained on (rank 0 has them), if there are some."""
+    dataset = config.buffer.dataset
+    if config.buffer.storage != "dataset" or not dataset.held_out.given:
         return []
     from trinity_lightning.buffer.held_out import HeldOutLoss
 
-    dataset, show = config.buffer.dataset, monitor.keep_metrics
-    return [HeldOutLoss(data.held_out, dataset.held_out.interval, config.steps, show, dataset.max_length)]
+    return [HeldOutLoss(examples, dataset.held_out.interval, config.steps, monitor.keep_metrics, dataset.max_length)]
 
 
 def _experts(config: TrainConfig) -> "ExpertData | None":

@@ -330,7 +330,7 @@ class Lacks(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank:
-            self.placement = pl_module._placement
+            self.placement = pl_module.placement
             self.placement._share = self._no_share
         trainer.save_checkpoint(self.target)
 
@@ -401,7 +401,7 @@ class Asks(L.Callback):
 
 def faulty(module: Any) -> dict[str, Any]:
     """What is found of a gradient whose last row, which the last rank holds, is infinite; and what clipping leaves."""
-    placement, named = module._placement, dict(module.policy.named_parameters())
+    placement, named = module.placement, dict(module.policy.named_parameters())
     names = list(named)
     for name, parameter in named.items():
         gradient = torch.ones(parameter.shape)

@@ -9,13 +9,13 @@ import torch
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.buffer.dataset import examples_of
+from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 from trinity_lightning.trainer.layout import collate, trained_tokens
-from trinity_lightning.trainer.placement import WHOLE
 
 # What the loss measures, and what it is called of examples that are not trained on.
 NAMES = {"rewards/accuracies": "eval/accuracy", "rewards/margins": "eval/margin"}
@@ -53,8 +53,10 @@ def held_out_of_run(
 class HeldOutLoss(L.Callback):
     """Logs `eval/loss`, of preference pairs `eval/accuracy` and `eval/margin` too, every so many steps and at the end.
 
+    Of several ranks each computes a share; rank 0 has read the examples, and logs.
+
     Args:
-        examples: what it is of, all together one optimizer batch.
+        examples: what it is of, all together one optimizer batch; on ranks other than 0 nothing.
         interval: optimizer steps, of which a step without rollouts is one, from one measurement to the next.
         total_steps: explore steps of the run.
         show: is given what was measured, or nothing, before the step's line is printed.
@@ -69,14 +71,21 @@ class HeldOutLoss(L.Callback):
         show: Callable[[dict[str, float]], None],
         max_response_length: int | None,
     ) -> None:
-        self._batch = OptimizerBatch.of(examples, 0, max_response_length)
+        self._examples, self._max_response_length = list(examples), max_response_length
         self._interval, self._total_steps, self._show = interval, total_steps, show
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the examples to all ranks."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._batch = OptimizerBatch.of(data.everywhere(lambda: self._examples), 0, self._max_response_length)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, if it is time to."""
         step = step_of(trainer)
         due = step % self._interval == 0 or step == self._total_steps
         measured = loss_of(pl_module, self._batch) if due else {}
+        if not trainer.is_global_zero:
+            return
         if due:
             log_row(trainer.loggers, measured, step, last_row(trainer))
         self._show(measured)
@@ -94,16 +103,23 @@ def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
         if policy.objective.needs_reference and "ref_logprobs" not in batch.columns:
             batch.columns |= policy.reference_column(batch)
         policy.objective.add_columns(batch)
-        passes = policy.passes()
-        (parts,) = passes.shares(batch, passes.rows(batch))
+        passes, placement = policy.passes(), policy.placement
+        shares = passes.shares(batch, passes.rows(batch), ranks_of(policy.trainer).size)
+        parts = [part for share in shares for part in share]
         tokens = trained_tokens(batch, parts), trained_tokens(batch, parts, sampled=True)
         losses, metrics = [], []
-        for part in parts:
+        for part in placement.passes(shares):
+            if part is None:
+                passes.idle(policy.policy, placement)
+                continue
             micro = collate(batch, part, policy.device)
-            logprobs, entropies = passes.through(policy.policy, micro, WHOLE)
+            logprobs, entropies = passes.through(policy.policy, micro, placement)
             loss, measured = policy.objective(logprobs, entropies, micro, batch, *tokens)
-            losses.append(float(loss))
+            losses.append(loss)
             metrics.append(measured)
     policy.policy.train()
+    losses, metrics = placement.from_all_ranks(losses, metrics)
     combined = combine_metrics(metrics)
-    return {"eval/loss": sum(losses)} | {NAMES[name]: float(combined[name]) for name in NAMES if name in combined}
+    return {"eval/loss": sum(map(float, losses))} | {
+        NAMES[name]: float(combined[name]) for name in NAMES if name in combined
+    }

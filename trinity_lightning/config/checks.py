@@ -174,7 +174,7 @@ def _check_groups_of_one(named: list[str]) -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _check_training(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+def _check_training(run: TrainConfig) -> None:
     """Refuse an objective that does not fit where its experiences come from."""
     algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
@@ -182,7 +182,7 @@ def _check_training(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     if not rollouts:
         from trinity_lightning.config.stored import check_without_rollouts
 
-        check_without_rollouts(run, trainer)
+        check_without_rollouts(run)
     elif algorithm.policy_loss.name == "dpo":
         raise ConfigError(
             "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."

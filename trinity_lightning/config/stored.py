@@ -1,12 +1,10 @@
 """Rules of runs that read what they train on, or a part of it: stored experiences, and examples of a dataset."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
-from trinity_lightning.config.training import DatasetConfig, HeldOutConfig, trains_together
+from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -14,11 +12,9 @@ DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no a
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def check_without_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
-    """Refuse an objective or settings of the Trainer that do not fit what is read; a ConfigError."""
+def check_without_rollouts(run: TrainConfig) -> None:
+    """Refuse an objective that does not fit what is read; a ConfigError."""
     algorithm, loss = run.algorithm, run.algorithm.policy_loss.name
-    if run.buffer.dataset.held_out.given and trains_together(trainer):
-        raise ConfigError("buffer.dataset.held_out is measured by one device: leave it out, or trainer=ddp or fsdp2.")
     if algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1:
         raise ConfigError(
             "without rollouts (buffer.storage) there is one optimizer step a read: set algorithm.optimizer_steps=1 and "

@@ -152,14 +152,14 @@ class Replicas(Whole):
         """The micro-batches of this rank."""
         return list(shares[self.ranks.rank])
 
-    def add_up(self, model: Any, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Gradients summed over all ranks, and the losses and metrics of all of them, in the order of ranks."""
-        self._add_up_gradients(model)
+    def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Losses and metrics of the micro-batches of all ranks, in the order of ranks."""
         own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
         found = self.ranks.exchange(own)
         return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
 
-    def _add_up_gradients(self, model: Any) -> None:
+    def add_up_gradients(self, model: Any) -> None:
+        """Sum them over all ranks."""
         add_up_gradients(model.parameters(), self.ranks)
 
 

@@ -298,7 +298,7 @@ class Shards(Replicas):
                     self._note(name)
         self._watch("", model)
 
-    def _add_up_gradients(self, model: Any) -> None:
+    def add_up_gradients(self, model: Any) -> None:
         """Each backward pass has done so, with zeros where there was no gradient: if no rank had one, there is none.
 
         The optimizer passes over such a parameter, as on one device: it would decay, and go on by its momentum.

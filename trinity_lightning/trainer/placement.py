@@ -23,8 +23,11 @@ class Whole:
         """What the `LogprobFn` yields of the policy or the reference."""
         return function(model, *arguments)
 
-    def add_up(self, model: Any, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Losses and metrics of each rank's micro-batches, of all ranks; and their gradients, added up."""
+    def add_up_gradients(self, model: Any) -> None:
+        """Make the model's gradients those of all ranks' micro-batches."""
+
+    def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Losses and metrics of the micro-batches of all ranks, in the order of ranks, from those of this one."""
         return losses, metrics
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:

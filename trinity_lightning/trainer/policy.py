@@ -244,7 +244,7 @@ class PolicyModule(L.LightningModule):
         return ranks_of(self.trainer)
 
     @property
-    def _placement(self) -> Whole:
+    def placement(self) -> Whole:
         """How the weights lie in the processes that train them."""
         return WHOLE if self._trainer is None else getattr(self.trainer.strategy, "placement", WHOLE)
 
@@ -362,18 +362,18 @@ class PolicyModule(L.LightningModule):
         shares = passes.shares(batch, rows, self._ranks.size)
         parts = [part for share in shares for part in share]
         if self.hparams["dropout"] == Dropout.keep.value or self.lora.dropout:
-            self._placement.seed_noise()
+            self.placement.seed_noise()
         try:
-            losses, metrics = self._accumulate(batch, parts, self._placement.passes(shares))
+            losses, metrics = self._accumulate(batch, parts, self.placement.passes(shares))
             trained = {"actor": self.policy} | ({} if self.critic is None else {"critic": self.critic})
             limit = self.algorithm.max_grad_norm
-            norms = {name: self._placement.clip(each.parameters(), limit) for name, each in trained.items()}
+            norms = {name: self.placement.clip(each.parameters(), limit) for name, each in trained.items()}
             if not math.isfinite(norm := math.hypot(*norms.values())):
                 from trinity_lightning.trainer.faults import describe_fault
 
-                faulty = self._placement.faulty_gradients(self.policy)
+                faulty = self.placement.faulty_gradients(self.policy)
                 if self.critic is not None:
-                    faulty += [f"critic.{name}" for name in self._placement.faulty_gradients(self.critic)]
+                    faulty += [f"critic.{name}" for name in self.placement.faulty_gradients(self.critic)]
                 self._skip_bad_step(batch, norm, describe_fault(batch, [part.rows for part in parts], losses, faulty))
                 return None
             metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
@@ -381,7 +381,7 @@ class PolicyModule(L.LightningModule):
             if self.critic is not None:
                 metrics |= self.critic.metrics(batch) | {"critic/lr": optimizer.param_groups[-1]["lr"]}
             optimizer.step()
-            self._placement.end_step()
+            self.placement.end_step()
             schedule.step()
         finally:
             optimizer.zero_grad()  # not at the next step: rollouts need the memory
@@ -412,7 +412,7 @@ class PolicyModule(L.LightningModule):
         """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
         computed_tokens = trained_tokens(batch, parts)
         sampled_tokens = trained_tokens(batch, parts, sampled=True)
-        passes, placement = self.passes(), self._placement
+        passes, placement = self.passes(), self.placement
         passes = passes if self.critic is None else self.critic.with_values(passes)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
@@ -434,7 +434,8 @@ class PolicyModule(L.LightningModule):
             losses.append(part_loss.detach())
             measured.append(part_metrics)
         trained = self.policy if self.critic is None else self
-        losses, measured = placement.add_up(trained, losses, measured)
+        placement.add_up_gradients(trained)
+        losses, measured = placement.from_all_ranks(losses, measured)
         metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
 
@@ -473,7 +474,7 @@ class PolicyModule(L.LightningModule):
         columns: dict[str, list[Tensor]] = {}
         with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
             if self.critic is not None:
-                columns |= self.critic.columns(self.passes(), self.policy, batch, self._placement, self._ranks)
+                columns |= self.critic.columns(self.passes(), self.policy, batch, self.placement, self._ranks)
             elif self.objective.needs_old_logprobs:
                 columns["old_logprobs"] = self._column(self.policy, batch)
         return columns | self.reference_column(batch)
@@ -490,15 +491,15 @@ class PolicyModule(L.LightningModule):
                 return {"ref_logprobs": self._column(self.policy, batch)}
 
     def _column(self, model: Any, batch: OptimizerBatch) -> list[Tensor]:
-        return self.passes().columns(model, batch, self._placement, self._ranks)[0]
+        return self.passes().columns(model, batch, self.placement, self._ranks)[0]
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability, at temperature 1, of each token given those before it: [len - 1]. What probes compare."""
-        self._placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
+        self.placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
         experience = Experience(tokens=list(token_ids), prompt_length=1)
         batch = OptimizerBatch.of([experience], explore_step=0)
-        return self.passes().columns(self.policy, batch, self._placement)[0][0].tolist()
+        return self.passes().columns(self.policy, batch, self.placement)[0][0].tolist()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -507,7 +508,7 @@ class PolicyModule(L.LightningModule):
 
         Adapters are merged into it, and written by themselves to `adapter` in it, which peft loads.
         """
-        weights = self._placement.state_dict(self.policy) if self.adapter is None else self.adapter.merged()
+        weights = self.placement.state_dict(self.policy) if self.adapter is None else self.adapter.merged()
         self.policy.save_pretrained(folder, state_dict=weights)
         if self.adapter is not None:
             self.adapter.save(Path(folder) / "adapter")
