@@ -292,10 +292,10 @@ def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
     """The engines that generate: what is sent to them is merged, or adapters that vLLM computes with itself."""
     if config.synchronizer.lora == "merged":
         return engines_of(config, folder)
-    from trinity_lightning.explorer.models.vllm_adapter import VLLMAdapterEngine
+    from trinity_lightning.explorer.models.vllm_adapter import adapter_engines
     from trinity_lightning.trainer.adapter import shapes_alone
 
-    return [VLLMAdapterEngine(config.model.name, config.engine, shapes_alone(config.model))]
+    return adapter_engines(config, folder, shapes_alone(config.model))
 
 
 def train_source(config: TrainConfig) -> TaskSource:

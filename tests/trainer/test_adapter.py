@@ -44,6 +44,7 @@ LORA = LoRAConfig(r=4)
 FAST = OptimizerConfig(lr=0.1)
 TEXT = list(range(4, 40))
 ADAPTER = ("model.lora.r=4", "synchronizer.lora=adapter")
+SERVER = ("engine=vllm_server",)
 
 
 def with_adapters(lora: LoRAConfig = LORA, dtype: str = "fp32", model: Any = None, **settings: Any) -> PolicyModule:
@@ -269,8 +270,9 @@ def _size(weight: Tensor) -> float:
         (["model.lora.r=4", "model.lora.targets=[]"], "give all-linear, or names such as"),
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
         (["synchronizer.lora=adapter"], "there is none: set model.lora.r=16"),
-        ([*ADAPTER, "engine=transformers"], "is of engine=vllm, not of engine=transformers"),
-        ([*ADAPTER, "engine=vllm_server"], "is of engine=vllm, not of engine=vllm_server"),
+        ([*ADAPTER, "engine=transformers"], "is of engine=vllm and vllm_server, not of engine=transformers"),
+        ([*ADAPTER, *SERVER, "engine.urls=[http://node7:8000]"], "is for servers that are started here"),
+        ([*ADAPTER, *SERVER, "synchronizer=nccl"], "gives servers a folder, and synchronizer=nccl sends none"),
         ([*ADAPTER, "+engine.args.quantization=fp8"], "engine.args.quantization rounds the weights"),
         ([*ADAPTER, "model.lora.r=513"], "vLLM takes adapters up to rank 512"),
         ([*ADAPTER, "+engine.args.enable_lora=true"], "sets enable_lora of vLLM itself"),

@@ -1,5 +1,6 @@
 """What synchronizer.lora=adapter, adapters that vLLM computes with itself, does not go together with."""
 
+from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 
@@ -13,8 +14,19 @@ def check_adapters(run: TrainConfig) -> None:
     engine, rank = run.engine, run.model.lora.r
     if rank is None:
         raise ConfigError(f"synchronizer.lora=adapter, and there is none: set model.lora.r=16, say, or {MERGE}.")
-    if engine.name != "vllm":
-        raise ConfigError(f"synchronizer.lora=adapter is of engine=vllm, not of engine={engine.name}: {MERGE}.")
+    if engine.name not in ("vllm", "vllm_server"):
+        raise ConfigError(
+            f"synchronizer.lora=adapter is of engine=vllm and vllm_server, not of engine={engine.name}: {MERGE}."
+        )
+    if engine.urls:
+        raise ConfigError(
+            f"synchronizer.lora=adapter is for servers that are started here, and engine.urls names others: {MERGE}."
+        )
+    if run.synchronizer.method in SENT:
+        raise ConfigError(
+            f"synchronizer.lora=adapter gives servers a folder, and synchronizer={run.synchronizer.method} sends none: "
+            f"take synchronizer=checkpoint, or {MERGE}."
+        )
     if engine.args.get("quantization") is not None:
         raise ConfigError(
             "synchronizer.lora=adapter, and engine.args.quantization rounds the weights that the adapters are trained "

@@ -182,7 +182,7 @@ class SynchronizerConfig(Section, key="synchronizer"):
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.
         lora: how adapters (model.lora) reach the engine: `merged` into the weights that it is sent; `adapter`, for vLLM
-            to compute with them itself, next to the weights that it has loaded (engine=vllm alone).
+            to compute with them itself, next to the weights that it has loaded (here, or in servers of the run).
 
     Raises:
         ConfigError: an unknown method, or a number out of its range.

@@ -169,9 +169,8 @@ def check_teachers(run: TrainConfig) -> None:
     Raises:
         ConfigError: names the key and the fix.
     """
-    for operator in run.operators.values():
-        if operator.name == TEACHER_OPERATOR:
-            _check_operator(run, operator)
+    for operator in (each for each in run.operators.values() if each.name == TEACHER_OPERATOR):
+        _check_operator(run, operator)
     longest, teachers = run.engine.max_model_len, teachers_of(run)
     for name in teachers:
         teacher = run.auxiliary_models[name]

@@ -20,6 +20,7 @@ from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import WeightStream
 
 KEPT = 2  # an engine may still be reading the weights before the last
+WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")  # files here are memory of this machine, on Linux
 PREFIX = "trinity-weights-"
 LOCK = "lock"
@@ -84,7 +85,7 @@ class WeightFolder:
         folder.mkdir()
         # A copy of each: safetensors refuses tensors that share memory, as tied ones do.
         tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous() for name, tensor in stream}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         self._written.append(folder)
         while len(self._written) > KEPT:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)

@@ -82,7 +82,7 @@ class ServerClient:
             why = await self._why()
             raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{why}") from error
         if response.status == 200:
-            return json.loads(text) if text else None
+            return json.loads(text) if response.content_type == "application/json" else None  # or a word of success
         message = f"{path.partition('?')[0]}: status {response.status}: {_message(text)}"
         if 400 <= response.status < 500:
             raise ValueError(message)

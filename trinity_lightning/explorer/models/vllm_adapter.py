@@ -1,27 +1,42 @@
-"""vLLM that computes with low-rank adapters itself, next to the weights that it has loaded."""
+"""vLLM that computes with low-rank adapters itself, next to the weights that it has loaded.
+
+vLLM's CPU build computes with wrong adapters once its weights were loaded again. vLLM is given the names of the adapted
+layers: it would prepare the head for an adapter too, and with such a head its CPU build cannot compute the
+log-probabilities of prompts, which probes ask for.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from safetensors.torch import save_file
 
 from trinity_lightning.config.adapters import RANKS, SET
 from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.sync.folder import WEIGHTS
 from trinity_lightning.sync.stream import Shape, WeightStream
 
-_NAME, _ID = "policy", 1
+_NAME, _ID = "adapter", 1
+_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
+
+
+def adapter_engines(config: TrainConfig, folder: Path, shapes: Mapping[str, Shape]) -> list[Engine]:
+    """The engines of a run, which are sent adapters of these shapes; `config.engine.name` is vllm or vllm_server."""
+    if config.engine.name == "vllm":
+        return [VLLMAdapterEngine(config.model.name, config.engine, shapes)]
+    return [*VLLMAdapterServerEngine.of_run(config, folder, shapes=shapes)]
 
 
 class VLLMAdapterEngine(VLLMEngine):
     """A `VLLMEngine` that is sent the policy's adapters (`trainer.adapter.Adapter.alone`), never its weights.
-
-    vLLM's CPU build computes with wrong adapters once its weights were loaded again. vLLM is given the names of the
-    adapted layers: it would prepare the head for an adapter too, and with such a head its CPU build cannot compute the
-    log-probabilities of prompts, which probes ask for.
 
     Args:
         model, config: as of a VLLMEngine.
@@ -30,11 +45,7 @@ class VLLMAdapterEngine(VLLMEngine):
 
     def __init__(self, model: str, config: EngineConfig, shapes: Mapping[str, Shape]) -> None:
         self._shapes = dict(shapes)
-        self._rank = next(shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight"))
-        self._layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in shapes})
-        room = next(rank for rank in RANKS if rank >= self._rank)
-        own = dict(zip(SET, (True, room, self._layers), strict=True))
-        super().__init__(model, replace(config, args={**config.args, **own}))
+        super().__init__(model, _with_room(config, shapes))
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
@@ -49,10 +60,73 @@ class VLLMAdapterEngine(VLLMEngine):
         from vllm.lora.request import LoRARequest
 
         tensors = {name: tensor.to("cpu").contiguous() for name, tensor in stream}
-        scale_of_1 = {"r": self._rank, "lora_alpha": self._rank}
-        config = {"peft_type": "LORA", "target_modules": self._layers, **scale_of_1}
         with TemporaryDirectory() as folder:
-            save_file(tensors, Path(folder) / "adapter_model.safetensors")
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+            save_file(tensors, Path(folder) / _TENSORS)
+            _describe(Path(folder), self._shapes)
             self._engine.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True))
         self._adapter = LoRARequest(_NAME, _ID, folder)  # which is loaded: its files are not read again
+
+
+class VLLMAdapterServerEngine(VLLMServerEngine):
+    """A `VLLMServerEngine` that is sent adapters as a folder; before the first ones it answers nothing.
+
+    Args:
+        model, config, others: as of a VLLMServerEngine, of a server that is started here.
+        shapes: as of a VLLMAdapterEngine.
+    """
+
+    def __init__(self, model: str, config: EngineConfig, *, shapes: Mapping[str, Shape], **others: Any) -> None:
+        self._shapes = dict(shapes)
+        self._holder: ServerClient | None = None  # of the server that has adapters; one that is started again has none
+        super().__init__(model, _with_room(config, shapes), **others)
+
+    @property
+    def weight_shapes(self) -> dict[str, Shape]:
+        """Those of the adapters."""
+        return self._shapes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_holder": None}
+
+    def _environment(self) -> dict[str, str]:
+        return super()._environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+    async def _check_model(self, client: ServerClient) -> None:
+        await super()._check_model(client)
+        self._model_id = _NAME
+
+    async def _reload(self, folder: Path, version: int) -> None:
+        """Have the server compute with the adapters of a folder.
+
+        The ones before are unloaded first: if they were replaced in place, vLLM would read the folder again at each
+        step of its decoding.
+        """
+        if not (folder / _TENSORS).exists():  # another server of the run may have been here
+            _describe(folder, self._shapes)
+            (folder / WEIGHTS).rename(folder / _TENSORS)
+        named = {"lora_name": _NAME}
+        if self._holder is self._running():
+            self._holder = None
+            await self._change("/v1/unload_lora_adapter", named)
+        await self._change("/v1/load_lora_adapter", {**named, "lora_path": str(folder)})
+        self._holder = self._running()
+        await self._changed(version)
+
+
+def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfig:
+    """The same engine, with room for these adapters."""
+    rank, layers = _rank_and_layers(shapes)
+    room = next(each for each in RANKS if each >= rank)
+    return replace(config, args={**config.args, **dict(zip(SET, (True, room, layers), strict=True))})
+
+
+def _describe(folder: Path, shapes: Mapping[str, Shape]) -> None:
+    """Write what vLLM reads beside the tensors, which hold s B: their own scale is 1."""
+    rank, layers = _rank_and_layers(shapes)
+    config = {"peft_type": "LORA", "target_modules": layers, "r": rank, "lora_alpha": rank}
+    (folder / _CONFIG).write_text(json.dumps(config))
+
+
+def _rank_and_layers(shapes: Mapping[str, Shape]) -> tuple[int, list[str]]:
+    rank = next(shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight"))
+    return rank, sorted({name.split(".lora_")[0].rpartition(".")[2] for name in shapes})

@@ -97,19 +97,24 @@ class VLLMServerEngine(Engine):
     capabilities = CAPABILITIES["vllm_server"]
 
     @classmethod
-    def of_run(cls, config: TrainConfig, folder: Path) -> "list[VLLMServerEngine]":
-        """Servers that share their weights' files; those that are started here, each with its cores and GPUs."""
+    def of_run(cls, config: TrainConfig, folder: Path, **others: Any) -> "list[VLLMServerEngine]":
+        """Servers that share their weights' files; those that are started here, each with its cores and GPUs.
+
+        Args:
+            config, folder: as of every engine.
+            others: further arguments of each.
+        """
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
         weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
         if engine.urls:
-            return [cls(name, engine, url=url, weights=weights, sync_method=method) for url in engine.urls]
+            return [cls(name, engine, url=url, weights=weights, sync_method=method, **others) for url in engine.urls]
         cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
         gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
         logs = [folder / f"vllm_server_{i}.log" for i in range(engine.servers)]
         return [
-            cls(name, engine, weights=weights, sync_method=method, cores=cores[i], gpus=gpus[i], log=logs[i])
+            cls(name, engine, weights=weights, sync_method=method, cores=cores[i], gpus=gpus[i], log=logs[i], **others)
             for i in range(engine.servers)
         ]
 
@@ -477,16 +482,17 @@ def _parallel_args(gpus: Sequence[int] | None, config: EngineConfig) -> dict[str
 
 def _command_line(arguments: Mapping[str, Any]) -> list[str]:
     """The same arguments as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
-    flags = []
+    flags: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if value is None:
             continue
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
         else:
-            text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
-            flags += [f"--{flag}", text]
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return flags
 
 
