@@ -267,7 +267,7 @@ def _size(weight: Tensor) -> float:
     [
         (["model.lora.r=0"], "model.lora.r is 0; give a whole number of 1 or more"),
         (["model.lora.alpha=8"], "model.lora.alpha has no effect without a rank"),
-        (["model.lora.r=4", "model.lora.targets=[]"], "give all-linear, or names such as"),
+        (["model.lora.r=4", "model.lora.targets=[]"], r"give all-linear, or \[q_proj,v_proj\]"),
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
         (["synchronizer.lora=adapter"], "there is none: set model.lora.r=16"),
         ([*ADAPTER, "engine=transformers"], "is of engine=vllm and vllm_server, not of engine=transformers"),
