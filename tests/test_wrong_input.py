@@ -611,6 +611,7 @@ def write_tasks(folder: Path, prompts: list[str]) -> None:
     (folder / "tasks.jsonl").write_text("\n".join(lines))
 
 
+CRITIC = ("algorithm=ppo_critic", "add_strategy=critic")
 QUICK = ("+recipe=grpo", "model=tiny", "taskset=dataset", "taskset.path=tasks.jsonl", "logger=csv", "steps=1")
 QUICK += (
     "explorer.eval_on_startup=false",
@@ -666,6 +667,7 @@ def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_tr
         (("ckpt_path=last", "steps=1"), "was written after step 2: give more steps"),
         (("ckpt_path=last", "steps=3", "model=smollm2"), "the run to resume trains tiny"),
         (("ckpt_path=garbage.ckpt", "steps=3"), "'garbage.ckpt' is no checkpoint of a training run"),
+        (("ckpt_path=last", "steps=3", *CRITIC), "algorithm.critic is a value head, and that of the checkpoint"),
     ):
         done = run_train(tmp_path, *quick, *arguments)
         assert done.returncode == 2, done.stdout[-3000:]
@@ -676,6 +678,18 @@ def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_tr
     assert done.returncode == 0, done.stdout[-3000:]
     assert "resuming with optimizer.lr = 0.0001" in done.stdout
     assert record.read_text() != before
+
+
+def test_a_critics_checkpoint_is_not_resumed_without_one(run_train: RunTrain, tmp_path: Path) -> None:
+    write_tasks(tmp_path, ["one", "two", "three", "four"])
+    quick = (*QUICK, "reward=contains_digits", "engine=transformers")
+    assert run_train(tmp_path, *quick, *CRITIC).returncode == 0
+    for arguments, asked in (((), "null"), ((*CRITIC, "algorithm.critic.model=tiny"), "a value model")):
+        done = run_train(tmp_path, *quick, *arguments, "ckpt_path=last", "steps=2")
+        assert done.returncode == 2, done.stdout[-3000:]
+        assert f"algorithm.critic is {asked}, and that of the checkpoint" in done.stdout
+        assert "is a value head: set algorithm.critic as in its run." in done.stdout
+        assert "Traceback" not in done.stdout
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
