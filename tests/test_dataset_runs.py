@@ -132,6 +132,16 @@ def test_data_of_the_other_kind_are_refused(
     assert words in done.stdout
 
 
+@pytest.mark.parametrize(("batch_size", "warned"), [(10, False), (11, True)])
+def test_a_batch_larger_than_the_dataset_is_warned_of(
+    batch_size: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "sums.jsonl", sums())
+    config = typed_config(composed("+recipe=sft", path, *TINY, f"buffer.batch_size={batch_size}"))
+    offline_data_module(config, False, False, 64)
+    assert ("buffer.batch_size=11 repeats some of 10 examples" in caplog.text) == warned
+
+
 # -- examples that are not trained on ----------------------------------------------------------------------------------
 
 
@@ -181,7 +191,8 @@ def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -
         (["path=no.jsonl"], "held_out.path: there is no file or folder 'no.jsonl'"),
         (["interval=5"], "held_out.interval has no effect"),
         (["share=0.01"], "which is 0 of 10 examples"),
-        (["split=test"], "split is test, which is trained on"),
+        (["split='train[:2]'"], r"split is train\[:2\], which is trained on"),
+        (["split=test"], "cannot load split 'test'.*Unknown split"),
     ],
 )
 def test_held_out_examples_that_are_none_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_files_of_every_format(tmp_path, suffix):
     assert [(task["prompt"], task["answer"], task["level"]) for task in taskset] == [
         (row["question"], row["solution"], row["level"]) for row in ROWS
     ]
-    assert len(Taskset.from_dataset(file, "test[:2]", formatter=NAMED)) == 2
+    assert len(Taskset.from_dataset(file, "train[:2]", formatter=NAMED)) == 2
 
 
 def test_folders_of_files_and_saved_datasets(tmp_path):
@@ -339,12 +339,14 @@ def test_folders_of_files_and_saved_datasets(tmp_path):
     table = datasets.Dataset.from_list(ROWS[3:])
     table.save_to_disk(tmp_path / "table")
     datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "splits")
-    for folder in ("files", "table", "splits"):
-        taskset = Taskset.from_dataset(tmp_path / folder, "test", formatter=NAMED)
+    for folder, split in (("files", "test"), ("table", "train"), ("splits", "test")):
+        taskset = Taskset.from_dataset(tmp_path / folder, split, formatter=NAMED)
         assert ([task["prompt"] for task in taskset], taskset.name) == (["q3", "q4"], folder)
-    for folder in ("files", "splits"):
-        with pytest.raises(ConfigError, match=r"nknown split .dev.*test"):
+    for folder, known in (("files", "test"), ("table", "train"), ("splits", "test")):
+        with pytest.raises(ConfigError, match=rf"nknown split .dev.*{known}"):
             Taskset.from_dataset(tmp_path / folder, "dev", formatter=NAMED)
+    with pytest.raises(ConfigError, match=r"unknown split 'train.:2.'"):
+        Taskset.from_dataset(tmp_path / "table", "train[:2]", formatter=NAMED)
 
 
 def test_conversations_of_a_file(tmp_path):
@@ -358,7 +360,7 @@ def test_conversations_of_a_file(tmp_path):
         ("trian.jsonl", "did you mean '.*train.jsonl'"),
         ("notes.txt", "no known format"),
         ("zero.jsonl", "is empty"),
-        ("broken.jsonl", "cannot load split 'train'.*JSON parse error"),
+        ("broken.jsonl", "cannot load split 'train'.*line 1 is no JSON object"),
         ("folder", "cannot load split 'train'.*data files"),
         ("foldr", "did you mean '.*folder'"),
     ],
@@ -373,13 +375,26 @@ def test_a_wrong_file_says_what_to_do(tmp_path, path, message):
         Taskset.from_dataset(tmp_path / path)
 
 
-def test_a_split_of_a_file_is_warned_of(tmp_path, caplog):
+@pytest.mark.parametrize("split", ["trian", "test", "test[:2]", "train+test", "all[:2]"])
+def test_a_file_has_one_split(split, tmp_path):
+    file = tmp_path / "test.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    with pytest.raises(ConfigError, match=r"cannot load split .* of dataset .*nknown split"):
+        dataset_entries(str(file), split, None)
+
+
+def test_a_slice_of_a_file_is_that_slice(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS)))
-    assert len(dataset_entries(str(file), "train[:2]", None)) == 2
-    assert not caplog.messages
-    assert len(dataset_entries(str(file), "test", None)) == len(ROWS)
-    assert "is a file, which has no splits: split=test reads it as it is" in caplog.text
+    assert [row["question"] for row in dataset_entries(str(file), "train[-2:]", None)] == ["q3", "q4"]
+    assert len(dataset_entries(str(file), "train[:50%]", None)) == len(ROWS) // 2
+
+
+@pytest.mark.parametrize("line", [b"[1, 2]", b"\x80\x00\xff", b'{"question": ', b'"text"'])
+def test_a_line_that_is_no_object_is_named(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a"}\n\n' + line)
+    with pytest.raises(ConfigError, match=r"rows.jsonl': line 3 is no JSON object, which every line has to be"):
+        dataset_entries(str(tmp_path / "rows.jsonl"), "train", None)
 
 
 def test_an_unreachable_hub_is_a_readable_error(monkeypatch):

@@ -236,6 +236,14 @@ def test_what_cannot_train_is_refused(case: str) -> None:
         PolicyModule("tiny", optimizer={"lr": LR} | settings)
 
 
+def test_no_learning_rate_is_warned_of_unless_the_schedule_may_have_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    own = {"name": "torch.optim.lr_scheduler.OneCycleLR", "args": {"max_lr": LR, "total_steps": 2}}
+    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": own})
+    assert not caplog.messages
+    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": "cosine", "warmup_steps": 1})
+    assert caplog.messages == ["optimizer.lr is 0: the policy's weights do not change."]
+
+
 def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[optim\]'"):

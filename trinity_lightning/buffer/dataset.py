@@ -49,6 +49,7 @@ class Example:
     def __init__(self, tokenizer: Any, entry: Entry) -> None:
         self._tokenizer = tokenizer
         self._fields = {name: value for name, value in entry.items() if value is not None}
+        self._absent = sorted(entry.keys() - self._fields.keys())
         for name in _LISTS:
             if isinstance(self._fields.get(name), list):
                 self._fields[name] = [_message(each) for each in self._fields[name]]
@@ -91,17 +92,20 @@ class Example:
         """What is imitated: the completion of a prompt, the assistant's turns of a conversation, or a whole text.
 
         Raises:
-            ConfigError: there is none of these, or it cannot be seen in the rendered conversation who wrote what.
+            ConfigError: none of these, an empty completion, or it cannot be seen in the conversation who wrote what.
         """
         fields = self._fields
         if {"prompt", "completion"} <= fields.keys():
+            if not fields["completion"]:
+                raise ConfigError("completion is empty: there is nothing to learn; leave the entry out.")
             begin, tokens = self._rendered(fields["prompt"], fields["completion"])
             return Experience(tokens=tokens, prompt_length=begin)
         named = next((name for name in ("messages", "conversations") if name in fields), None)
         if named is not None:
-            tokens, mask = self._turns(self._column(named, list))
+            tokens, mask = self._turns(messages := self._column(named, list))
             if True not in mask:
-                raise ConfigError("the conversation has no turn of the assistant, and nothing to learn.")
+                roles = ", ".join(sorted({str(message["role"]) for message in messages})) or "none"
+                raise ConfigError(f"the conversation has no turn of the assistant to learn from; roles: {roles}.")
             begin = max(mask.index(True), 1)
             return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
         if "text" in fields:
@@ -119,7 +123,8 @@ class Example:
         return value
 
     def _columns(self) -> str:
-        return ", ".join(sorted(self._fields)) or "nothing"
+        absent = [f"no {name} (missing or null)" for name in self._absent]
+        return ", ".join([*sorted(self._fields), *absent]) or "nothing"
 
     def _rendered(self, prompt: Any, response: Any) -> tuple[int, list[int]]:
         """Where the response begins, and the tokens of both: where those differ that the prompt alone would have."""
@@ -283,6 +288,8 @@ class ExampleReader(CursorReader):
     def of_run(cls, config: TrainConfig, examples: Sequence[Experience]) -> "ExampleReader":
         """Reads these examples as a run trains on them."""
         buffer = config.buffer
+        if buffer.repeat and len(examples) < buffer.batch_size:
+            logger.warning("buffer.batch_size=%d repeats some of %d examples.", buffer.batch_size, len(examples))
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:

@@ -139,7 +139,7 @@ class TasksetConfig(Section, key="taskset"):
         if self.size is not None and self.source != "reasoning_gym":
             part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
             raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {self.source}{part}.")
-        if self.split != "train" and self.source == "reasoning_gym":  # a file is the split that is asked for
+        if self.split != "train" and self.source == "reasoning_gym":
             raise ConfigError(f"taskset.split is {self.split}, and reasoning_gym has no splits: leave it out.")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
 from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
-from trinity_lightning.config.values import number, whole_number
+from trinity_lightning.config.values import nearest, number, whole_number
 from trinity_lightning.errors import ConfigError
 
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
@@ -42,8 +42,10 @@ def is_local(path: str) -> bool:
 
 def check_dataset_path(key: str, path: str | None) -> None:
     """Refuse a file or folder that is not there; a ConfigError."""
-    if path and is_local(path) and not Path(path).expanduser().exists():
-        raise ConfigError(f"{key}: there is no file or folder '{path}'.")
+    if path and is_local(path) and not (place := Path(path).expanduser()).exists():
+        match = nearest(place.name, [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else [])
+        hint = f": did you mean '{place.parent / match}'?" if match else "."
+        raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}")
 
 
 def check_buffer(buffer: BufferConfig) -> None:
@@ -58,10 +60,10 @@ def check_buffer(buffer: BufferConfig) -> None:
         raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
     else:
         check_dataset_path("buffer.path", buffer.path)
-        check_held_out(buffer.dataset, str(buffer.path))
+        check_held_out(buffer.dataset)
 
 
-def check_held_out(dataset: DatasetConfig, path: str) -> None:
+def check_held_out(dataset: DatasetConfig) -> None:
     """Refuse held-out examples that are none, or those that are trained on; a ConfigError."""
     held_out, key = dataset.held_out, "buffer.dataset.held_out"
     whole_number(f"{key}.interval", held_out.interval, least=1)
@@ -69,8 +71,7 @@ def check_held_out(dataset: DatasetConfig, path: str) -> None:
     if held_out.share is not None and (held_out.path or held_out.split):
         raise ConfigError(f"{key}: give a share of the examples, or a path or split of others, not both.")
     check_dataset_path(f"{key}.path", held_out.path)
-    file = Path(path).suffix in FILE_FORMATS and "[" not in (held_out.split or "[")  # it has no other split
-    if held_out.path is None and (held_out.split == dataset.split or file):
+    if held_out.path is None and dataset.split in (held_out.split, (held_out.split or "").partition("[")[0]):
         raise ConfigError(f"{key}.split is {held_out.split}, which is trained on: give another.")
     if held_out.interval != HeldOutConfig.interval and not held_out.given:
         raise ConfigError(f"{key}.interval has no effect: give {key}.path, split or share, too.")

@@ -97,8 +97,7 @@ class PolicyModule(L.LightningModule):
 
     Attributes:
         skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
-        bad_steps, bad_steps_in_a_row: those whose gradient was not finite, in all and since the last good one; nor
-            did they take a step.
+        bad_steps, bad_steps_in_a_row: without a step, as the gradient was not finite; in all, and since a good one.
 
     Raises:
         ConfigError: a number of the algorithm or the optimizer is out of its range; or dtype=auto, which every resume
@@ -131,6 +130,8 @@ class PolicyModule(L.LightningModule):
         check_optimizer(self.optimizer_config)
         if self.objective.caveat is not None:
             logger.warning(self.objective.caveat)
+        if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # the named scale it
+            logger.warning("optimizer.lr is 0: the policy's weights do not change.")
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None  # of the model, whose weights are not trained then

@@ -68,7 +68,9 @@ def apply_template(
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with text as its content, and tool calls only if it has any."""
+    """The message with text as its content, and tool calls only if it has any. ConfigError: it has no role."""
+    if not message.get("role"):
+        raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
     kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
     return kept | {"content": _text(message.get("content"))}
 

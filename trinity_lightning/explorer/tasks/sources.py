@@ -2,18 +2,16 @@
 
 import dataclasses
 import itertools
-import logging
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.config.stored import FILE_FORMATS, is_local
-from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
-
-logger = logging.getLogger(__name__)
 
 FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 
@@ -71,56 +69,51 @@ def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
     Args:
         path: a .jsonl, .json, .parquet or .csv file, a folder of such files, a folder made by `save_to_disk`, or a
             hub name.
-        split: name of the split, or a slice of it ("train[:100]"); a file has the one that is asked for.
+        split: name of the split, or a slice of it ("train[:100]"); a file has one: train. What was saved has no slices.
         subset: name of the dataset's configuration on the hub ("main" of gsm8k).
 
     Raises:
         ConfigError: nothing there, an unknown format, split or subset, or content that cannot be read.
     """
     local = Path(path).expanduser()
-    if local.is_file():
-        _check_file(local)
-        if split.partition("[")[0] != "train":
-            logger.warning("'%s' is a file, which has no splits: split=%s reads it as it is.", path, split)
-    elif not local.is_dir() and is_local(path):
-        raise ConfigError(_missing(local))
+    check_dataset_path("dataset", path)
+    if local.is_file() and local.suffix not in FILE_FORMATS:
+        raise ConfigError(f"dataset '{path}' is of no known format: give one of {', '.join(FILE_FORMATS)}.")
+    if local.is_file() and local.stat().st_size == 0:
+        raise ConfigError(f"dataset '{path}' is empty.")
     import datasets  # a second to import
     from datasets.exceptions import DatasetsError
 
     try:
         if local.is_file():
-            files = {split.partition("[")[0]: str(local)}
-            entries = datasets.load_dataset(FILE_FORMATS[local.suffix], data_files=files, split=split)
+            entries = datasets.load_dataset(FILE_FORMATS[local.suffix], data_files=str(local), split=split)
         elif (local / "state.json").is_file():
-            entries = datasets.load_from_disk(local)
+            entries = _split_of({"train": datasets.load_from_disk(local)}, split)
         elif (local / "dataset_dict.json").is_file():
             entries = _split_of(datasets.load_from_disk(local), split)
         else:
             entries = datasets.load_dataset(str(local) if local.is_dir() else path, subset, split=split)
     except (DatasetsError, OSError, ValueError) as error:
-        reason = f"{error} ({error.__cause__})" if error.__cause__ else f"{error}"
+        reason = _wrong_line(local) or (f"{error} ({error.__cause__})" if error.__cause__ else f"{error}")
         raise ConfigError(f"cannot load split '{split}' of dataset '{path}': {reason}") from error
     return entries  # pyright: ignore[reportReturnType]
+
+
+def _wrong_line(file: Path) -> str:
+    """The first line of a JSONL file that is no JSON object; nothing if there is none, and for other files."""
+    lines = file.read_bytes().splitlines() if file.suffix == ".jsonl" and file.is_file() else ()
+    for number, line in enumerate(lines, start=1):
+        try:
+            json.loads(line.strip() or "{}").items()
+        except (AttributeError, ValueError):
+            return f"line {number} is no JSON object, which every line has to be."
+    return ""
 
 
 def _split_of(splits: Any, split: str) -> "Entries":
     if split not in splits:
         raise ConfigError(unknown_name("split", split, splits))
     return splits[split]
-
-
-def _check_file(file: Path) -> None:
-    if file.suffix not in FILE_FORMATS:
-        raise ConfigError(f"dataset '{file}' is of no known format: give one of {', '.join(FILE_FORMATS)}.")
-    if file.stat().st_size == 0:
-        raise ConfigError(f"dataset '{file}' is empty.")
-
-
-def _missing(place: Path) -> str:
-    neighbours = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
-    match = nearest(place.name, neighbours)
-    hint = f"did you mean '{place.parent / match}'?" if match else "give a file, a folder, or a hub name 'org/name'."
-    return f"there is no dataset '{place}': {hint}"
 
 
 def check_first_entries(taskset: "Taskset", path: str, split: str) -> None:

@@ -232,9 +232,7 @@ class Taskset(TaskSelection):
         """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
 
         Args:
-            path: file, folder (of such files, or made by `save_to_disk`), or hub name.
-            split: name of a split, or a slice of one ("train[:100]"); a single file has the split that is asked for.
-            subset: name of the dataset's configuration on the hub ("main" of gsm8k).
+            path, split, subset: as of `sources.dataset_entries`.
             name: how the taskset is called; None for the last part of `path`.
 
         Raises:
