@@ -69,7 +69,8 @@ sums), leave that out and give yours:
         '~eval_tasksets.addition_heldout' '+eval_tasksets={games: {name: games, source: dataset, path: heldout.jsonl}}'
 
 A function that raises, or returns something that is no finite number, fails its rollout, which is tried again. If that
-happens to every answer of the first 16 tasks, the run ends with a sentence that names the function and the error.
+happens to every answer of the tasks that end first, at least 16 of them (an engine may end many at once), the run gives
+the others up, and ends with a sentence that names the function and the error.
 
 ## Slow rewards
 

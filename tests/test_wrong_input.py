@@ -26,6 +26,7 @@ from trinity_lightning.trainer.budget import CPU_TOKENS
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
 BY_THE_COMMAND = {
     "unknown recipe": (["+recipe=grop"], ["unknown recipe 'grop'", "Did you mean 'grpo'"]),
+    "letters of a recipe exchanged": (["+recipe=gpro"], ["Did you mean 'grpo'"]),
     "misspelt nested key": (["+recipe=grpo", "explorer.batch_sise=4"], ["Did you mean 'explorer.batch_size'"]),
     "mapping that changes nothing": (
         ["+recipe=grpo", "eval_tasksets={}"],
@@ -52,6 +53,8 @@ BY_SAMPLED_TOKENS = ["+recipe=on_policy_distill", TEACHER]
 STREAM = ["+recipe=grpo", "algorithm=streams"]
 STREAMS = "+algorithm.policy_loss.args.streams"
 REFUSED = {
+    "two recipes": (["+recipe=grpo", "+recipe=ppo"], ["recipe is chosen twice: give +recipe=NAME once."]),
+    "strategy by its name": (["+recipe=grpo", "trainer.strategy=ddp"], ["choose trainer=ddp or trainer=fsdp2."]),
     "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
     "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
     "free key without a plus": (
@@ -278,7 +281,7 @@ REFUSED = {
     "a name that cannot be left out": (["+recipe=grpo", "~taskset.name"], ["taskset.name cannot be left out"]),
     "arguments of the loss by their old key": (
         ["+recipe=grpo", "algorithm.policy_loss_args.clip_range_low=0.1"],
-        ["unknown key 'algorithm.policy_loss_args'. It is algorithm.policy_loss.args now."],
+        ["unknown key 'algorithm.policy_loss_args'. It is called algorithm.policy_loss.args."],
     ),
     "an argument of a strategy beside its args": (
         ["+recipe=grpo", "add_strategy.grpo.epsilon=0.1"],

@@ -424,6 +424,7 @@ def quiet_lightning() -> None:
     log.handlers.clear()
     log.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*LeafSpec.*")  # of torch's pytrees, which Lightning uses
+    warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")  # at every resume
 
 
 def record_config(config: DictConfig, file: Path) -> None:

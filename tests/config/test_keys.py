@@ -38,7 +38,7 @@ def refused_recipe(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("key", RENAMED)
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_an_old_key_is_refused_with_the_new_one(plus: str, key: str) -> None:
-    assert refusal(f"{plus}{key}=1") == f"unknown key '{key}'. It is {RENAMED[key]} now."
+    assert refusal(f"{plus}{key}=1") == f"unknown key '{key}'. It is called {RENAMED[key]}."
 
 
 @pytest.mark.parametrize("key", RENAMED)
@@ -46,19 +46,19 @@ def test_an_old_key_in_a_recipe_too(key: str, tmp_path: Path) -> None:
     text = GLOBAL
     for depth, name in enumerate(key.split(".")):
         text += f"{'  ' * depth}{name}:\n"
-    assert f"unknown key '{key}'. It is {RENAMED[key]} now." in refused_recipe(tmp_path, text)
+    assert f"unknown key '{key}'. It is called {RENAMED[key]}." in refused_recipe(tmp_path, text)
 
 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: AlgorithmConfig(policy_loss_args={}), "It is algorithm.policy_loss.args now"),  # type: ignore[call-arg]
-        (lambda: EngineConfig(kind="vllm"), "It is engine.name now"),  # type: ignore[call-arg]
+        (lambda: AlgorithmConfig(policy_loss_args={}), "It is called algorithm.policy_loss.args"),  # type: ignore[call-arg]
+        (lambda: EngineConfig(kind="vllm"), "It is called engine.name"),  # type: ignore[call-arg]
         (lambda: EngineConfig(max_seqs=3), "'engine.max_seqs'. Did you mean 'engine.max_num_seqs'"),  # type: ignore[call-arg]
         (lambda: TrainConfig(sede=3), "unknown key 'sede'. Did you mean 'seed'"),  # type: ignore[call-arg]
         (
             lambda: section_of("algorithm", AlgorithmConfig, {"policy_loss_args": {}}),
-            "It is algorithm.policy_loss.args",
+            "It is called algorithm.policy_loss.args",
         ),
         (lambda: section_of("algorithm", AlgorithmConfig, {"kl": {"coeff": 1}}), "Did you mean 'algorithm.kl.coef'"),
         (lambda: section_of("algorithm", AlgorithmConfig, {"kl": {"coef": -1}}), "^algorithm.kl.coef is -1"),

@@ -3,9 +3,12 @@
 import os
 import random
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from trinity_lightning.build import quiet_lightning
 from trinity_lightning.config.checkpoints import check_whole
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -80,7 +83,18 @@ def test_no_damage_is_read_as_if_it_were_whole(tmp_path):
     assert refused > 100
 
 
+def test_a_resumed_runs_folder_of_checkpoints_is_nothing_to_warn_of(tmp_path, recwarn):
+    (tmp_path / "it.ckpt").touch()
+    checkpoints = ModelCheckpoint(tmp_path)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.warns(UserWarning, match="not empty"):  # Lightning's own way
+        checkpoints.setup(trainer, L.LightningModule(), "fit")
+    quiet_lightning()
+    checkpoints.setup(trainer, L.LightningModule(), "fit")
+    assert not [each for each in recwarn if "not empty" in str(each.message)]
+
+
 def test_a_checkpoint_with_none_before_it(tmp_path):
     (tmp_path / "it.ckpt").write_bytes(b"PK")
-    with pytest.raises(ConfigError, match="there is none before it: begin again"):
+    with pytest.raises(ConfigError, match=r"\): give another, or leave ckpt_path out to begin again\.$"):
         check_whole(tmp_path / "it.ckpt")

@@ -78,8 +78,8 @@ def check_whole(path: Path) -> None:
         return
     there = checkpoints_in(path.parent)
     before = [each for each in there if each != path and each.stat().st_mtime <= path.stat().st_mtime]
-    fix = f"give the one before it, ckpt_path='{before[-1]}'" if before else "there is none before it: begin again"
-    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): {fix}.")
+    fix = f"the one before it, ckpt_path='{before[-1]}'" if before else "another, or leave ckpt_path out to begin again"
+    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): give {fix}.")
 
 
 def check_file(path: Path) -> None:

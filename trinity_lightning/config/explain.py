@@ -23,6 +23,7 @@ from trinity_lightning.errors import ConfigError
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
+_TWICE = re.compile(r"Multiple values for ([\w/]+)\.")
 _NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
 
 
@@ -41,6 +42,8 @@ def explain(error: BaseException) -> str:
         group, name, key, value = entry.groups()
         whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
         return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
+    if twice := _TWICE.match(str(root)):
+        return f"{twice[1]} is chosen twice: give {'+' if twice[1] == 'recipe' else ''}{twice[1]}=NAME once."
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
         return " ".join(str(root).split()) if isinstance(root, yaml.YAMLError) else str(root).strip()
     place = f"{_place(file[1], file[2], str(root.full_key))}: " if file else ""
@@ -159,18 +162,9 @@ _WRONG_VALUES = [
         (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
         (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
         (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
-        (
-            r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[int",
-            "is '{}'; give a whole number or a name",
-        ),
-        (
-            r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[bool",
-            "is '{}'; give true, false or a name",
-        ),
-        (
-            r"Merge error: \w+ is not a subclass of \w+. value: (.*)",
-            "holds '{}' where keys belong; give {{KEY: VALUE}}",
-        ),
+        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[int", "is '{}'; give a whole number or a name"),
+        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[bool", "is '{}'; give true, false or a name"),
+        (r"Merge error: .* is not a subclass of .* value: (.*)", "holds '{}' where keys belong; give {{KEY: VALUE}}"),
         (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong; give {{KEY: VALUE}}"),
         (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
         (r"Incompatible value 'None' for field|field '[\w.]+' is not Optional", "cannot be null; give a value"),
@@ -201,6 +195,8 @@ def _not_there(key: str, parent: Any) -> str:
     prefix, _, name = key.rpartition(".")
     if key == "plan":
         return "plan.* is asked of another command: python -m trinity_lightning.plan, with the run's own arguments."
+    if key == "trainer.strategy":
+        return "trainer.strategy comes with a group: choose trainer=ddp or trainer=fsdp2."
     if key in RENAMED or nearest(name, siblings):
         return unknown_key(key, siblings)
     if name == "args":

@@ -211,15 +211,11 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
         if not new_folders:
             OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
         command()
-    except CONFIG_ERRORS as error:
-        from trinity_lightning.config.explain import explain
+    except (*CONFIG_ERRORS, ValueError, OSError, RecursionError) as error:
+        from trinity_lightning.config.explain import explain, explain_composition
 
-        print(f"trinity-lightning: {explain(error)}", file=sys.stderr)
-        sys.exit(2)
-    except (ValueError, OSError, RecursionError) as error:
-        from trinity_lightning.config.explain import explain_composition
-
-        if (sentence := explain_composition(error)) is None:
+        sentence = explain(error) if isinstance(error, CONFIG_ERRORS) else explain_composition(error)
+        if sentence is None:
             raise
         print(f"trinity-lightning: {sentence}", file=sys.stderr)
         sys.exit(2)

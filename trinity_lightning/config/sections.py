@@ -17,17 +17,18 @@ from trinity_lightning.errors import ConfigError
 # -- sections, and keys that are not there ----------------------------------------------------------------------------
 
 
-# What keys of earlier versions are called now.
+# What keys of earlier versions, and of other libraries, are called here.
 RENAMED = {
     "algorithm.policy_loss_args": "algorithm.policy_loss.args",
     "engine.kind": "engine.name",
+    "optimizer.learning_rate": "optimizer.lr",
 }
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """A message for a key that is not there: what it is called now, or the nearest of its siblings."""
+    """A message for a key that is not there: what it is called, or the nearest of its siblings."""
     if key in RENAMED:
-        return f"unknown key '{key}'. It is {RENAMED[key]} now."
+        return f"unknown key '{key}'. It is called {RENAMED[key]}."
     prefix, dot, name = key.rpartition(".")
     names = sorted(siblings)
     match = nearest(name, names)

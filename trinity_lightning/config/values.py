@@ -10,10 +10,11 @@ from trinity_lightning.errors import ConfigError
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that begins with `name`, or else is most like it; None when none is alike."""
+    """The allowed name that begins with `name`, or has its letters in another order, or is most like it; else None."""
     names = list(allowed)
     longer = [each for each in names if len(name) > 2 and each.startswith(name)]
-    return next(iter(longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)), None)
+    swapped = [each for each in names if sorted(each) == sorted(name)]  # which difflib rates no higher than a wrong one
+    return next(iter(longer or swapped or difflib.get_close_matches(name, names, n=1, cutoff=0.5)), None)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:

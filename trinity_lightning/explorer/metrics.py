@@ -50,17 +50,18 @@ def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[f
 
 
 def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Rewards of an explore step's runs, the share of groups with equal ones, and the lengths of its experiences."""
+    """Rewards of an explore step's runs, the share of groups (of several) with equal ones, lengths of experiences."""
     groups = valid_rewards(experiences)
     rewards = [reward for group in groups.values() for reward in group]
     responses = [float(len(e.tokens) - e.prompt_length) for e in experiences]
     clipped = [e.truncate_status == "response_truncated" for e in experiences]
     metrics = {
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "frac_reward_zero_std": statistics.fmean(equal_rewards(group) for group in groups.values()),
         "response_length/clip_ratio": statistics.fmean(clipped),
         "sample/model_version/mean": statistics.fmean(float(e.info.get("model_version", 0)) for e in experiences),
     }
+    if len(runs_of(experiences)) > len(groups):
+        metrics["frac_reward_zero_std"] = statistics.fmean(equal_rewards(group) for group in groups.values())
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
     for name in dict.fromkeys(name for e in experiences for name in e.metrics if name.startswith("reward/")):

@@ -353,7 +353,7 @@ class Scheduler:
 
         With over-rollout, a train batch is finished when 1 - ratio of its tasks are and `wait_after_min` seconds more
         have passed; what is unfinished then is treated as after a time-out. So are the others if the reward functions
-        failed on every answer to the first 16 tasks, and no task has given an experience before.
+        failed on every answer to those that ended, at least 16, and no task has given an experience before.
 
         Args:
             batch_id: which batch; an unknown one gives ([], []) at once.

@@ -53,7 +53,7 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
             or a mapping from them to weights. Without a weight it is 1.
 
     Raises:
-        ConfigError: an unknown name, something that cannot be called, a weight that is no number, or two of one name.
+        ConfigError: an unknown name, what cannot be called as a reward, a weight that is no number, or two of one name.
     """
     if reward_fn is None:
         return []
@@ -147,6 +147,12 @@ def _function(entry: Any) -> RewardFunction:
         raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
     if isinstance(function, type):
         raise ConfigError(f"reward function {entry!r} is a class: give a function (response, task), or an object.")
+    try:
+        inspect.signature(function).bind("response", "task")
+    except TypeError as error:
+        raise ConfigError(f"reward function {entry!r} cannot be called as (response, task): {error}.") from error
+    except ValueError:  # one written in C that does not say what it takes
+        pass
     return cast("RewardFunction", function)
 
 
