@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
@@ -76,7 +77,8 @@ class Run:
         """Write the trained policy and close the loggers, so that the next job of a sweep gets a W&B run of its own."""
         self._save_last_checkpoint()
         if self.trainer.is_global_zero and self.config.save_model:
-            self.policy.save_pretrained(self.folder / "model")
+            with disk_full_named(self.folder / "model"):
+                self.policy.save_pretrained(self.folder / "model")
         self.trainer.strategy.barrier()  # others have a share of what is saved
         if not self.trainer.is_global_zero:
             return

@@ -35,6 +35,13 @@ class ReadOnlyError(TrinityError, FrozenInstanceError):
     """A field was written that cannot change; the message says what to do instead."""
 
 
+class DiskFullError(TrinityError, OSError):
+    """What `filename` names could not be written for want of room."""
+
+    def __str__(self) -> str:
+        return f"'{self.filename}' could not be written ({self.strerror}): make room there, or write to another disk."
+
+
 class OperatorError(TrinityError):
     """An experience operator failed; the message says which, why, and where the step's experiences are."""
 

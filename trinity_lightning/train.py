@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
+from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import validate, workflow_arguments
 from trinity_lightning.config.models import BUILT_IN_MODELS
@@ -28,8 +29,9 @@ def train(config: DictConfig) -> "L.Trainer":
     except (ValueError, TypeError) as error:  # an argument that a part does not have: the part's own words say it best
         raise ConfigError(str(error)) from error
     run.announce()
-    run.trainer.fit(run.policy, run.data, ckpt_path=run.checkpoint, weights_only=True)
-    run.finish()
+    with disk_full_named(run.folder):
+        run.trainer.fit(run.policy, run.data, ckpt_path=run.checkpoint, weights_only=True)
+        run.finish()
     return run.trainer
 
 

@@ -1,20 +1,48 @@
 """Whole files or none."""
 
+import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from trinity_lightning.errors import DiskFullError, TrinityError
+
+FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
+
+
+@contextmanager
+def disk_full_named(path: Path) -> Iterator[None]:
+    """Say of a disk that is full what could not be written, whatever the writer within raises.
+
+    Raises:
+        DiskFullError: the disk, or the user's share of it, is full. Errors of our own say enough, and go on.
+    """
+    try:
+        yield
+    except TrinityError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # torch.save fails once more as it ends the file; safetensors has the text alone
+            for number, text in FULL.items():
+                if text in str(cause):
+                    raise DiskFullError(number, text, str(path)) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """A file with this content, whole or not at all, also when the power fails.
 
     Raises:
-        OSError: the disk is full, or the folder is not to be written to.
+        DiskFullError: the disk is full.
+        OSError: the folder is not to be written to.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # of a fixed name: what a kill left is written over
     try:
-        with temporary.open("wb") as file:
+        with disk_full_named(path), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from trinity_lightning.common.files import put_in_place, remove
+from trinity_lightning.common.files import disk_full_named, put_in_place, remove
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.checkpoints import METADATA, check_metadata
 from trinity_lightning.errors import ConfigError
@@ -43,7 +43,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     remove(temporary)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        with disk_full_named(target):
+            yield temporary
         put_in_place(temporary, target)
     except BaseException:
         with suppress(OSError):  # why it failed is what matters

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state
+from trinity_lightning.errors import TrinityError
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class StopCheckpoint(L.Callback):
                 self._save(trainer)
         except Exception as error:  # the one that ended the run is on its way to the user
             earlier = self._earlier(self._path(trainer))
-            logger.error("the checkpoint could not be written: %s: %s. %s", type(error).__name__, error, earlier)
+            why = error if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}."
+            logger.error("the checkpoint could not be written: %s %s", why, earlier)
         finally:
             self._end()
 

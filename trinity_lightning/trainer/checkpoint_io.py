@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from trinity_lightning.common.files import put_in_place, remove
+from trinity_lightning.common.files import disk_full_named, put_in_place, remove
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -23,6 +23,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Save a checkpoint to a local path; a kill in the midst leaves the checkpoint that was there.
 
         Raises:
+            DiskFullError: the disk is full.
             TypeError: storage options, which a local file does not have.
         """
         if storage_options is not None:
@@ -32,7 +33,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
         remove(temporary)
         try:
-            with temporary.open("wb") as file:
+            with disk_full_named(target), temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())

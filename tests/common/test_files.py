@@ -1,0 +1,48 @@
+"""Whole files or none, also on a full disk: /dev/full is one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trinity_lightning.common.files import disk_full_named, write_atomically
+from trinity_lightning.errors import DiskFullError
+from trinity_lightning.train import train
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+
+
+def test_a_file_that_finds_the_disk_full_is_named_and_what_was_there_stays(tmp_path):
+    path = tmp_path / "step_1.jsonl"
+    write_atomically(path, b"before")
+    (tmp_path / ".step_1.jsonl.tmp").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match=r"step_1\.jsonl' could not be written \(No space left on device\): make"):
+        write_atomically(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_that_finds_the_disk_full_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("trinity_lightning.trainer.checkpoint_io.remove", lambda path: path.symlink_to("/dev/full"))
+    with pytest.raises(DiskFullError, match=r"final\.ckpt' could not be written \(No space left"):
+        AtomicCheckpointIO().save_checkpoint({"weight": torch.zeros(100_000)}, tmp_path / "final.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_go_on_as_they_are(tmp_path):
+    with pytest.raises(FileNotFoundError), disk_full_named(tmp_path):
+        (tmp_path / "none").read_bytes()
+
+
+def test_a_run_on_a_full_disk_names_its_folder(tmp_path, monkeypatch):
+    def fit(*_, **__):
+        with Path("/dev/full").open("wb", buffering=0) as file:
+            file.write(b"a table, say")
+
+    trainer = SimpleNamespace(fit=fit)
+    run = SimpleNamespace(
+        folder=tmp_path, announce=lambda: None, trainer=trainer, policy=None, data=None, checkpoint=None
+    )
+    monkeypatch.setattr("trinity_lightning.build.build", lambda config: run)
+    with pytest.raises(DiskFullError, match=tmp_path.name):
+        train(None)
