@@ -14,7 +14,7 @@ FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
 
 @contextmanager
 def disk_full_named(path: Path) -> Iterator[None]:
-    """Say of a disk that is full what could not be written, whatever the writer within raises.
+    """Say of a full disk what could not be written: this path, unless the error that a writer raises names another.
 
     Raises:
         DiskFullError: the disk, or the user's share of it, is full. Errors of our own say enough, and go on.
@@ -28,7 +28,7 @@ def disk_full_named(path: Path) -> Iterator[None]:
         while cause is not None:  # torch.save fails once more as it ends the file; safetensors has the text alone
             for number, text in FULL.items():
                 if text in str(cause):
-                    raise DiskFullError(number, text, str(path)) from error
+                    raise DiskFullError(number, text, str(getattr(cause, "filename", None) or path)) from error
             cause = cause.__cause__ or cause.__context__
         raise
 
