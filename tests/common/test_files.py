@@ -12,18 +12,22 @@ from trinity_lightning.train import train
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 
-def test_a_file_that_finds_the_disk_full_is_named_and_what_was_there_stays(tmp_path):
+@pytest.fixture
+def full(monkeypatch):
+    """What is written lands on a full disk."""
+    monkeypatch.setattr("trinity_lightning.common.files.remove", lambda path: path.symlink_to("/dev/full"))
+
+
+def test_a_file_that_finds_the_disk_full_is_named_and_what_was_there_stays(tmp_path, full):
     path = tmp_path / "step_1.jsonl"
-    write_atomically(path, b"before")
-    (tmp_path / ".step_1.jsonl.tmp").symlink_to("/dev/full")
+    path.write_bytes(b"before")
     with pytest.raises(DiskFullError, match=r"step_1\.jsonl' could not be written \(No space left on device\): make"):
         write_atomically(path, b"after")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_checkpoint_that_finds_the_disk_full_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("trinity_lightning.trainer.checkpoint_io.remove", lambda path: path.symlink_to("/dev/full"))
+def test_a_checkpoint_that_finds_the_disk_full_is_named(tmp_path, full):
     with pytest.raises(DiskFullError, match=r"final\.ckpt' could not be written \(No space left"):
         AtomicCheckpointIO().save_checkpoint({"weight": torch.zeros(100_000)}, tmp_path / "final.ckpt")
     assert list(tmp_path.iterdir()) == []

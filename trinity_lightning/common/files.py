@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from trinity_lightning.errors import DiskFullError, TrinityError
 
@@ -14,42 +15,42 @@ FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
 
 @contextmanager
 def disk_full_named(path: Path) -> Iterator[None]:
-    """Say of a full disk what could not be written: this path, unless the error that a writer raises names another.
-
-    Raises:
-        DiskFullError: the disk, or the user's share of it, is full. Errors of our own say enough, and go on.
-    """
+    """Raise a DiskFullError of this path, or of the one that the error within names, if the disk or a quota is full."""
     try:
         yield
-    except TrinityError:
-        raise
     except Exception as error:
-        cause: BaseException | None = error
+        cause: BaseException | None = None if isinstance(error, TrinityError) else error  # ours say enough
         while cause is not None:  # torch.save fails once more as it ends the file; safetensors has the text alone
-            for number, text in FULL.items():
-                if text in str(cause):
-                    raise DiskFullError(number, text, str(getattr(cause, "filename", None) or path)) from error
+            for number in (each for each, text in FULL.items() if text in str(cause)):
+                raise DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path)) from error
             cause = cause.__cause__ or cause.__context__
         raise
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """A file with this content, whole or not at all, also when the power fails.
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which at the end takes the place of what is there: whole or not, also when the power fails.
 
     Raises:
         DiskFullError: the disk is full.
         OSError: the folder is not to be written to.
     """
-    temporary = path.with_name(f".{path.name}.tmp")  # of a fixed name: what a kill left is written over
+    temporary = path.with_name(f".{path.name}.tmp")  # of a fixed name: what a kill left is removed
+    remove(temporary)
     try:
         with disk_full_named(path), temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A file with this content; errors: as of `new_file`."""
+    with new_file(path) as file:
+        file.write(data)
 
 
 def sync_folder(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints written straight to disk and moved into place: whole or absent, and never twice in memory."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from trinity_lightning.common.files import disk_full_named, put_in_place, remove
+from trinity_lightning.common.files import new_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -30,16 +29,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
-        remove(temporary)
-        try:
-            with disk_full_named(target), temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            put_in_place(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with new_file(target) as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
