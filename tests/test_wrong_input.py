@@ -3,6 +3,8 @@
 import csv
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -496,6 +498,16 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert "Error executing job" not in done.stderr
     assert "while resolving" not in done.stderr
     assert not [path for path in tmp_path.glob("outputs/*/*") if path.is_dir()]  # nothing is left of it
+
+
+@pytest.mark.slow
+def test_help_that_nobody_reads_ends_in_silence() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "trinity_lightning.train", "--help"]
+    done = subprocess.run(command, env=environment(), stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize("case", REFUSED)

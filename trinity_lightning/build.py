@@ -24,7 +24,7 @@ from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.training import trains_together
+from trinity_lightning.config.training import ALL_LINEAR, trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
     check_experts,
@@ -190,6 +190,10 @@ def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, fold
 
 
 def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
+    if config.model.lora.targets != ALL_LINEAR:
+        from trinity_lightning.trainer.adapter import check_targets
+
+        check_targets(config.model)
     steps = config.optimizer.total_steps or config.steps * _items(config)
     return PolicyModule(
         config.model.name,

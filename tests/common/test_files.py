@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.errors import DiskFullError
@@ -49,4 +50,4 @@ def test_a_run_on_a_full_disk_names_its_folder(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("trinity_lightning.build.build", lambda config: run)
     with pytest.raises(DiskFullError, match=tmp_path.name):
-        train(None)
+        train(OmegaConf.create())

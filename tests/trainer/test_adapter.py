@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
+from trinity_lightning.config.training import KLConfig, LoRAConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluation import Evaluation
 from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, weight_stream
-from trinity_lightning.trainer.adapter import Adapter
+from trinity_lightning.trainer.adapter import Adapter, check_targets
 from trinity_lightning.trainer.policy import PolicyModule
 
 TINY = str(resolve_model("tiny"))
@@ -288,6 +288,12 @@ def test_a_target_that_is_not_there_is_refused_with_those_that_are() -> None:
     for target in ("q_prj", "lm_head", "embed_tokens"):
         with pytest.raises(ConfigError, match=f"'{target}'.*Known: down_proj, gate_proj, k_proj, o_proj, q_proj, up_"):
             with_adapters(LoRAConfig(r=4, targets=["v_proj", target])).configure_model()
+
+
+def test_a_target_is_looked_for_without_the_weights() -> None:
+    check_targets(ModelConfig(name="tiny", lora=LoRAConfig(r=4, targets=["v_proj"])))
+    with pytest.raises(ConfigError, match="Did you mean 'q_proj'"):
+        check_targets(ModelConfig(name="tiny", lora=LoRAConfig(r=4, targets=["q_prj"])))
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

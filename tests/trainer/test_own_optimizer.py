@@ -196,8 +196,8 @@ def test_a_schedule_of_rate_and_momentum_reaches_the_masters() -> None:
 REFUSED = {
     "unknown": ({"name": "adamww"}, "unknown optimizer.name 'adamww'. Did you mean 'adamw'?"),
     "no class": ({"name": "torch.optim.SDG"}, "Did you mean 'SGD'?"),
-    "no optimizer": ({"name": "torch.nn.Linear", "args": {"out_features": 2}}, "torch.nn.Linear cannot be made so"),
-    "no such argument": ({"name": "torch.optim.SGD", "args": {"momentom": 0.9}}, "unexpected keyword argument"),
+    "no optimizer": ({"name": "torch.nn.Linear", "args": {"out_features": 2}}, "is no torch.optim.Optimizer."),
+    "no such argument": ({"name": "torch.optim.SGD", "args": {"momentom": 0.9}}, "mean 'optimizer.args.momentum'?"),
     "a value": ({"name": "torch.optim.SGD", "args": {"momentum": -1.0}}, "Invalid momentum value"),
     "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "argument 'weight_decay'"),
     "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "set optimizer.lr."),

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -206,6 +207,8 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
+    if {"--help", "-h", "--cfg", "-c", "--info"} & {*sys.argv}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what is only shown ends in silence if nobody reads on: `| head`
     try:
         register()
         if not new_folders:

@@ -1,7 +1,7 @@
 """Whether Lightning's own objects (`trainer`, `logger`, `callbacks`) have the arguments that their nodes give them."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -32,15 +32,21 @@ def check_targets(config: DictConfig) -> None:
 def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
     if "_target_" in node:
         try:
-            known = _arguments(import_object(node["_target_"]))
+            part = import_object(node["_target_"])
         except ConfigError as error:
             raise ConfigError(f"{key}._target_: {error}") from error
-        for name in node if known else ():
-            if not name.startswith("_") and name not in known:
-                raise ConfigError(unknown_key(f"{key}.{name}", known))
+        check_arguments(key, part, [name for name in node if not name.startswith("_")])
     for name, value in node.items():
         if isinstance(value, Mapping):
             _check_arguments(f"{key}.{name}", value)
+
+
+def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
+    """Refuse names, which stand under the key, that a class or function has no argument for; a ConfigError."""
+    known = _arguments(part)
+    for name in names if known else ():
+        if name not in known:
+            raise ConfigError(unknown_key(f"{key}.{name}", known))
 
 
 def _arguments(part: Any) -> set[str]:

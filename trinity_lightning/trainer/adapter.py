@@ -210,6 +210,11 @@ def shapes_alone(config: ModelConfig) -> dict[str, Shape]:
         return dict(Adapter(skeleton(str(resolve_model(config.name))), config.lora, config.name).alone().shapes)
 
 
+def check_targets(config: ModelConfig) -> None:
+    """Refuse targets that the model lacks, none of whose weights are loaded; ConfigError: as of Adapter."""
+    _targets(skeleton(str(resolve_model(config.name))), config.lora.targets)
+
+
 def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
     """Give a checkpoint that was left with adapters alone the frozen weights of a PolicyModule, which is to load it.
 

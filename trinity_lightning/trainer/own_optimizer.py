@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.config.registry import import_object
+from trinity_lightning.config.targets import check_arguments
 from trinity_lightning.config.training import ADAM, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory
@@ -29,6 +30,10 @@ def own_factory(config: OptimizerConfig) -> OptimizerFactory:
         ConfigError: there is none, or it does not take these arguments.
     """
     make: Any = import_object(config.name)
+    if isinstance(make, type):
+        if not issubclass(make, Optimizer):
+            raise ConfigError(f"optimizer.name={config.name} is no torch.optim.Optimizer.")
+        check_arguments("optimizer.args", make, config.args)
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
     try:
         signature = inspect.signature(make)
