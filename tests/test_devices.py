@@ -306,10 +306,14 @@ def test_a_server_that_runs_already_rolls_out_for_two_processes(
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+INTERACTIVE = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"}  # a shell, in which srun starts nothing
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
         (("--multirun", "optimizer.lr=1e-5,1e-4"), {}, "without --multirun"),
+        (("--multirun", "optimizer.lr=1e-5,1e-4"), INTERACTIVE, "without --multirun"),
         ((), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "need one folder for the run"),
     ],
 )

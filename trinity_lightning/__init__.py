@@ -27,4 +27,5 @@ for _name, _value in PRIMITIVE_CACHES.items():
     os.environ.setdefault(_name, _value)
 # transformers imports torchao (extra `optim`) if it is there, and torch and it then warn of kernels that no run uses.
 for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+    if (_logger := logging.getLogger(_name)).level == logging.NOTSET:
+        _logger.setLevel(logging.ERROR)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
 from trinity_lightning.common import hardware as module
-from trinity_lightning.common.hardware import HeapBound, forget, free_memory, in_threads
+from trinity_lightning.common.hardware import HeapBound, forget, free_memory
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20
@@ -148,18 +147,3 @@ def test_what_is_forgotten_takes_no_memory_and_reads_as_zeros() -> None:
     tensor[7] = 3.0
     assert tensor[7] == 3.0
     assert all(bool((each == 1).all()) for each in neighbours)
-
-
-def test_calls_in_threads_compute_on_one_core_each() -> None:
-    def call(number: int, further: int) -> tuple[int, bool]:
-        if number < 0:
-            raise ValueError(str(number))
-        own = threading.current_thread() is not threading.main_thread()
-        return number + further, own and torch.get_num_threads() == 1
-
-    threads = torch.get_num_threads()
-    assert in_threads(call, [1, 2, 3], [10, 20, 30]) == [(11, True), (22, True), (33, True)]
-    assert in_threads(call, [4], [40]) == [(44, False)]  # there is nothing to share out
-    assert torch.get_num_threads() == threads
-    with pytest.raises(ValueError, match="-1"):
-        in_threads(call, [1, -1], [0, 0])

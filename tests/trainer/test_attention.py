@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from support.layouts import SCALE, dense, segments, states
 from support.policy import make_policy
 from transformers import AutoModelForCausalLM
@@ -103,9 +102,9 @@ def test_a_policy_uses_it_without_a_mask_and_saves_nothing_of_it(tmp_path, monke
 # -- attention over shared prefixes on a CPU, against one dense mask ---------------------------------------------------
 
 
-def attend(layout: Segments, inputs: list[torch.Tensor], threads: int | None = None) -> torch.Tensor:
+def attend(layout: Segments, inputs: list[torch.Tensor]) -> torch.Tensor:
     query, key, value = inputs
-    return CpuSharedPrefix.of(layout, threads)(query, key, value, SCALE)
+    return CpuSharedPrefix.of(layout)(query, key, value, SCALE)
 
 
 def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,11 +113,11 @@ def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[tor
 
 
 @settings(deadline=None, max_examples=40)
-@given(segments(), st.integers(1, 3))
-@example(Segments([700], [2], [1100, 600]), 2)  # longer than the 512 keys that torch's kernel takes at once
-def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout, threads):
+@given(segments())
+@example(Segments([700], [2], [1100, 600]))  # longer than the 512 keys that torch's kernel takes at once
+def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout):
     inputs = states(layout.starts()[-1], torch.float64)
-    mine = with_gradients(attend(layout, inputs, threads), inputs)
+    mine = with_gradients(attend(layout, inputs), inputs)
     for found, expected in zip(mine, with_gradients(dense(layout, inputs), inputs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 

@@ -3,23 +3,19 @@
 import ctypes
 import math
 import mmap
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 
 from trinity_lightning.config.training import WeightDtype
-
-T = TypeVar("T")
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
@@ -60,8 +56,9 @@ _GROWTH = 1.1
 def reuse_large_buffers() -> None:
     """Let the C library (where it is glibc) keep buffers of up to 256 MiB for the next ones of their kind.
 
-    It would map each of more than 32 MiB again, and zero its pages: a sixth of a training step. A wish, not a promise:
-    glibc maps them all the same if a library lies in the heap's way.
+    It would map each buffer of more than 32 MiB again every time, and every page of it would be zeroed at its first
+    touch: logits come by the hundred megabytes, and that was a sixth of a training step. A wish, not a promise: glibc
+    maps them all the same if a library lies in the heap's way.
     """
     if (mallopt := _of_glibc("mallopt")) is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
@@ -71,7 +68,8 @@ def reuse_large_buffers() -> None:
 def trim_heap() -> None:
     """Give the free pages of the heap back to the system, those between buffers that are in use too.
 
-    Micro-batches differ in shape, and leave holes that the next ones do not fit into: a run would grow for hours.
+    Micro-batches have a different shape every time, and leave holes that the next ones do not fit into: without this a
+    run grows for hours.
     """
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(ctypes.c_size_t(0))
@@ -80,7 +78,7 @@ def trim_heap() -> None:
 class HeapBound:
     """Keeps the heap's holes from growing over a run: `check` trims it once the process has grown by a tenth.
 
-    To trim it after every step would cost a tenth of a short one, whose pages are zeroed again.
+    Trimming after every step would cost a tenth of a short one: all pages that are used again are zeroed again.
     """
 
     def __init__(self) -> None:
@@ -96,16 +94,25 @@ class HeapBound:
 
 
 def forget(tensor: Tensor) -> None:
-    """Give the whole pages behind a tensor's storage back to the system (on Linux); they read as zeros then.
+    """Give the memory behind a tensor's storage back to the system; it reads as zeros then.
 
-    It has to be on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
+    Only whole pages, and on Linux: elsewhere nothing happens.
+
+    Args:
+        tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
     """
     storage = tensor.untyped_storage()
     advise("MADV_DONTNEED", storage.data_ptr(), storage.nbytes())
 
 
 def advise(advice: str, address: int, size: int) -> None:
-    """madvise(2) of the whole pages of so many bytes: Linux may refuse, and other kernels are not asked."""
+    """What Linux is to do with the whole pages of a stretch of memory; a kernel may refuse, and others are not asked.
+
+    Args:
+        advice: as madvise(2) and Python's mmap call it.
+        address: where it begins.
+        size: in bytes.
+    """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start and (madvise := _of_glibc("madvise")) is not None:
@@ -122,35 +129,16 @@ def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
 def compute_on_one_thread() -> None:
     """From now on, what this thread computes with torch takes no threads of OpenMP; other threads keep theirs.
 
-    A second pool of libgomp's would make its threads more than the cores, and none of them would spin at a barrier.
+    libgomp counts the threads of all its pools. A second pool makes them more than there are cores, and from then on
+    none of them spins at a barrier: each sleeps, and has to be woken for nearly every operation.
     """
-    with _ONE_AT_A_TIME:
-        threads = torch.get_num_threads()  # before: at a thread's first call torch sets it to the process's number
-        # Not torch.set_num_threads, which vLLM replaces by nothing: the threads that it has bound to cores are others.
-        set_threads = torch._C.set_num_threads
-        set_threads(1)  # of this thread, and of threads that start later
-        others = threading.Thread(target=set_threads, args=(threads,))
-        others.start()
-        others.join()
-
-
-_ONE_AT_A_TIME = threading.Lock()
-
-
-def in_threads(work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-    """As `map`, at the same time: each call in a thread that computes on one core; a single one in this thread.
-
-    For many small operations, which torch's own threads would wait for each other at.
-    """
-    if len(arguments[0]) == 1:
-        return list(map(work, *arguments))
-    return list(_workers(len(arguments[0]), os.getpid()).map(work, *arguments))
-
-
-@cache
-def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Kept from call to call; a process that was forked off has its own."""
-    return ThreadPoolExecutor(threads, initializer=compute_on_one_thread)
+    threads = torch.get_num_threads()  # before: at a thread's first call torch sets it to the process's number
+    # Not torch.set_num_threads, which vLLM replaces by nothing: the threads that it has bound to cores are others.
+    set_threads = torch._C.set_num_threads
+    set_threads(1)  # of this thread, and of threads that start later
+    others = threading.Thread(target=set_threads, args=(threads,))
+    others.start()
+    others.join()
 
 
 # -- Speed of matrix products, and in which dtype they are faster: timed within milliseconds ---------------------------
@@ -181,7 +169,12 @@ def timed_product() -> TimedProduct:
 
 @cache
 def product_flops(dtype: torch.dtype, threads: int) -> float:
-    """Floating-point operations a second of the best product found, with the threads that torch uses now."""
+    """Floating-point operations a second of the best matrix product found, once a process and number of threads.
+
+    Args:
+        dtype: of both factors.
+        threads: as many as torch uses now.
+    """
     return max(2 * math.prod(shape) / _least_seconds(shape, [dtype])[dtype] for shape in (SHAPE, LARGE_SHAPE))
 
 

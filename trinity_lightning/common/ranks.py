@@ -262,7 +262,12 @@ class Ranks(Alone):
     def _late(self) -> str:
         """Which ranks this one waits for: others that wait, too, have sent a beat from this round."""
         beats = {rank: f"{BEATS}/{rank}" for rank in range(self.size) if rank != self.rank}
-        here = {rank for rank, key in beats.items() if self.store.check([key]) and self._is_at(self.store.get(key), 0)}
+        try:
+            here = {
+                rank for rank, key in beats.items() if self.store.check([key]) and self._is_at(self.store.get(key), 0)
+            }
+        except RuntimeError:  # the store is of rank 0, and went with it
+            return "rank 0"
         return " or ".join(f"rank {rank}" for rank in sorted(beats.keys() - here or beats))
 
     def _is_at(self, beat: bytes, ahead: int) -> bool:

@@ -45,7 +45,9 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
 
 def check_start(config: DictConfig, hydra: Any) -> None:
     """Refuse a sweep whose processes srun does not start, and torchrun's without one folder; a ConfigError says how."""
-    if hydra.mode == RunMode.MULTIRUN and "SLURM_NTASKS" not in os.environ:
+    # As Lightning has it: in a shell within an allocation srun starts nothing.
+    by_srun = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    if hydra.mode == RunMode.MULTIRUN and not by_srun:
         raise ConfigError(
             "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
             "sweep again: start its jobs one by one, without --multirun."

@@ -411,7 +411,9 @@ def check_settings_of_a_run(settings: Mapping[str, Any], steps: int) -> None:
         if settings.get(key) is not None:
             raise ConfigError(f"trainer.{key} {reason}.")
     if (epochs := settings.get("max_epochs")) != steps:
-        raise ConfigError(f"trainer.max_epochs is {epochs} and steps is {steps}, which are the same: set steps alone.")
+        raise ConfigError(
+            f"trainer.max_epochs is {epochs} and steps is {steps}, both the number of explore steps: set steps."
+        )
     one_of("trainer.accelerator", settings.get("accelerator", AUTO), ACCELERATORS)
     devices = str(settings.get("devices", AUTO))
     if devices not in (AUTO, "-1") and not (devices.isdigit() and int(devices) > 0):

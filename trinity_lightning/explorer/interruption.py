@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state
 from trinity_lightning.errors import TrinityError
+from trinity_lightning.explorer.whole_items import back_to_whole_items
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +147,6 @@ class StopCheckpoint(L.Callback):
             earlier = self._earlier(path)
             logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", earlier)
             return
-        from trinity_lightning.explorer.whole_items import back_to_whole_items  # of a run that stops early
-
         back_to_whole_items(trainer, _loaders(trainer), self._random_state, self._loader_states)
         trainer.save_checkpoint(path)
         logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, self._resume(path))

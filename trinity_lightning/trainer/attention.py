@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from trinity_lightning.common.hardware import in_threads
-
 if TYPE_CHECKING:
     from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
 
 # -- rows that share prefixes ------------------------------------------------------------------------------------------
-# Every token attends causally within its own segment, a row's own to their whole prefix too. A GPU: `flex_attention`.
+# Every token attends causally within its own segment (a prefix, or what a row has behind one), and a row's own tokens
+# to their whole prefix too. On a GPU: `flex_attention`.
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Segments:
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
 # A few neighbouring queries and all keys that any of them sees are a tile: two products and a softmax forward, four
 # products backward, in float32, under a mask that is made once a micro-batch. Tokens stay where they are, without
-# padding. The query heads that share a key head are further rows of one product, so that no key is repeated. Tiles are
-# dealt to threads, each of which computes its own on one core: an operation of a tile is too small to be shared out.
+# padding. The query heads that share a key head are further rows of one product, so that no key is repeated.
 
 # Queries of a tile. Short segments share one while that computes at most so many more scores. Forward and backward of a
 # layer of SmolLM2 on one core, 415 tokens of short rows: 5.7, 5.0, 5.9 ms with 0, 1,000, 2,500, and 6.2 without limit.
@@ -95,19 +93,11 @@ class _Tile:
         for tokens, part in zip(self.keys, parts, strict=True):
             total[:, tokens] += part
 
-    def room(self, queries: Tensor) -> Tensor | None:
-        """Memory for what `weights` computes, of all queries [key heads, T, shared, D]; None if that is not kept."""
-        (heads, _, shared, _), (length, _, keys) = queries.shape, self.mask.shape
-        return queries.new_empty(heads, length * shared, keys) if keys <= KEPT_KEYS else None
-
-    def weights(self, queries: Tensor, keys: Tensor, room: Tensor | None = None) -> Tensor:
+    def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Softmax of the scores of this tile's queries and keys: [key heads, queries * shared, keys]."""
         scores = torch.bmm(queries, keys.mT)
         scores.unflatten(1, (len(self.mask), -1)).add_(self.mask)
-        return torch.softmax(scores, -1, out=room)
-
-
-Shares = Sequence[Sequence[_Tile]]  # of each thread
+        return scores.softmax(-1)
 
 
 def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
@@ -139,16 +129,16 @@ class CpuSharedPrefix:
     """Attention over shared prefixes on a CPU.
 
     Attributes:
-        shares: the tiles of each thread; together they have each of the T tokens once among their queries.
+        tiles: which together have each of the T tokens once among their queries.
         padding: tokens to append to the T; none.
     """
 
-    shares: Shares
+    tiles: Sequence[_Tile]
     padding = 0
 
     @classmethod
-    def of(cls, segments: Segments, threads: int | None = None) -> "CpuSharedPrefix":
-        """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one; threads: as torch has."""
+    def of(cls, segments: Segments) -> "CpuSharedPrefix":
+        """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one."""
         segment, prefix = segments.of_tokens()
         tiles = []
         for own, prefixes in _neighbours(segments):
@@ -160,55 +150,44 @@ class CpuSharedPrefix:
                 visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
                 mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
                 tiles.append(_Tile(slice(start, end), keys, mask))
-        threads = min(threads or torch.get_num_threads(), len(tiles))
-        tiles.sort(key=lambda tile: tile.mask.numel())  # for each thread to compute about as many scores
-        return cls([tiles[first::threads] for first in range(threads)])
+        return cls(tiles)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
-        with torch.autocast("cpu", enabled=False):  # it would round them again
-            return _Attention.apply(query, key, value, self.shares, scale)
+        return _Attention.apply(query, key, value, self.tiles, scale)
 
 
 class _Attention(Function):
+    """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shares: Shares, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[_Tile], scale: float) -> Tensor:
         queries, keys, values = _of_kernel(query, key, value, scale)
         out = queries.new_empty(*queries.shape[:-1], values.shape[-1])  # values may be narrower
-        kept = [[tile.room(queries) for tile in tiles] for tiles in shares]
-
-        def compute(tiles: Sequence[_Tile], kept: Sequence[Tensor | None]) -> None:
-            for tile, room in zip(tiles, kept, strict=True):
-                weights = tile.weights(tile.of_queries(queries), tile.of_keys(keys), room)
-                tile.of_queries(out).copy_(torch.bmm(weights, tile.of_keys(values)))
-
-        in_threads(compute, shares, kept)
-        ctx.save_for_backward(query, key, value, *chain.from_iterable(kept))
-        ctx.shares, ctx.scale = shares, scale
+        kept: list[Tensor | None] = []
+        for tile in tiles:
+            weights = tile.weights(tile.of_queries(queries), tile.of_keys(keys))
+            tile.of_queries(out).copy_(torch.bmm(weights, tile.of_keys(values)))
+            kept.append(weights if weights.shape[-1] <= KEPT_KEYS else None)
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.tiles, ctx.scale = tiles, scale
         return _of_heads(out, query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *saved = ctx.saved_tensors
+        query, key, value, *kept = ctx.saved_tensors
         queries, keys, values = _of_kernel(query, key, value, ctx.scale)
-        grad, of_queries = _by_key_head(grads[0].transpose(1, 2), key.shape[1]), torch.empty_like(queries)
-        kept = [[saved.pop(0) for _ in tiles] for tiles in ctx.shares]
-
-        def compute(tiles: Sequence[_Tile], kept: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-            of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
-            for tile, weights in zip(tiles, kept, strict=True):
-                own_queries, own_keys, own_grad = tile.of_queries(queries), tile.of_keys(keys), tile.of_queries(grad)
-                if weights is None:
-                    weights = tile.weights(own_queries, own_keys)
-                of_weights = torch.bmm(own_grad, tile.of_keys(values).mT)
-                of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-                tile.of_queries(of_queries).copy_(torch.bmm(of_scores, own_keys))
-                tile.add_of_keys(of_keys, torch.bmm(of_scores.mT, own_queries))
-                tile.add_of_keys(of_values, torch.bmm(weights.mT, own_grad))
-            return of_keys, of_values
-
-        shares = zip(*in_threads(compute, ctx.shares, kept), strict=True)
-        of_keys, of_values = (torch.stack(each).sum(0) for each in shares)
+        grad = _by_key_head(grads[0].transpose(1, 2), key.shape[1])
+        of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        for tile, weights in zip(ctx.tiles, kept, strict=True):
+            own_queries, own_keys, own_grad = tile.of_queries(queries), tile.of_keys(keys), tile.of_queries(grad)
+            if weights is None:
+                weights = tile.weights(own_queries, own_keys)
+            of_weights = torch.bmm(own_grad, tile.of_keys(values).mT)
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            tile.of_queries(of_queries).copy_(torch.bmm(of_scores, own_keys))
+            tile.add_of_keys(of_keys, torch.bmm(of_scores.mT, own_queries))
+            tile.add_of_keys(of_values, torch.bmm(weights.mT, own_grad))
         return (
             _of_heads(of_queries.mul_(ctx.scale), query.dtype).transpose(1, 2),
             _of_heads(of_keys[:, :, None], key.dtype).transpose(1, 2),
@@ -238,7 +217,8 @@ def _of_heads(states: Tensor, dtype: torch.dtype) -> Tensor:
 # -- what models are loaded with ---------------------------------------------------------------------------------------
 
 NAME = "sdpa_short"
-# Bfloat16 is slow and coarse in torch's CPU kernel in short sequences: at 16 tokens float32 takes a sixth of the time.
+# Bfloat16 is slow and coarse in torch's CPU kernel where a sequence is short. Measured on AVX-512 with AMX: at 16
+# tokens float32 takes a sixth of the time, at 128 half, at 256 as much.
 SHORT_TOKENS = 192
 # Settings of layers that are not plain causal attention.
 NOT_SHARED = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias", "cache")
@@ -285,7 +265,10 @@ def attention(
 def _short_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """`sdpa`, in float32, three times as exact, where a whole sequence of at most 192 tokens is bfloat16 on the CPU."""
+    """`sdpa`, in float32 where a whole sequence of at most 192 tokens comes in bfloat16 on the CPU.
+
+    Its gradients are three times as exact there, too.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     whole = query.shape[2] == key.shape[2]  # not one new token before a cache

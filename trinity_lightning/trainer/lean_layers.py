@@ -90,7 +90,7 @@ class _Norm(Function):
 
 
 class LeanFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) that keeps gate(x) and up(x), and their product only if `down` is an adapter's."""
+    """down(silu(gate(x)) * up(x)) keeping gate(x), up(x); their product if `down` is an adapter's or has hooks."""
 
     parts: ClassVar = ["gate_proj", "up_proj", "down_proj", "act_fn"]
     gate_proj: nn.Module
@@ -107,7 +107,7 @@ class LeanFeedForward(nn.Module):
         if not _is_rounded_on_cpu(x):
             return super().forward(x)
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        if type(down) is nn.Linear and down.bias is None:
+        if type(down) is nn.Linear and down.bias is None and not (down._forward_hooks or down._forward_pre_hooks):
             return _GatedSilu.apply(gate, up, down.weight)
         return down(_GatedSilu.apply(gate, up, None))
 
