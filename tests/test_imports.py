@@ -92,8 +92,8 @@ DEFAULT_RUN = (
     "common.experience.payload",
     "trainer.lean_layers",
 )
-MAX_DEFAULT_RUN = 9_042  # lines of code
-MAX_FILES, MAX_LINES = 203, 34_619  # of the package
+MAX_DEFAULT_RUN = 9_044  # lines of code
+MAX_FILES, MAX_LINES = 203, 34_621  # of the package
 
 
 def room_of(module: str) -> str:

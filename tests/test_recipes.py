@@ -59,6 +59,7 @@ def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_p
     files = (
         "taskset.path=gsm8k.jsonl",
         "eval_tasksets.gsm8k_test.path=gsm8k.jsonl",
+        "eval_tasksets.gsm8k_test.split=train",  # a file's only one
         "engine.max_model_len=512",
         "eval_sampling.max_tokens=8",
     )

@@ -208,7 +208,7 @@ def local() -> Any:
     return lambda response, task: 1.0
 
 
-@pytest.mark.parametrize("function", [local(), Scale(3.0), functools.partial(length), random.Random(0).random])
+@pytest.mark.parametrize("function", [local(), Scale(3.0), functools.partial(length), random.Random(0).uniform])
 def test_what_cannot_be_imported_is_refused(function: Any) -> None:
     with pytest.raises(ConfigError, match=r"cannot be imported as .*: write it at the top level of a module"):
         check_importable(resolve_rewards(function)[0])

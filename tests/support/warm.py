@@ -116,6 +116,8 @@ def become(command: dict[str, Any], files: list[int]) -> None:
     """Take on a command's folder, environment, arguments, and files for what it reads and prints."""
     os.chdir(command["folder"])
     os.environ.update(command["environment"])
+    # Ray sets it in a process that starts a cluster, and reads it when it is imported, which was before the fork.
+    os.environ.pop("RAY_AUTH_MODE", None)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

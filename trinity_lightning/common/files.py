@@ -48,7 +48,9 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A file with this content; errors: as of `new_file`."""
+    """A file with this content; errors: as of `new_file`, and IsADirectoryError."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with new_file(path) as file:
         file.write(data)
 

@@ -412,7 +412,7 @@ def check_settings_of_a_run(settings: Mapping[str, Any], steps: int) -> None:
             raise ConfigError(f"trainer.{key} {reason}.")
     if (epochs := settings.get("max_epochs")) != steps:
         raise ConfigError(
-            f"trainer.max_epochs is {epochs} and steps is {steps}, both the number of explore steps: set steps."
+            f"trainer.max_epochs is {epochs} and steps is {steps}, both the number of explore steps: set steps alone."
         )
     one_of("trainer.accelerator", settings.get("accelerator", AUTO), ACCELERATORS)
     devices = str(settings.get("devices", AUTO))
