@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 train: setup-train
 	$(BIN)/python -m trinity_lightning.train +recipe=grpo $(ARGS)
 
-# What starts no engine, program or whole run: in about three minutes on two cores.
+# What starts no engine, program or whole run, and is over within half a second: in two minutes on two cores.
 check: style
 	$(PYTEST) -m fast $(ARGS)
 

@@ -1,11 +1,11 @@
-"""What recipes learn, seed by seed: mean reward of a run's first and last steps, and its minutes.
+"""What recipes learn, seed by seed: curves at the start and the end of a run of the tiny model, and its seconds.
 
-    python benchmarks/learning.py [--recipes grpo gspo ...] [--model tiny] [--seeds 1 2 3] [--steps 24]
+    python benchmarks/learning.py [--recipes grpo lora ...] [--seeds 1 2 3]
 
-The tiny model starts from random weights and a reward that it varies in (the share of digits in a response); smollm2
-learns the sums of the recipe. `before` and `after` are means over the first and the last fifth of the steps. A run a
-recipe and seed, one after the other, each in a process of its own. Prints one JSON line when all have ended, and on
-stderr a line a run.
+The tiny model starts from random weights and a reward that it varies in, the share of digits in a response. A curve is
+given by its means over the first and the last fifth of the steps. One run after the other, each a process of its own.
+What a recipe needs (examples, a teacher, a model to start from) is made before its first run, outside its seconds.
+Prints one JSON line when all have ended, and on stderr a line a run.
 """
 
 import argparse
@@ -17,47 +17,125 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
-RECIPES = (
-    *("grpo", "ppo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_plus_plus"),
-    "rewards_mixed",
-)
-COMMON = ("explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv", "save_model=false")
-TINY = ("model=tiny", "optimizer.lr=5e-3")
+from trinity_lightning.explorer.tasks.taskset import addition_entries
+
+TINY = ("model=tiny", "optimizer.lr=5e-3", "steps=24", "logger=csv")
+DIGITS = ("reward=contains_digits", "explorer.eval_on_startup=false", "explorer.eval_interval=0")
+TAUGHT = (*DIGITS, "auxiliary_models.teacher.model={teacher}/model", "steps=12")
+REWARD = ("reward/mean",)
 
 
-def learned(recipe: str, arguments: tuple[str, ...]) -> dict[str, float]:
-    """The rewards and minutes of one run."""
-    command = [sys.executable, "-m", "trinity_lightning.train", f"+recipe={recipe}", *COMMON, *arguments]
+class Recipe(NamedTuple):
+    """What a recipe is run with besides TINY, and the curves that show what it learns.
+
+    {name} in an argument is the path of that entry of Needs.
+    """
+
+    arguments: tuple[str, ...] = DIGITS
+    curves: tuple[str, ...] = REWARD
+
+
+RECIPES = {
+    **dict.fromkeys(("grpo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo"), Recipe()),
+    **dict.fromkeys(("reinforce_plus_plus", "ppo", "multi_turn", "tool_use", "one_step_off_policy"), Recipe()),
+    "rewards_mixed": Recipe((*DIGITS[1:], "+reward.contains_digits=1")),  # one more of them
+    "mix": Recipe(DIGITS, (*REWARD, "actor/sft_loss")),
+    # Most of a step goes into the teacher's likeliest tokens at each place, of the long prompts with tools too.
+    "streams": Recipe(
+        (*TAUGHT, "engine.max_model_len=511", "explorer.batch_size=4", "operators.teacher_top_k.args.k=4"),
+        (*REWARD, "actor/expert_loss", "actor/teacher_loss"),
+    ),
+    "on_policy_distill": Recipe(TAUGHT, (*REWARD, "group_advantages/reverse_kl/mean")),
+    "on_policy_distill_top_k": Recipe(TAUGHT, (*REWARD, "actor/pg_loss")),
+    "lora": Recipe((*DIGITS, "model.name={reader}/model")),
+    "sft": Recipe(("buffer.path={examples}/sums.jsonl",), ("actor/pg_loss",)),
+    "dpo": Recipe(("buffer.path={examples}/pairs.jsonl",), ("actor/pg_loss", "actor/rewards/accuracies")),
+}
+# Models that recipes need, as the runs that train them.
+MODELS = {
+    "teacher": ("grpo", *DIGITS),
+    # Adapters leave the head as it is, and the random one gives digits 0.143 of the probability at most, whatever it
+    # sees. That of a model that has learned to read sums gives them 0.99, if asked to.
+    "reader": ("sft", "buffer.path={examples}/text.jsonl", "steps=64"),
+}
+NOT_HERE = {
+    "grpo_gsm8k": "it is grpo, on a dataset of the hub",
+    "offline": "without rollouts it has no reward",
+    "sweep_lr": "it is eight runs of grpo",
+}
+
+
+def train(folder: Path, recipe: str, *arguments: str) -> None:
+    """A run, its folder being `folder`."""
+    command = [sys.executable, "-m", "trinity_lightning.train", f"+recipe={recipe}", f"hydra.run.dir={folder}"]
+    done = subprocess.run([*command, *TINY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{recipe} {' '.join(arguments)}: exit code {done.returncode}\n{done.stdout[-4000:]}")
+
+
+class Needs(dict[str, Path]):
+    """By name, in a folder, the examples (three files), and runs of MODELS, each made when it is first looked up."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self["examples"] = folder / "examples"
+        write_examples(self["examples"])
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self._folder / name
+        recipe, *arguments = MODELS[name]
+        train(self[name], recipe, *(each.format_map(self) for each in arguments))
+        return self[name]
+
+
+def write_examples(folder: Path) -> None:
+    """The built-in sums as text, with their results, and as pairs of these and the same in letters, which are worse."""
+    folder.mkdir()
+    for entry in addition_entries("train", low=0, high=20, heldout=128):
+        prompt, right = entry["prompt"], entry["answer"]
+        wrong = right.translate(str.maketrans("0123456789", "abcdefghij"))
+        for name, example in (
+            ("text", {"text": f"{prompt} {right}"}),
+            ("sums", {"prompt": prompt, "completion": right}),
+            ("pairs", {"prompt": prompt, "chosen": right, "rejected": wrong}),
+        ):
+            with (folder / f"{name}.jsonl").open("a") as lines:
+                print(json.dumps(example), file=lines)
+
+
+def learned(recipe: str, seed: int, needs: Needs) -> dict[str, Any]:
+    """The curves and seconds of one run."""
+    arguments = [each.format_map(needs) for each in RECIPES[recipe].arguments]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        minutes = (time.monotonic() - begin) / 60
-        [metrics] = Path(folder).glob("outputs/*/*/metrics.csv")
-        with metrics.open() as file:
-            rewards = [float(row["reward/mean"]) for row in csv.DictReader(file) if row.get("reward/mean")]
-    share = max(len(rewards) // 5, 1)
-    before, after = statistics.fmean(rewards[:share]), statistics.fmean(rewards[-share:])
-    return {"before": round(before, 3), "after": round(after, 3), "minutes": round(minutes, 2)}
+        train(Path(folder), recipe, *arguments, f"seed={seed}", "save_model=false")
+        seconds = time.monotonic() - begin
+        with (Path(folder) / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+    found: dict[str, Any] = {}
+    for curve in RECIPES[recipe].curves:
+        values = [float(row[curve]) for row in rows if row.get(curve)]
+        share = max(len(values) // 5, 1)
+        found[curve] = [round(statistics.fmean(each), 3) for each in (values[:share], values[-share:])]
+    return found | {"seconds": round(seconds, 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
-    runs: dict[str, dict[str, dict[str, float]]] = {}
-    for recipe in args.recipes:
-        model = (f"model={args.model}",)
-        if args.model == "tiny":  # a mixture of rewards has it as one more
-            model = (*TINY, "+reward.contains_digits=1" if recipe == "rewards_mixed" else "reward=contains_digits")
-        for seed in args.seeds:
-            result = learned(recipe, (*model, f"seed={seed}", f"steps={args.steps}"))
-            runs.setdefault(recipe, {})[str(seed)] = result
-            print(recipe, f"seed={seed}", *(f"{name} {value}" for name, value in result.items()), file=sys.stderr)
-    print(json.dumps({"benchmark": "learning", "model": args.model, "steps": args.steps, "runs": runs}))
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        needs = Needs(Path(folder))
+        for recipe in args.recipes:
+            for seed in args.seeds:
+                result = learned(recipe, seed, needs)
+                runs.setdefault(recipe, {})[str(seed)] = result
+                print(recipe, f"seed={seed}", *(f"{name} {value}" for name, value in result.items()), file=sys.stderr)
+    print(json.dumps({"benchmark": "learning", "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Write `docs/config/`: a page for each group of the configuration, from the schema's docstrings and from conf/.
+"""Write what docstrings say into pages: `docs/config/`, and the table of losses in `docs/algorithms.md`.
+
+`docs/config/` has a page for each group of the configuration, from the schema's docstrings and from conf/.
 
 python scripts/config_docs.py
 """
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
-from trinity_lightning.algorithm.policy_loss.policy_loss import loss_arguments
+from trinity_lightning.algorithm.policy_loss.arguments import loss_arguments
 from trinity_lightning.config import schema
 from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.schema import config_dir
@@ -19,6 +21,7 @@ from trinity_lightning.explorer.rewards import REWARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "config"
+ALGORITHMS = ROOT / "docs" / "algorithms.md"
 
 
 def pages() -> dict[str, str]:
@@ -109,16 +112,13 @@ def _rewards() -> str:
     return REWARD_PAGE + "".join(lines)
 
 
-LOSSES = """## Policy losses
-
+# Around the table in the page of algorithms, the rest of which is written by hand.
+BEGIN, END = "<!-- written by scripts/config_docs.py -->\n", "<!-- until here -->\n"
+LOSSES = """
 A token's loss, with lp, old and ref the log-probabilities of the policy, of `algorithm.old_logprobs` and of the
 reference, A the advantage and r = exp(lp - old) the ratio; and how the tokens' losses are averaged unless
-`algorithm.loss_agg_mode` says otherwise. An argument is set by `algorithm.policy_loss.args.NAME=VALUE`.
-
-With one optimizer step an explore step (`algorithm.optimizer_steps` and `algorithm.inner_epochs` both 1) and
-`algorithm.old_logprobs=trainer`, old is lp: the ratio is 1, the gradient that of `reinforce` (`sapo` and `gspo` alike,
-but for how they average), and clip ranges do nothing. Several optimizer steps, or `algorithm.old_logprobs=engine`, are
-what clip ranges are for.
+`algorithm.loss_agg_mode` says otherwise. An argument is set by `algorithm.policy_loss.args.NAME=VALUE`,
+with `algorithm=NAME`, or `algorithm.policy_loss.name=my_loss.tempered` of a loss of your own, in the same command.
 
 | `algorithm.policy_loss` | loss | arguments | average |
 |---|---|---|---|
@@ -132,13 +132,18 @@ EXAMPLES = """## Examples of a dataset
 | `algorithm` | columns | what is trained on |
 |---|---|---|
 | `sft` | `prompt`, `completion` | the completion |
-| `sft` | `messages` (or `conversations`) | every turn of the assistant |
+| `sft` | `messages` (or `conversations`) | every turn of the assistant, as by `assistant_only_loss` of TRL |
 | `sft` | `text` | all of it but the first token |
 | `dpo` | `prompt`, `chosen`, `rejected` | that the first response is better than the second |
 | `dpo` | `chosen`, `rejected` | the same: the prompt is what both begin with |
 
+Of an entry with several of these, `prompt` and `completion` come first, then `messages`, then `text`, as in TRL; a
+warning names what has no effect. Roles are system, developer, user, assistant, tool and function, and others that the
+chat template names. Values of JSON and CSV files are those of the file, and all cells of CSV are text.
+
 Messages are rendered by the chat template, to which a column `tools` is shown, and `chat_template_kwargs`, such as
-{"enable_thinking": false}. Plain text stays as it is, with the end token behind what is learned.
+{"enable_thinking": false}. Plain text stays as it is, with the end token behind what is learned. What is
+learned must not be empty; a `rejected` that is empty text is the end token alone.
 
 Examples that are not trained on are a second file, another split, or a share of the examples:
 
@@ -175,6 +180,12 @@ ways: where they differ, `auto` pads, and `shared_prefix` is refused with the re
 """
 
 
+def algorithms_page() -> str:
+    """The page of algorithms, with the table of losses as it is now."""
+    before, _, rest = ALGORITHMS.read_text().partition(BEGIN)
+    return before + BEGIN + _losses() + END + rest.partition(END)[2]
+
+
 def _losses() -> str:
     names: dict[PolicyLossFn, list[str]] = {}
     for name in sorted(POLICY_LOSS_FN):
@@ -202,7 +213,7 @@ def _page(name: str, field: Any) -> str:
         lines += [*_knobs(cls, f"{name}."), ""]
     if name == "algorithm":
         lines += ["## Critic", "", _summary(CriticConfig), "", *_knobs(CriticConfig, "algorithm.critic."), ""]
-        lines += [LAYOUTS + _losses()]
+        lines += [LAYOUTS + "Losses, their formulas and arguments: [algorithms](../algorithms.md#losses).", ""]
     lines += [EXAMPLES] if name == "buffer" else []
     folder = config_dir("conf") / name
     if folder.is_dir():
@@ -262,6 +273,7 @@ def main() -> None:
         old.unlink()
     for name, text in pages().items():
         (DOCS / name).write_text(text)
+    ALGORITHMS.write_text(algorithms_page())
 
 
 if __name__ == "__main__":

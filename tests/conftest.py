@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # imports torch, and the process that deals out the tests has
 GUARD = tiers.Guard()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.only_fast = config.option.markexpr == "fast"
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -63,3 +67,10 @@ def run_train() -> Iterator["Commands"]:
     commands = Commands()
     yield commands
     commands.close()
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "run_train" in request.fixturenames:
+        request.getfixturevalue("run_train").stop()

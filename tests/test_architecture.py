@@ -79,6 +79,7 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
     assert {1.0, -1.0} <= {each["advantage"] for each in completions} <= {1.0, -1.0, 0.0, None}  # None: dropped
 
 
+@pytest.mark.slow
 def test_a_knob_of_ones_own_loss_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

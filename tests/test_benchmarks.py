@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.compose import composed
 from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.schema import options, typed_config
 from trinity_lightning.trainer.policy import PolicyModule
 
 RunBenchmark = Callable[..., dict[str, Any]]
@@ -86,6 +88,44 @@ def test_vs_trl_computes_the_same_on_both_sides(run_benchmark: RunBenchmark) -> 
     assert found["gradient_difference"] < 1e-5
 
 
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module benchmarks/learning.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("learning")
+
+
+def test_every_recipe_learns_in_the_benchmark_or_has_a_reason_not_to(learning: Any) -> None:
+    assert sorted([*learning.RECIPES, *learning.NOT_HERE]) == sorted(options("recipe"))
+
+
+@pytest.mark.parametrize("recipe", ["lora", "sft", "streams"])
+def test_learning_gives_a_recipe_what_it_needs(recipe: str, learning: Any, tmp_path: Path) -> None:
+    needs = learning.Needs(tmp_path)
+    needs.update(dict.fromkeys(learning.MODELS, tmp_path))
+    arguments = [each.format_map(needs) for each in learning.RECIPES[recipe].arguments]
+    typed_config(composed(f"+recipe={recipe}", *learning.TINY, *arguments))
+
+
+def test_learning_makes_what_recipes_need_once(learning: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs: list[tuple[str, ...]] = []
+
+    def train(folder: Path, recipe: str, *arguments: str) -> None:
+        runs.append((recipe, *arguments))
+        folder.mkdir(exist_ok=True)
+        steps = [f"{step / 10},{1 / (1 + step)}\n" for step in range(10)]
+        (folder / "metrics.csv").write_text("".join(["reward/mean,actor/pg_loss\n", *steps]))
+
+    monkeypatch.setattr(learning, "train", train)
+    needs = learning.Needs(tmp_path)
+    found = [learning.learned("on_policy_distill_top_k", seed, needs) for seed in (1, 2)]
+    assert [name for name, *_ in runs] == ["grpo", "on_policy_distill_top_k", "on_policy_distill_top_k"]
+    assert f"auxiliary_models.teacher.model={tmp_path}/teacher/model" in runs[1]
+    assert [each["reward/mean"] for each in found] == [[0.05, 0.85]] * 2
+    assert found[0]["actor/pg_loss"] == [0.75, 0.106]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # Lightning's own
 def test_a_batch_is_asked_for_when_the_one_before_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

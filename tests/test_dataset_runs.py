@@ -10,8 +10,11 @@ from support.compose import composed
 from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
+from trinity_lightning.buffer.step_files import keep_step
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.resume import check_resumed_data
 from trinity_lightning.trainer.objective import Objective
 
 TINY = ("model=tiny", "model.dtype=fp32", "logger=csv", "buffer.batch_size=8")
@@ -106,7 +109,7 @@ def test_a_loss_of_pairs_of_ones_own_is_given_pairs(tmp_path: Path) -> None:
 
 def test_ranks_that_follow_read_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "sums.jsonl", sums())
-    with pytest.raises(ConfigError, match="entry 0"):
+    with pytest.raises(ConfigError, match="line 1"):
         data_of(path, "dpo")
     data = data_of(path, "dpo", follower=True)
     data.load_state_dict({"reader": {"source": "of rank 0", "cursor": [3]}})
@@ -119,9 +122,9 @@ def test_ranks_that_follow_read_nothing(tmp_path: Path) -> None:
         (
             "dpo",
             sums(),
-            "entry 0: algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has completion",
+            "data.jsonl: algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has completion",
         ),
-        ("sft", preferences(), "entry 0: algorithm.policy_loss=sft learns from prompt and completion"),
+        ("sft", preferences(), "data.jsonl: algorithm.policy_loss=sft learns from prompt and completion"),
     ],
 )
 def test_data_of_the_other_kind_are_refused(
@@ -132,6 +135,51 @@ def test_data_of_the_other_kind_are_refused(
     assert words in done.stdout
 
 
+def test_a_resume_with_other_data_is_refused_by_the_key_before_anything_is_loaded(tmp_path: Path) -> None:
+    runs = [
+        typed_config(composed("+recipe=sft", write(tmp_path / f"{name}.jsonl", sums()[first:]), *TINY))
+        for first, name in enumerate(("old", "new"))
+    ]
+    before, after = (offline_data_module(run, False, False, 64) for run in runs)
+    checkpoint, key = str(tmp_path / "it.ckpt"), type(before).__qualname__
+    torch.save({key: before.state_dict()}, checkpoint)
+    check_resumed_data(before, checkpoint, runs[0].buffer, tmp_path)
+    with pytest.raises(ConfigError, match=r"buffer\.path=.*new\.jsonl holds other data than .* resume reads\. Give"):
+        check_resumed_data(after, checkpoint, runs[1].buffer, tmp_path)
+    (tmp_path / "config.yaml").write_text("model: {name: tiny}\nbuffer: {path: old.jsonl}")
+    with pytest.raises(ConfigError, match=r"run to resume reads: that has buffer\.path=old\.jsonl\. Give those"):
+        check_resumed_data(after, checkpoint, runs[1].buffer, tmp_path)
+
+
+def test_columns_beside_those_that_are_learned_from_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [{"text": "once"}, {"prompt": "1=", "completion": "1", "text": "twice"}]
+    data_of(write(tmp_path / "data.jsonl", lines), "sft")
+    [warning] = [message for message in caplog.messages if "no effect" in message]
+    assert "learned from is prompt and completion; text beside it has no effect" in warning
+
+
+@pytest.mark.parametrize(("third", "words"), [("3", ""), ("", "line 4 of .*sums.csv: .*no completion")])
+def test_a_column_of_numbers_in_csv_is_text(third: str, words: str, tmp_path: Path) -> None:
+    rows = "".join(f"{digit}=,{third if digit == 3 else digit}\n" for digit in range(1, 5))
+    (tmp_path / "sums.csv").write_text("prompt,completion\n" + rows)
+    path = f"buffer.path={tmp_path / 'sums.csv'}"
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            data_of(path, "sft")
+    else:
+        assert len(data_of(path, "sft").reader.read(4)) == 4
+
+
+def test_stored_experiences_are_no_pairs_and_stay_to_be_read(tmp_path: Path) -> None:
+    keep_step(tmp_path, 1, [Experience(tokens=[1, 2], prompt_length=1) for _ in range(2)])
+    run = typed_config(composed("+recipe=offline", f"buffer.path={tmp_path}", *TINY))
+    with pytest.raises(ConfigError, match="is no preference pair: choose another loss than"):
+        offline_data_module(run, True, False, 64)
+    assert len(offline_data_module(run, False, False, 64).reader.read(2)) == 2
+
+
 @pytest.mark.parametrize(("batch_size", "warned"), [(10, False), (11, True)])
 def test_a_batch_larger_than_the_dataset_is_warned_of(
     batch_size: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -140,6 +188,16 @@ def test_a_batch_larger_than_the_dataset_is_warned_of(
     config = typed_config(composed("+recipe=sft", path, *TINY, f"buffer.batch_size={batch_size}"))
     offline_data_module(config, False, False, 64)
     assert ("buffer.batch_size=11 repeats some of 10 examples" in caplog.text) == warned
+
+
+def test_examples_that_are_read_once_and_end_before_the_run_are_refused(tmp_path: Path) -> None:
+    once = (write(tmp_path / "sums.jsonl", sums()), *TINY, "buffer.repeat=false")
+    with pytest.raises(
+        ConfigError, match=r"steps is 3, and 10 examples.*for 2 of 8 .*set buffer.repeat=true, or steps=2"
+    ):
+        offline_data_module(typed_config(composed("+recipe=sft", *once, "steps=3")), False, False, 64)
+    data = offline_data_module(typed_config(composed("+recipe=sft", *once, "steps=2")), False, False, 64)
+    assert [len(data.reader.read(8)) for _ in range(3)] == [8, 2, 0]
 
 
 # -- examples that are not trained on ----------------------------------------------------------------------------------
@@ -168,6 +226,7 @@ def test_held_out_examples_are_measured_as_those_that_are_trained_on(
     assert f"held-out loss {float(measured[5]['eval/loss']):.4g}" in log
 
 
+@pytest.mark.slow
 def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -> None:
     path = write(tmp_path / "sums.jsonl", sums())
     drawn = []
@@ -180,6 +239,15 @@ def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -
         assert not held & trained
         drawn.append(held)
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_held_out_examples_that_are_trained_on_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "sums.jsonl", sums())
+    for held_out, warned in (("train[6:]", True), ("train[80%:]", False)):
+        caplog.clear()
+        split = ("buffer.dataset.split='train[:8]'", f"buffer.dataset.held_out.split='{held_out}'")
+        offline_data_module(typed_config(composed("+recipe=sft", path, *split, *TINY)), False, False, 64)
+        assert ("2 of 4 held-out examples (buffer.dataset.held_out) are trained on, too" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from support.runs import (
     rows,
     steps_done,
     wait_for,
+    with_a_server_killed,
 )
 
 from trinity_lightning.config.models import resolve_model
@@ -78,20 +80,32 @@ def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path)
     assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(two))
 
 
-def test_stored_experiences_are_trained_on_as_by_one(two: Path, run_train: Commands, tmp_path: Path) -> None:
-    offline = ("+recipe=offline", "model=tiny", "logger=csv", "buffer.batch_size=4", f"buffer.path={two}/experiences")
-    found = []
-    for name, devices in {"one": (), **TRAINERS}.items():
-        (tmp_path / name).mkdir()
-        found.append(finished(run_train, tmp_path / name, *offline, "steps=4", *devices))
-    for folder in found[1:]:
-        alike(folder, found[0])
-
-
 def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+TORCHRUN = "torch.distributed.run"
+FIRST = ("hydra.run.dir=../outputs/first",)
+
+
+def torchrun(port: str, processes: str = "1", nodes: str = "1", node: str = "0") -> tuple[str, ...]:
+    """The words of its command before those of the run."""
+    where = ("--nnodes", nodes, "--node-rank", node, "--nproc-per-node", processes)
+    return (*where, "--master-addr", "127.0.0.1", "--master-port", port, "-m", TRAIN)
+
+
+def test_stored_experiences_are_trained_on_as_by_one(two: Path, run_train: Commands, tmp_path: Path) -> None:
+    """Also by two processes that torchrun starts on one machine."""
+    offline = ("+recipe=offline", "model=tiny", "logger=csv", "buffer.batch_size=4", f"buffer.path={two}/experiences")
+    offline += ("steps=4", "hydra.run.dir=outputs/run/first")
+    for name in ("one", *TRAINERS):
+        (tmp_path / name).mkdir()
+    one = finished(run_train, tmp_path / "one", *offline)
+    alike(finished(run_train, tmp_path / "fsdp2", *offline, *SHARDS), one)
+    words = torchrun(free_port(), processes="2")
+    alike(finished(run_train, tmp_path / "ddp", *words, *offline, *TWO, program=TORCHRUN), one)
 
 
 Launcher = Callable[[str, str], tuple[tuple[str, ...], dict[str, str]]]
@@ -99,8 +113,7 @@ Launcher = Callable[[str, str], tuple[tuple[str, ...], dict[str, str]]]
 
 def by_torchrun(rank: str, port: str) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command of each machine: words before those of the run, and how `Commands.start` starts it."""
-    where = ("--nnodes", "2", "--node-rank", rank, "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
-    return (*where, "--master-port", port, "-m", TRAIN), {"program": "torch.distributed.run"}
+    return torchrun(port, nodes="2", node=rank), {"program": TORCHRUN}
 
 
 def by_srun(rank: str, port: str) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -131,18 +144,20 @@ def machines(run_train: Commands, tmp_path: Path) -> Machines:
     return start
 
 
-FIRST = ("hydra.run.dir=../outputs/first",)
-SWEEP = ("--multirun", "hydra.sweep.dir=../outputs", "hydra.sweep.subdir=first")  # whose jobs srun starts
-
-
-@pytest.mark.parametrize(("launcher", "where"), [(by_torchrun, FIRST), (by_srun, SWEEP)], ids=["torchrun", "srun"])
-def test_two_machines_train_as_one(
-    launcher: Launcher, where: tuple[str, ...], machines: Machines, one: Path, tmp_path: Path
-) -> None:
+def test_two_machines_train_as_one(machines: Machines, one: Path, tmp_path: Path) -> None:
     """As far as one machine can show it."""
-    for code, printed in machines(launcher, *where, *RUN):
+    for code, printed in machines(by_torchrun, *RUN, *FIRST):
         assert code == 0, printed[-4000:]
     alike(tmp_path / "outputs/first", one)
+
+
+def test_two_machines_train_the_jobs_of_a_sweep_that_srun_starts(machines: Machines, one: Path, tmp_path: Path) -> None:
+    """The second as by itself."""
+    sweep = ("hydra.sweep.dir=../outputs", f"steps=1,{STEPS}")
+    for code, printed in machines(by_srun, "--multirun", *RUN, *sweep):
+        assert code == 0, printed[-4000:]
+    assert (tmp_path / "outputs/0/model").is_dir()
+    alike(tmp_path / "outputs/1", one)
 
 
 def test_machines_with_a_folder_of_their_own_each_are_refused(machines: Machines, tmp_path: Path) -> None:
@@ -211,6 +226,16 @@ def test_a_run_goes_on_with_the_same_bits_after_whatever_ended_it(
     equal(finished(run_train, tmp_path, *RUN, *TWO, *resume), two)
 
 
+def test_a_process_whose_rank_0_is_killed_before_they_meet_does_not_wait(run_train: Commands, tmp_path: Path) -> None:
+    run = run_train.start(tmp_path, *RUN, *TWO)
+    wait_for(lambda: bool(run_train.followers(run)), run)
+    family = run_train.followers(run)
+    run.kill()
+    assert not psutil.wait_procs(family, 60)[1]
+    log = only(tmp_path, "outputs/run/*/train_ddp_process_1.log").read_text()
+    assert "the process that started this one has ended" in log
+
+
 def test_a_run_goes_on_with_any_number_of_processes_and_either_trainer(
     with_vllm: Path, run_train: Commands, tmp_path: Path
 ) -> None:
@@ -274,13 +299,14 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
 def test_one_of_two_servers_beside_two_processes_that_is_killed_is_started_again(
     ahead: Path, run_train: Commands, tmp_path: Path
 ) -> None:
-    run = run_train.start(tmp_path, *AHEAD, *SHARDS, "engine.servers=2")
-    wait_for(lambda: steps_done(tmp_path, "run") >= 1, run)
-    server = run_train.servers()[0]
-    os.killpg(server.pid, signal.SIGKILL)
-    assert run.wait(120) == 0, (tmp_path / "stdout").read_text()[-4000:]
-    assert "died and is started again" in (tmp_path / "stdout").read_text()
-    alike(only(tmp_path, "outputs/*/*"), ahead)
+    alike(with_a_server_killed(run_train, tmp_path, *AHEAD, *SHARDS), ahead)
+
+
+def is_healthy(port: str) -> bool:
+    try:
+        return urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    except OSError:
+        return False
 
 
 def test_a_server_that_runs_already_rolls_out_for_two_processes(
@@ -295,6 +321,7 @@ def test_a_server_that_runs_already_rolls_out_for_two_processes(
         variables = environment() | {"VLLM_SERVER_DEV_MODE": "1"}
         server = Forked(run_train.address, command, tmp_path, variables, log, serves=True)
     try:
+        wait_for(lambda: is_healthy(port), server)
         given = (f"engine.urls=[http://127.0.0.1:{port}]", f"synchronizer.folder={tmp_path}/weights")
         alike(finished(run_train, tmp_path, *AHEAD, *TWO, *given), ahead)
     finally:
@@ -314,6 +341,11 @@ INTERACTIVE = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"}  # a shell,
     [
         (("--multirun", "optimizer.lr=1e-5,1e-4"), {}, "without --multirun"),
         (("--multirun", "optimizer.lr=1e-5,1e-4"), INTERACTIVE, "without --multirun"),
+        (
+            ("--multirun", "hydra/sweeper=optuna", "optimizer.lr=choice(1e-5,1e-4)"),
+            {"SLURM_NTASKS": "2"},
+            "each task of srun would run one of its own",
+        ),
         ((), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "need one folder for the run"),
     ],
 )

@@ -12,6 +12,7 @@ from support.runs import ROOT
 
 from trinity_lightning.config.checks import check_anywhere, validate
 from trinity_lightning.config.planning import PlanConfig
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.plan import register
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
@@ -39,12 +40,22 @@ def test_config_pages_are_up_to_date() -> None:
 
     written = {path.name: path.read_text() for path in (ROOT / "docs" / "config").glob("*.md")}
     assert written == config_docs.pages(), "run: python scripts/config_docs.py"
+    assert config_docs.ALGORITHMS.read_text() == config_docs.algorithms_page(), "run: python scripts/config_docs.py"
 
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
     import metrics_docs  # pyright: ignore[reportMissingImports]
 
     assert metrics_docs.PAGE.read_text() == metrics_docs.metrics_page(), "run: python scripts/metrics_docs.py"
+
+
+def test_every_objective_says_when_to_choose_it() -> None:
+    import config_docs  # pyright: ignore[reportMissingImports]
+
+    before, _, rest = config_docs.ALGORITHMS.read_text().partition(config_docs.BEGIN)
+    by_hand = before + rest.partition(config_docs.END)[2]
+    rows = " ".join(line.split("|")[1] for line in by_hand.splitlines() if line.startswith("|"))
+    assert [name for kind in ("policy loss", "add strategy") for name in PARTS[kind] if f"`{name}`" not in rows] == []
 
 
 def test_links_lead_somewhere() -> None:

@@ -82,7 +82,8 @@ def save_checkpoint(path: Path, dtype: torch.dtype) -> Path:
     """What a run whose weights are held in `dtype` has of them in its checkpoints."""
     processed = {"epoch_progress": {"current": {"processed": 3}}}
     weights = {"model.norm": torch.ones(2), "model.lm_head": torch.ones(2, dtype=dtype)}
-    torch.save({"loops": {"fit_loop": processed}, "state_dict": weights}, path)
+    settings = {"optimizer": {"name": "adamw"}}
+    torch.save({"loops": {"fit_loop": processed}, "state_dict": weights, "hyper_parameters": settings}, path)
     return path
 
 

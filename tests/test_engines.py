@@ -52,11 +52,29 @@ def test_what_vllm_has_no_room_for(
         check_room(run)
 
 
-def test_a_judge_that_vllm_has_no_room_for() -> None:
-    engine, judge = EngineConfig(name="transformers"), {"model": "tiny"}
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({}, r"max_model_len is 1024, .* 'tiny' is 512 tokens"),
+        ({"gpus": [1, 2, 3]}, r"gpus gives a server 3 GPUs, .* over 3: give a number that divides them\.$"),
+    ],
+)
+def test_a_judge_that_vllm_has_no_room_for(settings: dict[str, Any], refused: str) -> None:
+    engine, judge = EngineConfig(name="transformers"), {"model": "tiny", "engine": settings}
     run = TrainConfig(model=ModelConfig("tiny"), engine=engine, auxiliary_models={"judge": judge})
-    refused = r"auxiliary_models.judge.engine.max_model_len is 1024, .* 'tiny' is 512 tokens"
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(ConfigError, match=rf"auxiliary_models\.judge\.engine\.{refused}"):
+        check_room(run)
+
+
+def test_a_teacher_whose_context_is_the_policys_says_what_the_policys_has_to_be() -> None:
+    settings = {
+        "engine": EngineConfig(name="transformers", max_model_len=512),
+        "auxiliary_models": {"teacher": {"model": "tiny"}},
+    }
+    run = TrainConfig(model=ModelConfig("tiny"), operators={"teacher_top_k": {}}, **settings)
+    with pytest.raises(
+        ConfigError, match=r"teacher\.engine\.max_model_len is 513, .* give engine\.max_model_len=511, "
+    ):
         check_room(run)
 
 

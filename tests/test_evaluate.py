@@ -67,6 +67,7 @@ def test_the_model_itself_several_times(run_evaluate: RunTrain, tmp_path: Path) 
     ("arguments", "message"),
     [
         (("model=tiny",), "nothing to evaluate on"),
+        (("+recipe=sft", "model=tiny", "buffer.path=org/data", "eval_repeat_times=2"), "nothing to evaluate on"),
         ((*QUICK, "ckpt_path=nowhere"), "'nowhere' is neither a checkpoint nor a folder that holds one"),
         ((*QUICK, "ckpt_path=last"), "ckpt_path=last: there is no checkpoint under"),
         ((*QUICK, "eval_repeat_tmes=3"), "eval_repeat_times"),

@@ -86,6 +86,7 @@ def test_an_entry_without_a_response_is_refused_at_once(entry: dict[str, Any], t
         AnswerReader(Taskset([entry]), tokenizer)
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_and_answers(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "expert.jsonl", [{"question": f"{i}?", "solution": f"{i}!"} for i in range(5)])
     fields = ("buffer.expert.dataset.prompt_field=question", "buffer.expert.dataset.answer_field=solution")

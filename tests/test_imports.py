@@ -1,6 +1,7 @@
 """The architecture as tests: imports go one way, heavy libraries load late, and what must be read stays small."""
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -92,8 +93,13 @@ DEFAULT_RUN = (
     "common.experience.payload",
     "trainer.lean_layers",
 )
-MAX_DEFAULT_RUN = 9_044  # lines of code
-MAX_FILES, MAX_LINES = 203, 34_621  # of the package
+MAX_DEFAULT_RUN = 8_968  # lines of code
+MAX_FILES, MAX_LINES = 221, 35_839  # of the package
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def room_of(module: str) -> str:
@@ -106,7 +112,7 @@ def room_of(module: str) -> str:
 
 def imports_in(source: str) -> Iterator[str]:
     """Dotted names imported anywhere in a module, also within functions; `from a import b` is a.b."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -174,7 +180,7 @@ def test_files_and_functions_stay_short() -> None:
         lines = len(source.splitlines())
         if lines > MAX_FILE_LINES:
             long.append(f"{module}: {lines} lines")
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 code = node.body[1:] if ast.get_docstring(node) else node.body
                 length = (code[-1].end_lineno or 0) - code[0].lineno + 1 if code else 0
@@ -199,7 +205,7 @@ NO_CODE = {
 def lines_of_code(source: str) -> int:
     """Lines without docstrings, imports, comments and blank ones."""
     left_out: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -234,7 +240,7 @@ def closure(starts: Sequence[str]) -> set[str]:
             name = name.rpartition(".")[0]
         if name and name not in found:
             found.add(name)
-            waiting += [name.rpartition(".")[0], *imported_at_once(ast.parse(MODULES[name].read_text()).body)]
+            waiting += [name.rpartition(".")[0], *imported_at_once(parsed(MODULES[name].read_text()).body)]
     return found
 
 
@@ -261,10 +267,10 @@ def test_the_default_run_asks_packages_for_nothing_that_they_import_later() -> N
     """What is counted is then all that is imported."""
     late = []
     for name in closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN]):
-        for imported in imported_at_once(ast.parse(MODULES[name].read_text()).body):
+        for imported in imported_at_once(parsed(MODULES[name].read_text()).body):
             package, _, attribute = imported.rpartition(".")
             if package in MODULES and imported not in MODULES:
-                bound = bound_in(ast.parse(MODULES[package].read_text()).body)
+                bound = bound_in(parsed(MODULES[package].read_text()).body)
                 late += [] if attribute in bound else [f"{name} imports {imported}"]
     assert not late, "\n".join(late)
 
@@ -277,10 +283,12 @@ def test_the_package_does_not_grow() -> None:
 def test_an_experience_passes_through_few_modules() -> None:
     """From vLLM to the loss, as the picture in docs/architecture.md numbers them."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    [picture] = re.findall(r"```text\n(.*?)THE LOSS", page, re.DOTALL)
+    [picture] = re.findall(r"TRY IT(.*?)THE LOSS", page, re.DOTALL)
     way = [f"{PACKAGE}.{path.replace('/', '.')}" for path in re.findall(r"\d  ([\w/]+)\.py", picture)]
-    assert 10 < len(way) <= 20
-    assert set(way) <= closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
+    assert picture.count(".py") == len(way), "a file on the way has no number"
+    # 24: a file holds one idea. Micro-batches and their layout, say, would be one file less, and harder to read.
+    assert 10 < len(way) <= 24
+    assert {name.removesuffix(".__init__") for name in way} <= closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
 
 
 def test_code_is_counted_without_docstrings_imports_and_comments() -> None:
@@ -291,4 +299,4 @@ def test_code_is_counted_without_docstrings_imports_and_comments() -> None:
 def test_what_is_imported_late_is_not_at_once() -> None:
     source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    from c import d\nexcept E:\n    pass\n"
     source += "def f():\n    import g\n"
-    assert list(imported_at_once(ast.parse(source).body)) == ["b", "c.d"]
+    assert list(imported_at_once(parsed(source).body)) == ["b", "c.d"]

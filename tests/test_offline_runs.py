@@ -13,8 +13,9 @@ from trinity_lightning.buffer.sql import SqlReader
 from trinity_lightning.buffer.step_files import read_experiences
 from trinity_lightning.common.experience import to_hf_datasets
 
-TINY = ("model=tiny", "reward=contains_digits", "logger=csv")
+TINY = ("model=tiny", "logger=csv")
 QUICK = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "explorer.eval_interval=0")
+QUICK += ("reward=contains_digits",)
 OFFLINE = ("+recipe=offline", *TINY, "buffer.batch_size=4", "optimizer.lr=1e-3")
 
 

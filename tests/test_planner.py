@@ -133,6 +133,7 @@ def test_parameters_are_those_that_were_published(
     assert ModelSize.of(model).head == config["vocab_size"] * config["hidden_size"]
 
 
+@pytest.mark.slow
 def test_a_7b_model_on_8_gpus_of_80_gb_is_refused_whole_and_says_what_helps(folder: Any) -> None:
     given = (f"model.name={folder(QWEN_7B)}", "trainer=ddp", "trainer.devices=8", "plan.device=H100-80GB")
     with pytest.raises(ConfigError, match=r"policy 14\.2, masters 28\.4, Adam's moments 56\.7, gradients 28\.4"):
@@ -141,6 +142,7 @@ def test_a_7b_model_on_8_gpus_of_80_gb_is_refused_whole_and_says_what_helps(fold
         planned(*given, "model.gradient_checkpointing=true")
 
 
+@pytest.mark.slow
 def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
     given = (f"model.name={folder(QWEN_7B)}", "trainer.devices=8", "plan.device=H100-80GB", "algorithm.kl.coef=0.01")
     with pytest.raises(ConfigError, match=r"without a reference \(algorithm\.kl\.coef=0\) 14\.2 GiB less"):
@@ -156,12 +158,24 @@ def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
     assert min(each.memory.left for each in found.shares) >= 0
 
 
+@pytest.mark.slow
 def test_a_7b_model_fits_one_gpu_by_adapters(folder: Any) -> None:
+    """Of rank 4, which is sent; vLLM makes room for rank 8."""
     given = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB")
     with pytest.raises(ConfigError, match=r"has room"):
         planned(*given)
-    [share] = planned(*given, recipe="lora").shares
+    given = (*given, "model.lora.r=4")
+    merged, alone = (planned(*given, f"synchronizer.lora={way}", recipe="lora") for way in ("merged", "adapter"))
+    [share], parameters = merged.shares, merged.parameters
     assert share.memory.left > 0
+    widths = {"q": (3584, 3584), "k": (3584, 512), "v": (3584, 512), "o": (3584, 3584)}
+    widths |= {"gate": (3584, 18944), "up": (3584, 18944), "down": (18944, 3584)}
+    adapters = 28 * 4 * sum(map(sum, widths.values()))
+    parts = {POLICY: 2 * (parameters + adapters), MASTERS: 4 * adapters, MOMENTS: 8 * adapters, GRADIENTS: 4 * adapters}
+    assert {name: share.memory.training[name] for name in parts} == parts
+    for found, held, sent in ((merged, parameters, parameters), (alone, parameters + 2 * adapters, adapters)):
+        assert found.shares[0].memory.generating[ENGINE_WEIGHTS] == 2 * held
+        assert found.seconds["weight sync"] == pytest.approx(2 * sent / 10e9)
 
 
 def test_a_70b_model_on_paper(folder: Any) -> None:
@@ -194,6 +208,7 @@ def test_servers_on_gpus_of_their_own_and_ranks_are_listed_apart(folder: Any) ->
     assert server.training[ENGINE_WEIGHTS] == 2 * found.parameters // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [CPU, ("plan.device=L4",)])
 def test_a_run_on_stored_experiences_has_its_trainer_alone(device: tuple[str, ...], tmp_path: Path) -> None:
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
@@ -206,6 +221,7 @@ def test_a_run_on_stored_experiences_has_its_trainer_alone(device: tuple[str, ..
     assert not {"plan.rollout_share", "plan.bandwidth_gb", "plan.sync_gb"} & found.assumed.keys()
 
 
+@pytest.mark.slow
 def test_pairs_of_a_dataset_have_two_rows_each_and_a_reference() -> None:
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
     given = ("buffer.path=org/name", "buffer.batch_size=12", *CPU, *lengths)
@@ -216,6 +232,7 @@ def test_pairs_of_a_dataset_have_two_rows_each_and_a_reference() -> None:
     assert "buffer.dataset.max_length" not in planned(*given, "buffer.dataset.max_length=65", recipe="dpo").assumed
 
 
+@pytest.mark.slow
 def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
     one = planned(*CPU)
     two = planned(
@@ -225,6 +242,7 @@ def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
     assert len(two.shares) == 2
 
 
+@pytest.mark.slow
 def test_a_machine_has_its_own_memory_for_its_own_processes() -> None:
     given = (*(each.replace("trainer=cpu", "trainer=ddp") for each in CPU), "trainer.accelerator=cpu")
     one = planned(*given, "trainer.devices=2", "algorithm.max_tokens_per_micro_batch=auto").shares
@@ -235,6 +253,7 @@ def test_a_machine_has_its_own_memory_for_its_own_processes() -> None:
     assert [each.devices for each in two] == [1, 3]
 
 
+@pytest.mark.slow
 def test_servers_on_one_device_share_its_speed() -> None:
     given = ("plan.device=H100-80GB", "engine=vllm_server")
     one, two, apart = (
@@ -244,6 +263,7 @@ def test_servers_on_one_device_share_its_speed() -> None:
     assert apart < one <= two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "split"),
     [
@@ -284,6 +304,7 @@ def test_servers_of_auxiliary_models_are_counted_or_named(overrides: tuple[str, 
     assert ("auxiliary_models.judge" in found.assumed) is not counted
 
 
+@pytest.mark.slow
 def test_adapters_alone_have_an_optimizer_and_cost_no_gradient_of_the_weights() -> None:
     whole, adapters = (
         planned("plan.device=H100-80GB", "algorithm.kl.coef=0.01", recipe=name) for name in ("grpo", "lora")
@@ -298,6 +319,7 @@ def test_adapters_alone_have_an_optimizer_and_cost_no_gradient_of_the_weights() 
     assert "fsdp2" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_value_model_costs_a_second_training_without_a_head_and_a_critic_a_forward_pass() -> None:
     size, step = ModelSize.of(skeleton(str(resolve_model("tiny")))), Work(tokens=1000, predicted=400, pairs=9000)
     ppo = ("+recipe=ppo", "model=tiny", "algorithm.optimizer_steps=1")
@@ -328,6 +350,7 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
     assert "training reaches 0.4 of the speed of products (plan.training_share)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -379,6 +402,7 @@ def test_json_is_one_line_that_adds_up() -> None:
     assert read["seconds"] == found.seconds
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = (ROOT / "docs" / "scaling.md").read_text().partition("## Planning a run")[2].partition("\n## ")[0]
     commands = re.findall(r"^    python -m trinity_lightning\.plan ((?:.*\\\n)*.*)", section, re.MULTILINE)

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from support import tiers
 from support.tiers import is_fast
 
 RUN_NOTHING = [sys.executable, "-c", ""]
@@ -15,6 +16,15 @@ def test_a_fast_test_that_starts_a_process_fails(request: pytest.FixtureRequest)
     assert is_fast(request.node)
     with pytest.raises(pytest.fail.Exception, match=r"fast tier .*subprocess\.Popen.*mark it"):
         subprocess.run(RUN_NOTHING, check=True)
+
+
+def test_only_a_run_of_the_fast_tier_tries_fewer_examples(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    assert tiers.only_fast is (request.config.option.markexpr == "fast")
+    for only_fast, count in ((False, 60), (True, 6)):
+        monkeypatch.setattr(tiers, "only_fast", only_fast)
+        assert tiers.examples(60) == count
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

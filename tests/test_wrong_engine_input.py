@@ -261,6 +261,7 @@ def test_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
 FOUR = (*SERVER, "engine.servers=2", "engine.gpus=[0,1,2,3]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -328,6 +329,7 @@ def test_a_quantised_checkpoint_is_not_trained(tmp_path: Path) -> None:
 NCCL = (*SERVER, "synchronizer=nccl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["null", "[0,1]"])
 def test_nccl_wants_gpus_apart_from_the_trainers(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -401,10 +403,10 @@ def test_refused(case: str) -> None:
     "arguments",
     [
         (*ELSEWHERE, URLS),
-        (*ELSEWHERE, URLS, *ENDPOINT),
+        (*ELSEWHERE, URLS, *ENDPOINT, "workflow=judge"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=auto"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=127.0.0.1:6379"),
-        (*SERVER, "explorer.runner=ray", "explorer.runner_per_model=8", JUDGE),
+        (*SERVER, "explorer.runner=ray", "explorer.runner_per_model=8", JUDGE, "workflow=judge"),
         (*SERVER, f"engine.cpu_cores={CORES}"),
         ("engine=transformers",),
         ("workflow=judge", *ENDPOINT),
@@ -423,4 +425,4 @@ def test_what_can_work_is_not_refused(arguments: tuple[str, ...]) -> None:
 
 def test_an_endpoints_key_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
-    validate(configured(*ENDPOINT, "+auxiliary_models.judge.api_key_env=MY_KEY"))
+    validate(configured(*ENDPOINT, "workflow=judge", "+auxiliary_models.judge.api_key_env=MY_KEY"))

@@ -4,12 +4,14 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from support.compose import composed
@@ -41,6 +43,14 @@ BY_THE_COMMAND = {
         ["no file or folder 'no.jsonl'"],
     ),
     "impossible value": (["+recipe=grpo", "steps=0"], ["steps is 0", "1 or more"]),
+    "argument of an operator without a value": (
+        ["+recipe=grpo", "operators=overlong_penalty"],
+        ["operators.overlong_penalty.args.cache_length", "give it a value"],
+    ),
+    "an entry of the recipes of a sweep": (
+        ["--multirun", "+recipe=grpo,rloo", "~eval_tasksets.addition_heldout"],
+        ["'eval_tasksets.addition_heldout' does not exist", "leave out all of them, '~eval_tasksets'"],
+    ),
     "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
@@ -179,6 +189,10 @@ REFUSED = {
         ["learns from preference pairs", "buffer=dataset"],
     ),
     "a loss of advantages on a dataset": (["+recipe=dpo", "algorithm=ppo", "buffer.path=pairs"], ["choose dpo or sft"]),
+    "a constant length of a dataset that has none": (
+        ["+recipe=sft", "buffer.path=pairs", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
+        ["divides by buffer.dataset.max_length, which is not given"],
+    ),
     "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "checkpoints beside callbacks": (
@@ -342,10 +356,6 @@ REFUSED = {
         ["+recipe=grpo", "operators=reward_filter", "operators.reward_filter.on_error=ignore"],
         ["operators.reward_filter.on_error", "stop", "skip"],
     ),
-    "argument of an operator without a value": (
-        ["+recipe=grpo", "operators=overlong_penalty"],
-        ["operators.overlong_penalty.args.cache_length", "give it a value"],
-    ),
     "no strategy": (["+recipe=grpo", "~add_strategy"], ["add_strategy is empty"]),
     "key of a taskset that is not there": (
         ["+recipe=grpo", "+eval_tasksets.mine.path=mine.jsonl"],
@@ -461,11 +471,94 @@ REFUSED = {
         [*STREAM, f"{STREAMS}.rl.wieght=2"],
         ["algorithm.policy_loss.args.streams.rl: unknown key 'wieght'", "Did you mean 'weight'"],
     ),
+    "two strategies that weigh": (
+        ["+recipe=grpo", "add_strategy=[rloo,grpo]"],
+        ["add_strategy=rloo sets advantages, and grpo behind it would set them again", "filters: dapo, "],
+    ),
+    "two strategies that weigh, the first with a threshold of null": (
+        ["+recipe=grpo", "add_strategy=[grpo,rloo]"],
+        ["add_strategy=grpo sets advantages, and rloo behind it would set them again"],
+    ),
+    "a critic behind a strategy that weighs": (
+        ["+recipe=ppo", "add_strategy=[grpo,critic]", "explorer.repeat_times=8"],
+        ["add_strategy=grpo sets advantages, and critic behind it"],
+    ),
+    "a teacher of sampled tokens at another temperature": (
+        [*BY_SAMPLED_TOKENS, "sampling.temperature=0.7"],
+        ["compares log-probabilities at temperature 1, not 0.7", "set sampling.temperature=1"],
+    ),
+    "a plus sign too many": (
+        [*BY_SAMPLED_TOKENS, "+add_strategy.on_policy_distill.args.kl_coef=-1"],
+        ["'add_strategy.on_policy_distill.args.kl_coef' is set already: leave out the plus sign"],
+    ),
+    "a critic that does not learn": (["+recipe=ppo", "algorithm.critic.lr=0"], ["algorithm.critic.lr is 0; give"]),
+    "a key of other libraries": (["+recipe=grpo", "algorithm.kl_coef=0.1"], ["It is called algorithm.kl.coef."]),
+    "a split without a name": (
+        ["+recipe=sft", "buffer.path=pairs", "buffer.dataset.split="],
+        ["buffer.dataset.split is ''; give some text."],
+    ),
+    "a value model that is not there": (
+        ["+recipe=ppo", "model=tiny", "algorithm.critic.model=smolm2"],
+        ["algorithm.critic.model: unknown model 'smolm2'", "Did you mean 'smollm2'"],
+    ),
+    "a value model with another vocabulary": (
+        ["+recipe=ppo", "model=tiny", "algorithm.critic.model=smollm2"],
+        ["algorithm.critic.model 'smollm2' has another vocabulary than the policy"],
+    ),
     "distillation without a teacher": (
         ["+recipe=grpo", "add_strategy=on_policy_distill"],
         ["workflow=math asks none", "choose workflow=on_policy_distill", "+auxiliary_models.teacher.model=FOLDER"],
     ),
     "a key of another command": (["+recipe=grpo", "plan.device=L4"], ["python -m trinity_lightning.plan"]),
+    "a penalty of none": (
+        ["+recipe=grpo", "algorithm.kl={name: none, coef: 0.1}"],
+        ["algorithm.kl.coef is 0.1, and algorithm.kl.name=none has no penalty to weigh", "choose k3"],
+    ),
+    "misspelt estimate of the KL": (["+recipe=grpo", "algorithm.kl.name=k33"], ["'k33'", "Did you mean 'k3'"]),
+    "a range of weights reversed": (
+        ["+recipe=grpo", "algorithm.rollout_correction={low: 3, high: 2}"],
+        ["algorithm.rollout_correction.low (3.0) is above its high (2.0)"],
+    ),
+    "a warm-up longer than the run": (
+        ["+recipe=grpo", "optimizer.warmup_steps=24"],
+        ["optimizer.warmup_steps is 24, and there are 24 optimizer steps", "rate would not reach optimizer.lr"],
+    ),
+    "a schedule shorter than the run": (
+        ["+recipe=grpo", "optimizer.lr_scheduler=cosine", "optimizer.total_steps=5", "algorithm.optimizer_steps=2"],
+        ["optimizer.total_steps is 5", "the run takes 48 optimizer steps"],
+    ),
+    "a critic that warms up for the whole run": (
+        ["+recipe=ppo", "steps=4", "algorithm.critic.warmup_steps=8"],
+        ["algorithm.critic.warmup_steps is 8, and the run takes 8 optimizer steps"],
+    ),
+    "a negative stream": (
+        [*STREAM, f"{STREAMS}={{rl: {{}}, tools: {{loss: sft, weight: -1}}}}"],
+        ["streams.tools: weight is -1; give a finite number of 0 or more"],
+    ),
+    "streams without weight": ([*STREAM, f"{STREAMS}.rl.weight=0"], ["all weights are 0, and nothing is trained"]),
+    "a teacher that no strategy weighs by": (
+        ["+recipe=grpo", "workflow=on_policy_distill", f"+{TEACHER}"],
+        ["add_strategy=grpo does not weigh by its answers: choose add_strategy=on_policy_distill"],
+    ),
+    "an auxiliary model that nothing asks": (
+        ["+recipe=grpo", f"+{TEACHER}"],
+        ["auxiliary_models.teacher: no workflow or operator of this run asks it"],
+    ),
+    "true for a number": (["+recipe=grpo", "steps=true"], ["steps is true; give a whole number."]),
+    "false for a number": (["+recipe=grpo", "optimizer.lr=false"], ["optimizer.lr is false; give a number."]),
+    "true for a number or auto": (
+        ["+recipe=grpo", "algorithm.max_tokens_per_micro_batch=true"],
+        ["algorithm.max_tokens_per_micro_batch is true; give a whole number or a name."],
+    ),
+    "no learning rate": (["+recipe=grpo", "optimizer.lr=0"], ["optimizer.lr is 0, and nothing would be trained"]),
+    "arguments that displace the name": (
+        ["+recipe=grpo", "algorithm.policy_loss=my_loss.tempered", "+algorithm.policy_loss.args.tau=2"],
+        ["give algorithm.policy_loss.name=NAME, in the place of algorithm.policy_loss=NAME"],
+    ),
+    "a workflow's teacher that is not there": (
+        ["+recipe=grpo", "workflow=on_policy_distill", "add_strategy=on_policy_distill"],
+        ["asks auxiliary model 0, and there are 0", "+auxiliary_models.teacher.model=FOLDER"],
+    ),
     "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
 }
@@ -523,13 +616,46 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert "while resolving" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("arguments", "unread"),
+    [
+        (["+recipe=sft", "reward=math", "++sampling.temperature=0.7"], "reward, sampling.temperature"),
+        (["+recipe=sft", "add_strategy=rloo", "explorer.batch_size=4"], "add_strategy, explorer.batch_size"),
+        (["+recipe=sft", "sampling.max_tokens=8", "engine.max_model_len=64"], "sampling.max_tokens"),
+        (["+recipe=sft", "taskset=addition", "synchronizer.lora=adapter"], "taskset, synchronizer.lora"),
+        (["+recipe=dpo", "algorithm.rollout_correction={level: sequence}"], "algorithm.rollout_correction"),
+        (
+            ["+recipe=offline", "operators=reward_filter", "explorer.repeat_times=16"],
+            "operators, explorer.repeat_times",
+        ),
+        (["+recipe=offline", "sampling.max_tokens=8", "algorithm.rollout_correction.high=3", "~eval_tasksets"], ""),
+        (["+recipe=grpo", "reward=math"], ""),
+    ],
+)
+def test_keys_that_only_rollouts_read_are_refused_without_any(arguments: list[str], unread: str) -> None:
+    """Those of the command line: a recipe may build on one with rollouts."""
+    config = composed(*arguments, hydra=True)
+    HydraConfig.instance().set_config(config)
+    try:
+        if not unread:
+            return compose.check_read(config)
+        with pytest.raises(
+            ConfigError, match=rf"^{re.escape(unread)}: without rollouts \(buffer.storage=\w+\) this has"
+        ):
+            compose.check_read(config)
+    finally:
+        HydraConfig.instance().cfg = None
+
+
 @pytest.mark.parametrize("taught", [TAUGHT, BY_SAMPLED_TOKENS, [*BY_SAMPLED_TOKENS, "+workflow.args.teacher=teacher"]])
 def test_a_teacher_has_room_for_the_policys_longest_sequence(taught: list[str]) -> None:
-    run = validate(composed(*taught, "+auxiliary_models.judge.model=tiny", "model=tiny", "engine.max_model_len=300"))
+    judge = ("+auxiliary_models.judge.model=tiny", "+operators.judge.args.model=judge")
+    run = validate(composed(*taught, *judge, "model=tiny", "engine.max_model_len=300"))
     assert run.auxiliary_models["teacher"].engine.max_model_len == 301
     assert run.auxiliary_models["judge"].engine.max_model_len == 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taught", [TAUGHT, BY_SAMPLED_TOKENS])
 def test_a_teacher_with_another_vocabulary_is_refused(taught: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"auxiliary_models\.teacher\.model 'tiny' has another vocabulary"):
@@ -577,7 +703,7 @@ PAIRS = ("algorithm=dpo", "buffer=dataset", "buffer.path=pairs")
         ((f"{ARGUMENTS}.clip_range_low=abc",), "'clip_range_low' of policy loss 'grpo' is 'abc'; give a number."),
         ((f"{ARGUMENTS}.clip_range_low=true",), "is True; give a number."),
         ((f"{ARGUMENTS}.dual_clip=[1]",), "is [1]; give a number or null."),
-        ((f"{ARGUMENTS}.clip_range_low=-1",), f"{ARGUMENTS}.clip_range_low must be at least 0, not -1"),
+        ((f"{ARGUMENTS}.clip_range_low=-1",), f"{ARGUMENTS}.clip_range_low is -1; give a finite number of 0 or more."),
         ((f"{ARGUMENTS}.clip_range_lo=0.1",), "'clip_range_lo'. Did you mean 'clip_range_low'"),
         (("algorithm=gspo", f"{ARGUMENTS}.dual_clip=3"), "Known: clip_range_high, clip_range_low."),
         ((f"{ARGUMENTS}.loss_agg_mode=token-men",), "set algorithm.loss_agg_mode"),
@@ -588,6 +714,10 @@ PAIRS = ("algorithm=dpo", "buffer=dataset", "buffer.path=pairs")
         ),
         (("algorithm.policy_loss=nowhere.loss",), "no module 'nowhere'"),
         ((*PAIRS, f"{ARGUMENTS}.label_smoothing=0.5"), "label_smoothing is 0.5; give a number from 0 to below 0.5."),
+        ((*PAIRS, f"{ARGUMENTS}.beta=0"), f"{ARGUMENTS}.beta is 0; give a finite number above 0."),
+        ((*PAIRS, "algorithm.loss_agg_mode=token-mean"), "policy loss 'dpo' has an average of its own: leave it out."),
+        (("algorithm=sapo", f"{ARGUMENTS}.tau_negative=0"), "tau_negative is 0; give a finite number above 0."),
+        (("algorithm=rec", f"{ARGUMENTS}.clip_mode=ring", f"{ARGUMENTS}.epsilon_low=0.8"), "begin the ring"),
         ((*PAIRS, f"{ARGUMENTS}.reference_free=true", "algorithm.kl.coef=0.1"), "(or, with reference_free, has none)"),
     ],
 )
@@ -683,11 +813,19 @@ def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_tr
         (("ckpt_path=last", "steps=3", "model=smollm2"), "the run to resume trains tiny"),
         (("ckpt_path=garbage.ckpt", "steps=3"), "'garbage.ckpt' is no checkpoint of a training run"),
         (("ckpt_path=last", "steps=3", *CRITIC), "algorithm.critic is a value head, and that of the checkpoint"),
+        (("ckpt_path=last", "steps=3", "model.lora.r=4"), "no adapters: leave model.lora out."),
+        (("ckpt_path=last", "steps=2", "seed=7"), "seed is 7, and that of the run to resume is 42: choose that one."),
+        (
+            ("ckpt_path=last", "steps=3", "optimizer.name=torch.optim.SGD"),
+            "optimizer.name is torch.optim.SGD, and the checkpoint's optimizer is adamw: choose that.",
+        ),
     ):
         done = run_train(tmp_path, *quick, *arguments)
         assert done.returncode == 2, done.stdout[-3000:]
         assert message in done.stdout
         assert "Traceback" not in done.stdout
+        assert "resumed from" not in done.stdout  # the table at the start
+        assert "are done" not in done.stdout  # which is warned of once nothing is refused
         assert record.read_text() == before
     done = run_train(tmp_path, *quick, "ckpt_path=last", "steps=3", "optimizer.lr=1e-4")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
@@ -24,7 +23,7 @@ from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.training import ALL_LINEAR, trains_together
+from trinity_lightning.config.training import trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
     check_experts,
@@ -46,7 +45,7 @@ from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
 if TYPE_CHECKING:
-    from trinity_lightning.buffer.offline import ExpertData, OfflineExperienceDataModule
+    from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.common.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -124,26 +123,27 @@ def build(config: DictConfig) -> Run:
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps)
-    # Recorded once the checkpoint is loaded: a resume that is refused must not change what the run was.
-    recorder = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
-    callbacks: list[L.Callback] = [recorder, monitor]
     data: L.LightningDataModule
-    if follower:  # rank 0 rolls out, saves, shows and records
+    callbacks: list[L.Callback]
+    if not online:
+        from trinity_lightning.buffer.offline import offline_data
+
+        data, callbacks = offline_data(typed, policy.objective.pairs, follower, response_budget(typed), monitor)
+        if checkpoint is not None:
+            from trinity_lightning.resume import check_resumed_data
+
+            check_resumed_data(data, checkpoint, typed.buffer, folder)
+        callbacks += [] if follower else [StopCheckpoint(folder / "checkpoints", resume_command(folder))]
+    elif follower:
         from trinity_lightning.explorer.follower import ExplorerFollower
 
-        callbacks = [*thread_share(typed), ExplorerFollower()] if online else held_out_loss(typed, (), monitor)
-        data = ExperienceDataModule(**_dealing(typed)) if online else offline_data(typed, policy, follower)
-    elif online:
-        check_room(typed)
-        check_experts(typed)
-        auxiliary_models = auxiliary_models_of(typed, folder)
-        data = online_data(typed, folder, auxiliary_models)
-        offload = plan is not None and plan.offload
-        callbacks += [*thread_share(typed), explorer_callback(typed, folder, auxiliary_models, monitor, offload)]
+        data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), ExplorerFollower()]
     else:
-        data = offline_data(typed, policy, follower)
-        stop = StopCheckpoint(folder / "checkpoints", resume_command(folder))
-        callbacks = [recorder, *held_out_loss(typed, data.held_out, monitor), monitor, stop]
+        data, callbacks = online_parts(typed, folder, monitor, offload=plan is not None and plan.offload)
+    if not follower:  # rank 0 rolls out, saves, shows and records
+        # Once the checkpoint is loaded: a resume that is refused must not change what the run was.
+        record = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
+        callbacks.insert(0, record)
     return Run(
         config=typed,
         folder=folder,
@@ -190,11 +190,11 @@ def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, fold
 
 
 def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
-    if config.model.lora.targets != ALL_LINEAR:
-        from trinity_lightning.trainer.adapter import check_targets
+    if config.model.lora.r is not None:
+        from trinity_lightning.trainer.adapter import check_adapter
 
-        check_targets(config.model)
-    steps = config.optimizer.total_steps or config.steps * _items(config)
+        check_adapter(config.model)
+    steps = config.optimizer.total_steps or config.steps * config.items
     return PolicyModule(
         config.model.name,
         config.algorithm,
@@ -229,21 +229,21 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("model", f"{config.model.name} ({config.model.dtype.value})"),
         ("device", str(run.trainer.strategy.root_device)),
     ]
-    steps = _online_steps(config) if config.buffer.has_rollouts else _offline_steps(config)
+    if config.buffer.has_rollouts:
+        steps = _online_steps(config)
+    else:
+        from trinity_lightning.buffer.offline import summary
+
+        steps = summary(config)
     memory = [] if run.plan is None else run.plan.rows()
     return [*policy, *steps, *memory, ("resumed from", run.checkpoint or "nothing")]
-
-
-def _items(config: TrainConfig) -> int:
-    """Optimizer steps a Lightning epoch."""
-    return config.algorithm.optimizer_steps * config.algorithm.inner_epochs if config.buffer.has_rollouts else 1
 
 
 def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     explorer, engine = config.explorer, config.engine
     rollouts = explorer.batch_size * explorer.repeat_times
     expert = config.buffer.expert.per_step
-    items = _items(config)
+    items = config.items
     dtype = (config.model if capabilities_of(engine.name).shares_weights else engine).dtype.value
     weighing = [strategy.name for strategy in config.add_strategy.values()]
     return [
@@ -258,15 +258,18 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _offline_steps(config: TrainConfig) -> list[tuple[str, str]]:
-    return [
-        ("experiences", f"{config.buffer.storage} {config.buffer.path or config.buffer.url}, no rollouts"),
-        ("training", f"{config.steps} optimizer steps x {config.buffer.batch_size} experiences"),
-        ("objective", config.algorithm.policy_loss.name),
-    ]
-
-
 # -- its rollouts and its data ----------------------------------------------------------------------------------------
+
+
+def online_parts(
+    config: TrainConfig, folder: Path, monitor: RunMonitor, offload: bool
+) -> tuple[ExperienceDataModule, list[L.Callback]]:
+    """The buffer of a run that rolls out, what fills it, and what watches both; `offload`: see ExplorerCallback."""
+    check_room(config)
+    check_experts(config)
+    auxiliary_models = auxiliary_models_of(config, folder)
+    explorer = explorer_callback(config, folder, auxiliary_models, monitor, offload)
+    return online_data(config, folder, auxiliary_models), [monitor, *thread_share(config), explorer]
 
 
 def explorer_callback(
@@ -277,6 +280,11 @@ def explorer_callback(
     offload: bool,
 ) -> ExplorerCallback:
     """What rolls out, watched by the monitor; `offload`: see ExplorerCallback."""
+    if any(each.source == "dataset" for each in config.eval_tasksets.values()):
+        from trinity_lightning.explorer.tasks.sources import warn_of_trained_entries
+
+        trained = config.tasksets.values() if config.tasksets else [config.taskset]
+        warn_of_trained_entries(trained, config.eval_tasksets.values())
     explorer = Explorer(
         config.explorer,
         _engines(config, folder),
@@ -361,23 +369,6 @@ def _dealing(config: TrainConfig) -> dict[str, Any]:
     """How a buffer hands out what is in it: all that those of ranks other than 0 have to know."""
     steps = {"optimizer_steps": config.algorithm.optimizer_steps, "inner_epochs": config.algorithm.inner_epochs}
     return {**steps, "seed": config.seed, "max_response_length": response_budget(config)}
-
-
-def offline_data(config: TrainConfig, policy: PolicyModule, follower: bool) -> "OfflineExperienceDataModule":
-    """What is read as it is trained on, by rank 0 for the followers."""
-    from trinity_lightning.buffer.offline import offline_data_module
-
-    return offline_data_module(config, policy.objective.pairs, follower, response_budget(config))
-
-
-def held_out_loss(config: TrainConfig, examples: Sequence[Experience], monitor: RunMonitor) -> list[L.Callback]:
-    """What measures the loss on the examples that are not trained on (rank 0 has them), if there are some."""
-    dataset = config.buffer.dataset
-    if config.buffer.storage != "dataset" or not dataset.held_out.given:
-        return []
-    from trinity_lightning.buffer.held_out import HeldOutLoss
-
-    return [HeldOutLoss(examples, dataset.held_out.interval, config.steps, monitor.keep_metrics, dataset.max_length)]
 
 
 def _experts(config: TrainConfig) -> "ExpertData | None":

@@ -62,8 +62,14 @@ def check_room(config: TrainConfig) -> None:
     started = [(f"auxiliary_models.{name}.engine", it.model, it.engine) for name, it in auxiliary if it.url is None]
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
         started.append(("engine", config.model.name, config.engine))
+    teachers: list[str] = []
+    if auxiliary:
+        from trinity_lightning.config.servers import teachers_of
+
+        teachers = [f"auxiliary_models.{name}.engine" for name in teachers_of(config)]
     for key, model, engine in started:
-        _check_model(key, model, engine)
+        derived = key in teachers and engine.max_model_len == config.engine.max_model_len + 1
+        _check_model(key, model, engine, derived)
     caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine in started if engine.kv_cache_gb}
     if not torch.cuda.is_available() and sum(caches.values()) * GIB > (free := free_memory()):
         raise ConfigError(
@@ -72,7 +78,7 @@ def check_room(config: TrainConfig) -> None:
         )
 
 
-def _check_model(key: str, name: str, engine: EngineConfig) -> None:
+def _check_model(key: str, name: str, engine: EngineConfig, derived: bool) -> None:
     from transformers import AutoConfig
 
     try:
@@ -89,7 +95,8 @@ def _check_model(key: str, name: str, engine: EngineConfig) -> None:
     stretched = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if longest is not None and engine.max_model_len > longest and not stretched:
         context = f"the context of model '{name}' is {longest} tokens"
-        raise ConfigError(f"{key}.max_model_len is {engine.max_model_len}, and {context}: give that, or less.")
+        fix = f"give engine.max_model_len={longest - 1}, a teacher has one more" if derived else "give that, or less"
+        raise ConfigError(f"{key}.max_model_len is {engine.max_model_len}, and {context}: {fix}.")
 
 
 def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldModel]:

@@ -255,7 +255,16 @@ def rollouts_of(config: TrainConfig) -> Rollouts:
         drafted=engine.speculative or 0,
         sleep=sleeps[engine.sleep],
         servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
+        adapters=_adapters_in_vllm(config) if config.synchronizer.lora == "adapter" else 0,
     )
+
+
+def _adapters_in_vllm(config: TrainConfig) -> int:
+    """Parameters of the adapters with the rank that vLLM makes room for."""
+    from trinity_lightning.config.adapters import room_for  # an option
+
+    rank = config.model.lora.r or 0
+    return adapters_of(config)[0] * room_for(rank) // rank
 
 
 def planned_engine(engine: EngineConfig, found: MemoryPlan, total: int) -> EngineConfig:

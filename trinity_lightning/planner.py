@@ -17,16 +17,18 @@ from trinity_lightning.common.memory_plan import (
     beside_others,
     cache_bytes,
     engine_alone,
+    engine_weights,
     plan,
 )
 from trinity_lightning.common.model_memory import ModelShape, Training
-from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of, check_one_device
+from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server, gpus_that_train
 from trinity_lightning.config.training import Layout, WeightDtype, compute_dtype, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
+from trinity_lightning.config.vllm_args import check_one_device
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
@@ -400,7 +402,9 @@ def _rollout_parts(
     generating = rollout_seconds(step, rollouts, engines.count, cache, shape, size, flops, bandwidth)
     seconds = {"rollout": generating / asked.rollout_share}
     if not capabilities_of(run.engine.name).shares_weights:
-        seconds["weight sync"] = rollouts.width * shape.parameters / (_sync_gb(run, asked, hardware) * 1e9)
+        # Adapters are sent as they are trained: `rollouts` counts the rank that vLLM makes room for.
+        sent = adapters_of(run)[0] if rollouts.adapters else shape.parameters
+        seconds["weight sync"] = rollouts.width * sent / (_sync_gb(run, asked, hardware) * 1e9)
     return seconds
 
 
@@ -432,7 +436,7 @@ def rollout_seconds(
     at_once = max(min(requests, rollouts.at_once, cache // request if cache else requests), 1)
     written = (step.prompt + step.response / 2) / (step.prompt + step.response)  # of a request's cache, on average
     operations = 2 * (size.body + size.head) * at_once / rollouts.gpus
-    read = rollouts.width * shape.parameters / rollouts.gpus + at_once * request * written
+    read = engine_weights(shape, rollouts) + at_once * request * written
     passes = -(-requests // at_once) * step.response
     prompts = 2 * size.body * step.groups * step.prompt / (engines * rollouts.gpus)
     return passes * max(operations / flops, read / bandwidth) + prompts / flops

@@ -1,20 +1,24 @@
 """What a run goes on from: its checkpoint, and what that says of the run before."""
 
 import logging
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
-from trinity_lightning.config.checkpoints import last_checkpoint, recorded_model
+from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
 from trinity_lightning.config.critic import critic_config
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import HALF, WeightDtype
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.sections import section_of
+from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype
+from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.sync.saved import saved_weights
+from trinity_lightning.trainer.resumed import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +29,40 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     """The checkpoint that `ckpt_path` means for the run of that folder.
 
     Raises:
-        ConfigError: it is none, of another model or critic, or of a later step than the last one asked for.
+        ConfigError: it is none, of another model, critic, optimizer, seed or adapters, or of a later step than the
+            last one that is to be done.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
     if step > config.steps:
         raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
+    record = folder / "config.yaml"
+    if record.is_file():
+        _check_record(config, recorded_run(record))
+    checkpoint = contents(path)
+    _check_critic(config.algorithm.critic, checkpoint["state_dict"].keys(), path)
+    check_resumed(checkpoint, config.optimizer)
+    check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
     if step == config.steps:
         logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
-    record = folder / "config.yaml"
-    before = recorded_model(record) if record.is_file() else config.model.name
-    if before != config.model.name:
-        raise ConfigError(f"model.name is {config.model.name}, and the run to resume trains {before}: choose that one.")
-    _check_critic(config.algorithm.critic, path)
     return str(path)
 
 
-def _check_critic(critic: Any, path: Path) -> None:
-    """Refuse a critic of another kind than the checkpoint's, whose weights it could not go on with."""
-    names = contents(path)["state_dict"].keys()
+def _check_record(config: TrainConfig | DictConfig, before: DictConfig) -> None:
+    """Refuse another model than that of the run to resume, or another seed, with which it would not go on as it began.
+
+    Data that are read in the order of the seed would refuse it too, but late.
+    """
+    if before.model.name != config.model.name:
+        raise ConfigError(
+            f"model.name is {config.model.name}, and the run to resume trains {before.model.name}: choose that one."
+        )
+    if before.get("seed", config.seed) != config.seed:
+        raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {before.seed}: choose that one.")
+
+
+def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
+    """Refuse a critic of another kind than that of the checkpoint with these weights: it could not go on with them."""
     held = next((what for part, what in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
     asked = "null"
     if critic is not None:
@@ -53,6 +72,21 @@ def _check_critic(critic: Any, path: Path) -> None:
             f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}: set algorithm.critic as in "
             "its run."
         )
+
+
+def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: BufferConfig, folder: Path) -> None:
+    """Refuse other data than those that the run of that folder, which the checkpoint is of, reads; a ConfigError."""
+    try:
+        data.load_state_dict(contents(checkpoint)[type(data).__qualname__])
+    except StorageError as error:
+        asked = f"buffer.path={buffer.path}" if buffer.path else f"buffer.url={buffer.url}"
+        record = folder / "config.yaml"
+        before = OmegaConf.select(recorded_run(record), "buffer.path") if record.is_file() else None
+        held = f": that has buffer.path={before}" if before not in (None, buffer.path) else ""
+        raise ConfigError(
+            f"{asked} holds other data than those that the run to resume reads{held}. Give those, or begin another "
+            "run, without ckpt_path."
+        ) from error
 
 
 def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:

@@ -53,7 +53,7 @@ def check(config: DictConfig) -> None:
 
 
 def check_models(run: TrainConfig) -> None:
-    """Refuse hub names of models that cannot be had, a teacher that misreads, and rewards that are not there."""
+    """Refuse models that cannot be had, a teacher or critic that misreads, and rewards that are not there."""
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
@@ -65,6 +65,10 @@ def check_models(run: TrainConfig) -> None:
         from trinity_lightning.config.servers import check_vocabularies  # an option
 
         check_vocabularies(run)
+    if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
+        from trinity_lightning.config.critic import check_value_model
+
+        check_value_model(run.algorithm.critic.model, run.model.name)
     resolve_rewards(run.reward)
 
 
@@ -92,6 +96,7 @@ def _main(config: DictConfig) -> float | None:
     compose.register()  # a sweep's launcher may have another process run this function alone
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
+        compose.check_read(config)
         compose.check_processes(config)
         check(config)
         trainer = train(config)

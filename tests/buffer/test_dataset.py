@@ -35,6 +35,7 @@ HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     ("entry", "expected"),
     [
         ({"prompt": "2+2=", "chosen": "4", "rejected": "five"}, ("2+2=", "4<|im_end|>", "five<|im_end|>")),
+        ({"prompt": "2+2=", "chosen": "4", "rejected": ""}, ("2+2=", "4<|im_end|>", "<|im_end|>")),
         ({"chosen": "Is it so? yes", "rejected": "Is it so? no"}, ("Is it so?", " yes<|im_end|>", " no<|im_end|>")),
         (
             {"prompt": [user("hi")], "chosen": [assistant("yo")], "rejected": [assistant("no")], "tools": None},
@@ -49,7 +50,14 @@ HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
             (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
         ),
     ],
-    ids=["text", "implicit prompt", "messages", "implicit prompt of messages", "prompt as text beside messages"],
+    ids=[
+        "text",
+        "nothing rejected",
+        "implicit prompt",
+        "messages",
+        "implicit prompt of messages",
+        "prompt as text beside messages",
+    ],
 )
 def test_pairs(entry, expected, tokenizer):
     example = Example(tokenizer, entry).pair()
@@ -111,15 +119,31 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
         (Example.pair, {"chosen": "b", "rejected": "c"}, "there is no prompt"),
         (Example.response, {"prompt": "a", "chosen": "b", "rejected": "c"}, "sft learns from prompt and completion"),
         (Example.response, {"messages": [user("a")]}, "no turn of the assistant .*roles: user"),
-        (Example.response, {"messages": [user("a"), {"role": "robot", "content": "b"}]}, "roles: robot, user"),
+        (Example.response, {"messages": [user("a"), {"role": "tool", "content": "b"}]}, "roles: tool, user"),
+        (Example.response, {"messages": [{"role": "usr", "content": "a"}, assistant("b")]}, "turn 0 .*mean 'user'"),
+        (Example.response, {"messages": [user("a"), {"role": "user"}, assistant("b")]}, "turn 1 .*no content"),
+        (Example.pair, {"chosen": [user("a")], "rejected": [{"role": "bot", "content": "b"}]}, "unknown role 'bot'"),
         (Example.response, {"messages": [{"content": "b"}]}, "a message is {role, content}; this one has no role"),
         (Example.response, {"prompt": "a", "completion": ""}, "completion is empty"),
         (Example.response, {"prompt": "a", "completion": None}, "it has prompt, no completion .missing or null"),
         (Example.response, {"messages": ["a"]}, "a message is {role, content}, not 'a'"),
-        (Example.response, {"text": ""}, "prompt_length: expected"),
+        (Example.response, {"text": ""}, "text is empty"),
+        (Example.response, {"messages": []}, "messages is empty"),
+        (
+            Example.response,
+            {"messages": [user("a"), assistant("b"), user("c"), assistant("")]},
+            "turn 3 of messages",
+        ),
+        (Example.response, {"prompt": [user("a")], "completion": [assistant("")]}, "turn 0 of completion is empty"),
+        (Example.pair, {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty: there is nothing to learn"),
+        (
+            Example.pair,
+            {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},
+            "turn 0 of chosen is empty",
+        ),
         (Example.response, {"text": 5}, "column 'text' is 5; give text"),
         (Example.response, {"messages": "a"}, "column 'messages' is 'a'; give a list of messages"),
-        (Example.response, {"prompt": "a", "completion": 5}, "both text, or both lists"),
+        (Example.response, {"prompt": "a", "completion": 5}, "both text, or both lists .* not 'a' and 5"),
         (Example.pair, {"chosen": "a b", "rejected": 5}, "column 'rejected' is 5; give text or a list of messages"),
         (Example.response, {"prompt": [user("a")], "completion": []}, "completion is empty"),
         (Example.pair, {"chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "rejected is empty"),
@@ -139,6 +163,12 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
 def test_what_is_no_example_is_refused_by_its_number(kind, entry, words, tokenizer):
     with pytest.raises(ConfigError, match=f"^data, entry 0: .*{words}"):
         read_examples([entry], lambda each: kind(Example(tokenizer, each)), "data", 100, "refuse")
+
+
+def test_a_role_that_the_chat_template_names_is_known(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace("{%", "{# 'robot' #}{%", 1)
+    entry = {"messages": [user("a"), {"role": "robot", "content": "b"}, assistant("c")]}
+    assert "robot\nb" in parts(tokenizer, Example(tokenizer, entry).response())[0]
 
 
 def test_variables_of_the_chat_template_are_given_to_it(tokenizer):

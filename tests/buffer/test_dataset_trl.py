@@ -1,10 +1,14 @@
 """TRL's DPOTrainer and SFTTrainer are oracles: the same dataset has the same loss and gradient of every weight."""
 
+import json
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from support.dataset import GENERATION, assistant, user
 from support.policy import Gradients, assert_same_gradients, batch_of, fit, load_plain, moved_policy, naive_gradients
@@ -63,6 +67,7 @@ def pairs(kind: str) -> list[dict[str, Any]]:
     return {"text": texts, "chat": chats, "implicit": implicit}[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -123,3 +128,108 @@ def test_sft_equals_trl(kind, tmp_path):
     own, own_gradients, _ = of_ours(policy, [Example(tokenizer, entry).response() for entry in entries])
     assert own == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(own_gradients, gradients)
+
+
+# -- the tokens themselves, and which are trained on -------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}
+MOODY = GENERATION.replace("{% for", "{{ mood }}{{ tools | length if tools else '' }}{% for", 1)
+
+
+def asked(i: int, *turns: str) -> list[dict[str, str]]:
+    """A conversation that begins with a question, and goes on with these turns."""
+    return [user(f"say {i}"), *((assistant, user)[place % 2](text) for place, text in enumerate(turns))]
+
+
+# By format: entries as a dataset has them, and whether TRL is to train on the assistant's turns alone.
+PREFERENCES: dict[str, list[dict[str, Any]]] = {
+    "text": [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}, {"prompt": "a", "chosen": "b", "rejected": ""}],
+    "text with an implicit prompt": [{"chosen": "Is it so? yes", "rejected": "Is it so? no"}],
+    "messages": [{"prompt": asked(1), "chosen": [assistant("1")], "rejected": [assistant("2")]}],
+    "messages with an implicit prompt": [{"chosen": asked(1, "a", "b", "1"), "rejected": asked(1, "a", "b", "2")}],
+    "an empty turn in the prompt": [{"chosen": asked(1, "", "b", "1"), "rejected": asked(1, "", "b", "2")}],
+    "several turns behind the prompt": [
+        {"prompt": asked(1), "chosen": asked(2, "1", "why?", "so")[1:], "rejected": asked(2, "2", "why?", "no")[1:]}
+    ],
+    "tools": [{"prompt": asked(1), "chosen": [assistant("1")], "rejected": [assistant("2")], "tools": [TOOL]}],
+    "tools as JSON": [
+        {"prompt": asked(1), "chosen": [assistant("1")], "rejected": [assistant("2")], "tools": json.dumps([TOOL])}
+    ],
+    "variables": [
+        {
+            "prompt": asked(1),
+            "chosen": [assistant("1")],
+            "rejected": [assistant("2")],
+            "chat_template_kwargs": {"mood": "calm"},
+        }
+    ],
+}
+IMITATED: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    "text": ([{"text": "once"}, {"text": "twice<|im_end|>"}], False),
+    "prompt and completion": ([{"prompt": "2+2=", "completion": "4"}], False),
+    "messages behind a prompt": ([{"prompt": asked(1), "completion": [assistant("1")]}], False),
+    "several turns behind a prompt": ([{"prompt": asked(1), "completion": asked(2, "1", "why?", "so")[1:]}], False),
+    "messages": ([{"messages": asked(1, "a", "b", "c")}, {"messages": asked(2, "d", "e")}], True),
+    "from and value": (
+        [{"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}],
+        True,
+    ),
+    "tools": ([{"messages": asked(1, "a"), "tools": [TOOL]}], True),
+    "variables": ([{"messages": asked(1, "a"), "chat_template_kwargs": {"mood": "calm"}}], True),
+}
+
+
+def prepared(kind: Any, rows: Any, tokenizer: Any, **settings: Any) -> Any:
+    """What a trainer of TRL makes of a dataset before it trains, without the trainer."""
+    bare = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss="prompt" in rows.column_names)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, dataset_text_field="text", shuffle_dataset=False)
+    args.__dict__.update(settings)
+    more = {"packing": False, "formatting_func": None} if "assistant_only_loss" in settings else {}
+    return kind._prepare_dataset(bare, rows, tokenizer, args, dataset_name="train", **more)
+
+
+@pytest.fixture
+def moody() -> Any:
+    """A tokenizer whose chat template shows tools and variables, and marks what the assistant writes."""
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = MOODY
+    return tokenizer
+
+
+@pytest.mark.parametrize("form", PREFERENCES)
+def test_pairs_have_the_tokens_that_trl_gives_them(form: str, moody: Any) -> None:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    rows: Any = Dataset.from_list(PREFERENCES[form])
+    for entry, theirs in zip(rows, prepared(DPOTrainer, rows, moody), strict=True):
+        ours: Any = Example(moody, entry).pair()
+        for part in ("chosen", "rejected"):
+            assert [ours.tokens.tolist(), getattr(ours, part).tolist()] == [theirs["prompt_ids"], theirs[f"{part}_ids"]]
+
+
+def assert_imitated_as_by_trl(entries: list[dict[str, Any]], assistant_only: bool, tokenizer: Any) -> None:
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    rows: Any = Dataset.from_list(entries)
+    for entry, theirs in zip(
+        rows, prepared(SFTTrainer, rows, tokenizer, assistant_only_loss=assistant_only), strict=True
+    ):
+        ours: Any = Example(tokenizer, entry).response()
+        assert ours.tokens.tolist() == theirs["input_ids"]
+        trained = [False] * ours.prompt_length + ours.action_mask.tolist()
+        assert trained[1:] == [label != -100 for label in theirs["labels"]][1:]  # no token predicts the first
+
+
+@pytest.mark.parametrize("form", IMITATED)
+def test_what_is_imitated_has_the_tokens_and_the_mask_that_trl_gives_it(form: str, moody: Any) -> None:
+    assert_imitated_as_by_trl(*IMITATED[form], moody)
+
+
+def test_calls_of_tools_are_rendered_as_by_trl(moody: Any) -> None:
+    moody.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_training.jinja").read_text()
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": number}}} for number in (1, 2)]
+    turns = [{"role": "assistant", "tool_calls": [call]} for call in calls]
+    results = [{"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}]
+    talk = [each for pair in zip(turns, results, strict=True) for each in pair]
+    messages = [*asked(1), *talk, assistant("2 and 3")]
+    assert_imitated_as_by_trl([{"messages": messages, "tools": [TOOL]}], True, moody)

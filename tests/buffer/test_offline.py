@@ -112,7 +112,7 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(folder, tmp_path):
 
 def test_data_that_end_are_an_error(folder):
     loader = OfflineLoader(StepReader(folder), batch_size=4, steps_per_epoch=9)
-    with pytest.raises(StorageError, match=r"step 5 of 9 in epoch 1.*RepeatingReader"):
+    with pytest.raises(StorageError, match=r"step 5 of 9 in epoch 1.*buffer.repeat=true"):
         list(loader)
 
 

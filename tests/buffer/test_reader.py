@@ -111,8 +111,9 @@ def test_a_database_is_read_by_its_path_or_url_in_three_orders(tmp_path, order):
     path = tmp_path / "buffer.db"
     with SqlStorage(path) as storage:
         storage.write(make_group(0, 3))
+    again = {} if order == "fifo" else {"reuse_limit": None}
     for place, url in ((str(path), None), (None, f"sqlite:///{path}")):
-        section = BufferConfig(storage="sql", path=place, url=url, order=order, reuse_limit=None, repeat=False)
+        section = BufferConfig(storage="sql", path=place, url=url, order=order, repeat=False, **again)
         with create_reader(section) as reader:
             assert {e.eid.run for e in reader.read(3)} == {0, 1, 2}
 
@@ -128,6 +129,11 @@ def test_a_database_is_read_by_its_path_or_url_in_three_orders(tmp_path, order):
         ({"storage": "sql", "path": "nowhere"}, "no file or folder 'nowhere'"),
         ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order 'newest'"),
         ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order=priority needs buffer.storage=sql"),
+        (
+            {"storage": "file", "path": ".", "reuse_limit": 3},
+            "reuse_limit has no effect .*order=priority or random",
+        ),
+        ({"storage": "sql", "path": ".", "order": "random", "decay": 0.5}, "decay has no effect .*order=priority: set"),
         ({"storage": "sql", "url": "b"}, "buffer.url: 'b' is no database URL; give one such as .*buffer.path"),
         ({"keep": "sqll"}, "buffer.keep is 'sqll'; give true, false or sql"),
         ({"keep": "yes"}, "buffer.keep is 'yes'; give true, false or sql"),

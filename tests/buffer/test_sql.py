@@ -192,6 +192,7 @@ def test_two_replay_readers_of_one_name_are_found_out(place):
             two.read(1)
 
 
+@pytest.mark.slow
 def test_a_reader_waits_for_what_another_writes(place):
     with SqlStorage(place) as storage, SqlReader(place) as reader, ReplayReader(place) as replay:
         groups = [make_group(0, 2), make_group(1, 2)]
@@ -273,6 +274,7 @@ def test_a_write_whose_acknowledgement_was_lost_is_not_repeated(place, monkeypat
         assert reader.read(9) == group
 
 
+@pytest.mark.slow
 def test_a_locked_database_is_waited_for_and_then_an_error(tmp_path):
     place = str(tmp_path / "buffer.db")
     with SqlStorage(place, retry_for=0.5) as impatient, SqlStorage(place) as patient:

@@ -342,6 +342,7 @@ def test_smollm2_has_the_weights_of_the_gguf_in_bfloat16(smollm2):
     assert (got - exact).abs().mean() < 0.05  # what rounding to bfloat16 does, and no more
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_smollm2_answers(smollm2):
     tokenizer = load_tokenizer("smollm2")

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checkpoints import last_checkpoint, recorded_model
+from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
 from trinity_lightning.config.schema import PACKAGE_DIR
 from trinity_lightning.errors import ConfigError
 
@@ -73,7 +73,7 @@ def test_the_last_run_is_the_newest_that_has_a_checkpoint_and_is_named(
 def test_a_damaged_record_of_the_run_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config.yaml', which says what .* is, is damaged \(.+\): restore"):
-        recorded_model(tmp_path / "config.yaml")
+        recorded_run(tmp_path / "config.yaml")
 
 
 def test_no_checkpoint_says_where_it_was_looked_for(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class SleepingEngine(TransformersEngine):
         return super()._step()
 
 
+@pytest.mark.slow
 def test_engine_and_optimizer_take_turns_and_train_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SleepingEngine()
     train, moments = PolicyModule.training_step, []
@@ -159,6 +160,7 @@ class DigitsButInStep2:
         return 1.0 if ROLLOUTS < self.asked <= 2 * ROLLOUTS else float(any(c.isdigit() for c in response))
 
 
+@pytest.mark.slow
 def test_a_step_that_trains_nothing_leaves_the_version_of_the_weights(tmp_path: Path) -> None:
     engine = TransformersEngine("tiny", max_model_len=320, max_num_seqs=16)
     trainer, metrics = fit(engine, tmp_path, DigitsButInStep2())
@@ -167,6 +169,7 @@ def test_a_step_that_trains_nothing_leaves_the_version_of_the_weights(tmp_path: 
     assert [m["sample/lag/mean"] for m in metrics] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_no_advantage_trains_on_equal_rewards(tmp_path: Path) -> None:
     engine = TransformersEngine("tiny", max_model_len=320, max_num_seqs=16)
     trainer, metrics = fit(engine, tmp_path, lambda response, task: 1.0, AlgorithmConfig(entropy_coef=0.1))
@@ -174,6 +177,7 @@ def test_a_loss_that_needs_no_advantage_trains_on_equal_rewards(tmp_path: Path) 
     assert [m["experience_pipeline/trained"] for m in metrics] == [ROLLOUTS] * STEPS
 
 
+@pytest.mark.slow
 def test_the_time_of_the_first_step_has_its_rollouts(tmp_path: Path) -> None:
     _, metrics = fit(TransformersEngine("tiny", max_model_len=320, max_num_seqs=16), tmp_path)
     assert all(m["time/step"] > m["time/rollout"] + m["time/sync_weight"] > 0 for m in metrics)
@@ -256,6 +260,7 @@ def test_a_policy_that_cannot_be_trained_is_refused_before_an_engine_is_loaded(
         fit(Expensive("tiny", max_model_len=320), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_transformers_engine_needs_no_sync(tmp_path: Path) -> None:
     trainer, metrics = fit(TransformersEngine("tiny", max_model_len=320, max_num_seqs=16), tmp_path)
     assert trainer.global_step == STEPS

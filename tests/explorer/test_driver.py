@@ -354,6 +354,7 @@ def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left(
     released.set()
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_left_says_how_long_it_was(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,6 +376,7 @@ def test_a_wait_that_is_left_says_how_long_it_was(
     assert "did not end within 31 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(driver_module, "END_SECONDS", 0.2)
     cleaned: list[str] = []
@@ -519,6 +521,7 @@ async def stubborn(released: threading.Event) -> None:
     await Stubborn(task=Task(Stubborn, workflow_args={"released": released}), model=nobody).run()
 
 
+@pytest.mark.slow
 def test_a_workflow_that_blocks_the_loop_is_logged_and_then_refused_by_name(
     released: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -590,6 +593,7 @@ def test_what_blocks_shortly_is_waited_for(released: threading.Event, caplog: py
     assert "blocks" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocking", [stubborn, helper])
 def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
     blocking: Any, released: threading.Event, caplog: pytest.LogCaptureFixture

@@ -82,6 +82,7 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
     assert made.pending == PendingSteps(target=1)
 
 
+@pytest.mark.slow
 def test_waiting_may_have_a_limit() -> None:
     made = Ahead(Gated())
     made.rollouts._begin(1)
@@ -124,6 +125,7 @@ def test_a_failure_that_came_before_it_was_given_up_is_logged(caplog: pytest.Log
     assert "no reward today" in caplog.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_rollouts_at_once() -> None:
     model = Gated()
     made = Ahead(model)

@@ -11,9 +11,7 @@ from trinity_lightning.explorer.metrics import (
     evaluation_metrics,
     expected_best,
     experience_metrics,
-    gathered,
     pass_rates,
-    spread,
     subset_sizes,
     valid_rewards,
 )
@@ -156,11 +154,3 @@ def test_metrics_without_a_reward_have_no_mean() -> None:
     metrics = experience_metrics([an_experience(0, None), an_experience(0, None)])
     assert "reward/mean" not in metrics
     assert metrics["frac_reward_zero_std"] == 1.0
-
-
-def test_spread_and_gathered() -> None:
-    assert spread("x", []) == {}
-    assert gathered([{"a": 1.0, "b": 2.0}, {"a": 3.0}], "rollout") == {
-        "rollout/a/mean": 2.0, "rollout/a/max": 3.0, "rollout/a/min": 1.0,
-        "rollout/b/mean": 2.0, "rollout/b/max": 2.0, "rollout/b/min": 2.0,
-    }  # fmt: skip

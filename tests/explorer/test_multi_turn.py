@@ -221,6 +221,7 @@ def test_plain_methods_run_in_a_thread_and_async_ones_on_the_loop() -> None:
     [
         (None, "step returned None: expected (observation, reward, done, info)"),
         (("a", 1.0, False), "expected (observation, reward, done, info)"),
+        (("a", None, False, {}), "step returned reward None: expected a number."),
         ((5, 1.0, False, {}), "observation is int: expected text or messages"),
         (([{"content": "a"}], 1.0, False, {}), "observation is list"),
     ],

@@ -413,6 +413,7 @@ def test_a_blocking_client_is_refused_on_the_event_loop() -> None:
     assert "await it, or use asyncio.to_thread" in run(body)[0].message
 
 
+@pytest.mark.slow
 def test_what_threads_of_an_async_run_ask_for_is_aborted_with_the_run() -> None:
     seen: list[BaseException] = []
     ended = threading.Event()
@@ -475,12 +476,14 @@ def test_a_key_that_is_not_set_is_refused(value: str | None, monkeypatch: pytest
         OpenAIModel(URL, "m", "SOME_KEY")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("models", "refusal"), [(["some-model"], 0), (None, 403), (None, 404), (None, 500)])
 def test_an_endpoint_that_answers_anything_is_there(models: list[str] | None, refusal: int) -> None:
     with judge_server(lambda body: (200, "hello"), models, refusal) as server:
         asyncio.run(OpenAIModel(server.url, "some-model").load())
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_cannot_be_used_is_told_before_rollouts() -> None:
     with pytest.raises(ModelLoadError, match=rf"{URL} \(model 'm'\) cannot be used.*[Cc]onnection"):
         asyncio.run(OpenAIModel(URL, "m").load())
@@ -489,6 +492,7 @@ def test_an_endpoint_that_cannot_be_used_is_told_before_rollouts() -> None:
         asyncio.run(OpenAIModel(server.url, "some-model").load())
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_endpoint() -> None:
     with judge_server(lambda body: (500, "out of order")) as server:
         model = OpenAIModel(server.url, "some-model")

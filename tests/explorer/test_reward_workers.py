@@ -121,7 +121,7 @@ def test_async_functions_wait_beside_each_other_in_this_process(with_workers: An
     [
         (raises, "reward function 'raises' raised ZeroDivisionError: with x"),
         (leaves, "reward function 'leaves' raised SystemExit: enough"),
-        (returns_text, "reward function 'returns_text' returned 'one', expected a finite number"),
+        (returns_text, "reward function 'returns_text' returned 'one', expected a finite number (in float32)"),
     ],
 )
 def test_what_fails_in_a_worker_fails_as_here(with_workers: Any, function: Any, message: str) -> None:

@@ -372,6 +372,7 @@ def test_a_comparison_that_does_not_end_counts_as_wrong_and_stops_nothing(caplog
     verifier.close()
 
 
+@pytest.mark.slow
 def test_a_process_has_bounded_memory_and_one_that_somebody_ended_is_told_and_replaced() -> None:
     verifier = MathVerifier(max_processes=1)
     assert verifier.same("4", "4")
@@ -604,7 +605,8 @@ def test_any_kind_of_number_is_a_reward(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["1", None, float("nan"), float("inf"), [1.0], torch.ones(2), {"a": "b"}, {"a": float("nan")}, 1j]
+    "value",
+    ["1", None, float("nan"), float("inf"), 1e300, [1.0], torch.ones(2), {}, {"a": "b"}, {"a": float("nan")}, 1j],
 )
 def test_a_reward_that_is_no_number_says_so(value: Any) -> None:
     def judge(response: str, task: Task) -> Any:

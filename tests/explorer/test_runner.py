@@ -309,6 +309,7 @@ def test_a_plain_run_works_in_a_thread_of_its_own_with_a_model_that_blocks() -> 
         assert experience.info["texts"] == [str(rollout_seed(11, "", "", turn, run)) for turn in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_plain_run_that_is_cut_off_aborts_its_request_and_gets_no_more() -> None:
     seen: list[BaseException] = []
     ended = threading.Event()

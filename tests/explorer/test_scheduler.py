@@ -730,6 +730,7 @@ def test_nothing_polls() -> None:
         assert runner.run(main()) <= 4
 
 
+@pytest.mark.slow
 def test_ten_thousand_tasks_take_less_than_a_millisecond_each() -> None:
     async def body(scheduler: Scheduler) -> float:
         began = time.thread_time()  # of this thread: others may be busy

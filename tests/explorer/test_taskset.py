@@ -13,7 +13,7 @@ from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks.selection import TasksetMixture
-from trinity_lightning.explorer.tasks.sources import dataset_entries
+from trinity_lightning.explorer.tasks.sources import dataset_entries, warn_of_trained_entries
 from trinity_lightning.explorer.tasks.task import Formatter
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import SimpleWorkflow
@@ -154,6 +154,26 @@ def test_every_taskset_of_a_mixture_needs_answers():
     tasksets = [Taskset.addition(), numbered(2, name="without")]
     with pytest.raises(ConfigError, match="taskset 'without' have no answer"):
         TaskSource(TasksetMixture(tasksets, [1, 1]), "math")
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "both"),
+    [
+        ("train[:4]", "train[60%:]", "1 of 2 tasks"),
+        ("train[:1] + train[4:]", "train", "2 of 5 tasks"),
+        ("train[:4]", "train[4:]", None),
+    ],
+)
+def test_tasks_that_are_trained_and_evaluated_on_are_counted(trained, evaluated, both, tmp_path, caplog):
+    file = tmp_path / "maths.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    own, other = (
+        TasksetConfig(name=name, source="dataset", path=str(file), split=split)
+        for name, split in (("held_out", evaluated), ("mine", trained))
+    )
+    warn_of_trained_entries([TasksetConfig(name="sums"), other], [TasksetConfig(name="sums"), own])
+    said = f"{both} of eval_tasksets 'held_out' (split {evaluated}) are trained on, too (split {trained})."
+    assert caplog.messages == ([] if both is None else [said])
 
 
 def test_a_batch_of_nothing_is_refused():
@@ -360,7 +380,7 @@ def test_conversations_of_a_file(tmp_path):
         ("trian.jsonl", "did you mean '.*train.jsonl'"),
         ("notes.txt", "no known format"),
         ("zero.jsonl", "is empty"),
-        ("broken.jsonl", "cannot load split 'train'.*line 1 is no JSON object"),
+        ("broken.jsonl", "line 1 of .*broken.jsonl is no JSON object"),
         ("folder", "cannot load split 'train'.*data files"),
         ("foldr", "did you mean '.*folder'"),
     ],
@@ -388,13 +408,6 @@ def test_a_slice_of_a_file_is_that_slice(tmp_path):
     file.write_text("\n".join(map(json.dumps, ROWS)))
     assert [row["question"] for row in dataset_entries(str(file), "train[-2:]", None)] == ["q3", "q4"]
     assert len(dataset_entries(str(file), "train[:50%]", None)) == len(ROWS) // 2
-
-
-@pytest.mark.parametrize("line", [b"[1, 2]", b"\x80\x00\xff", b'{"question": ', b'"text"'])
-def test_a_line_that_is_no_object_is_named(line, tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a"}\n\n' + line)
-    with pytest.raises(ConfigError, match=r"rows.jsonl': line 3 is no JSON object, which every line has to be"):
-        dataset_entries(str(tmp_path / "rows.jsonl"), "train", None)
 
 
 def test_an_unreachable_hub_is_a_readable_error(monkeypatch):
@@ -426,7 +439,7 @@ def test_every_source_from_a_configuration(tmp_path):
 def test_a_line_without_a_prompt_is_refused_when_the_file_is_opened(tmp_path, wrong):
     file = tmp_path / "tasks.jsonl"
     file.write_text("\n\n".join(map(json.dumps, [{"prompt": "one", "answer": "1"}, wrong])))
-    with pytest.raises(ConfigError, match=r"tasks.jsonl, line 3: taskset 't', entry 1: field 'prompt' is empty"):
+    with pytest.raises(ConfigError, match=r"taskset 't', line 3 of .*tasks.jsonl: field 'prompt' is empty"):
         Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(file)))
 
 

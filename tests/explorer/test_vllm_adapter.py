@@ -1,22 +1,28 @@
-"""vLLM that computes with the policy's adapters itself; a whole run is in test_adapter_runs.py."""
+"""vLLM that computes with the policy's adapters itself; whole runs are in test_adapter_runs.py."""
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.forked import fork_servers
+from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 
 from trinity_lightning.config.engines import EngineConfig, EngineDtype
 from trinity_lightning.config.training import LoRAConfig
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.models.vllm_adapter import VLLMAdapterEngine
+from trinity_lightning.explorer.models.vllm_adapter import VLLMAdapterEngine, VLLMAdapterServerEngine
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance
 from trinity_lightning.sync.stream import WeightStream
 from trinity_lightning.trainer.adapter import Adapter
 
 LORA = LoRAConfig(r=9, alpha=7, targets=["q_proj", "down_proj"])  # vLLM has room for ranks of 8 and 16
+CONFIG = EngineConfig(dtype=EngineDtype.fp32, max_model_len=320, max_num_seqs=4, kv_cache_gb=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +30,7 @@ def driven(needs_vllm: Any) -> Iterator[tuple[VLLMAdapterEngine, Driver, Any]]:
     """An engine, its driver, and a policy with adapters."""
     torch.manual_seed(0)
     model = tiny_model()
-    config = EngineConfig(dtype=EngineDtype.fp32, max_model_len=320, max_num_seqs=4, kv_cache_gb=0.05)
-    engine = VLLMAdapterEngine("tiny", config, Adapter(model, LORA, "tiny").alone().shapes)
+    engine = VLLMAdapterEngine("tiny", CONFIG, Adapter(model, LORA, "tiny").alone().shapes)
     driver = Driver([engine])
     driver.run(engine.load())
     yield engine, driver, model
@@ -53,6 +58,13 @@ def synchronizer(driven: tuple[VLLMAdapterEngine, Driver, Any], ignored: str = "
     )
 
 
+@torch.no_grad()
+def move(model: Any) -> None:
+    """Change all adapters."""
+    for parameter in (each for each in model.parameters() if each.requires_grad):
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
 def test_the_drill_catches_a_factor_that_does_not_arrive(driven: tuple[VLLMAdapterEngine, Driver, Any]) -> None:
     for name in driven[2].adapter.alone().shapes:
         with pytest.raises(WeightSyncError, match="drill with perturbed weights"):
@@ -65,9 +77,7 @@ def test_drill_and_probes_pass_whenever_adapters_are_sent(driven: tuple[VLLMAdap
     assert sync.sync()["sync/probe_diff/max"] < 1e-4
     before = driver.run(engine.logprobs(probe))
     assert before == pytest.approx(logprobs(tiny_model(), probe), abs=1e-6)  # B is zero: the model as it was
-    with torch.no_grad():
-        for parameter in (each for each in model.parameters() if each.requires_grad):
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    move(model)
     assert sync.sync()["sync/probe_diff/max"] < 1e-4
     assert driver.run(engine.logprobs(probe)) != pytest.approx(before, abs=1e-2)
 
@@ -87,3 +97,36 @@ def test_adapters_that_do_not_fit_are_refused(
     change(sent := dict(model.adapter.alone()))
     with pytest.raises(WeightSyncError, match=message):
         driver.run(engine.sync_weights(WeightStream.of(sent.items()), 1))
+
+
+def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_adapters(
+    run_train: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before each of the requests that a sync is made of."""
+    torch.manual_seed(0)
+    model, text = tiny_model(), list(range(4, 40))
+    adapter = Adapter(model, LORA, "tiny")
+    fork_servers(run_train.address, monkeypatch.setattr)
+    engine = VLLMAdapterServerEngine("tiny", CONFIG, shapes=adapter.alone().shapes, log=tmp_path / "log")
+    driver, change = Driver(), engine._change
+
+    def dying_before(last: str) -> Any:
+        def request(path: str, body: Any) -> Any:
+            if path.startswith(last):
+                monkeypatch.setattr(engine, "_change", change)
+                assert engine._process is not None
+                os.killpg(engine._process._process.pid, signal.SIGKILL)
+            return change(path, body)
+
+        return request
+
+    try:
+        for version, last in enumerate(("never", "/v1/unload", "/v1/load", "/reset"), 1):
+            move(model)
+            monkeypatch.setattr(engine, "_change", dying_before(last))
+            driver.run(engine.sync_weights(adapter.alone(), version))
+            assert (engine.model_version, engine.restarts) == (version, version - 1)
+            assert driver.run(engine.logprobs(text)) == pytest.approx(logprobs(model, text), abs=1e-4)
+    finally:
+        driver.run(engine.shutdown())
+        driver.close()

@@ -7,8 +7,10 @@ import pickle
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, TaskSource, Watcher
 from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, _command_line
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.folder import WeightFolder
 from trinity_lightning.sync.stream import weight_stream
@@ -205,6 +207,13 @@ def test_a_server_of_several_gpus_uses_all_of_them(
     assert [part for i in at for part in flags[i : i + 2]] == expected
 
 
+def test_arguments_with_parts_are_json_on_the_command_line() -> None:
+    given = {"middleware": ["a.B", "c.D"], "lora_modules": [{"name": "a", "path": "/b"}], "hf_overrides": {"c": [1]}}
+    flags = _command_line(given | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
+    assert flags[:5] == ["--middleware", "a.B", "c.D", "--lora-modules", '{"name": "a", "path": "/b"}']
+    assert flags[5:] == ["--hf-overrides", '{"c": [1]}', "--enforce-eager", "--no-enable-log-requests"]
+
+
 class Elsewhere(VLLMServerEngine):
     """A server of a url, as its settings make it answer: log-probabilities of 8 tokens, sampled and plain."""
 
@@ -266,11 +275,44 @@ def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPa
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_url_where_nothing_answers(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.5)
     engine = VLLMServerEngine("tiny", url="http://127.0.0.1:9", **SETTINGS)
     with pytest.raises(ModelLoadError, match=r"127\.0\.0\.1:9 does not answer\. Is it started\?"):
         driver.run(engine.load())
+
+
+def test_a_server_that_closes_idle_connections_is_asked_again(driver: Driver) -> None:
+    """Also if the event loop had no time to notice: the trainer trains on it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version, timeout = "HTTP/1.1", 0.05  # vLLM's: 5
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    async def ask_twice(url: str) -> None:
+        client = ServerClient(url)
+        try:
+            await client.post("/pause", {})
+            time.sleep(0.3)  # noqa: ASYNC251, the loop is held
+            await client.post("/resume", {})
+        finally:
+            await client.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        try:
+            driver.run(ask_twice(f"http://127.0.0.1:{http.server_port}"))
+        finally:
+            http.shutdown()
 
 
 def test_a_teacher_says_what_it_finds_likeliest(engine: VLLMServerEngine, driver: Driver) -> None:

@@ -127,6 +127,7 @@ def test_what_was_logged_survives_a_kill(tmp_path: Path) -> None:
     assert [row["loss"] for row in rows_of(tmp_path)] == ["0.0", "1.0", "2.0", "3.0", "4.0"]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

@@ -158,6 +158,8 @@ def test_without_a_second_evaluation_the_first_and_the_last_step_are_shown(tmp_p
 
 def test_damaged_files_do_not_stop_a_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,explore_step,reward/mean\n1,1,0.5\n2,oops,0.6\n3,3,huh\n4,4")
+    assert "0.5" in page_of(tmp_path).text
+    (tmp_path / "metrics.csv").write_text("step,explore_step,reward/mean,actor/grad_norm\n1,1,0.5,1e300\n")
     (tmp_path / "completions").mkdir()
     (tmp_path / "completions" / "step_1.jsonl").write_bytes(b'\xff\xfe\n[1]\n{"completion": 3}\n')
     (tmp_path / "environment.json").write_text("[]")

@@ -22,7 +22,7 @@ from trinity_lightning.trainer.policy import PolicyModule
 
 STEPS = 20
 LAYOUTS = ("padded", "shared_prefix")
-BUDGETS = (1, 48, 4096)  # tokens: a row at a time, and all rows at once
+BUDGETS = (1, 24, 4096)  # tokens: a row at a time, a row or two, and all rows at once
 
 
 class Way(NamedTuple):
@@ -31,6 +31,10 @@ class Way(NamedTuple):
     layout: str = "padded"
     tokens: int = 4096
     order: int | None = None
+
+
+# All but that which they are compared with; each order is another one.
+WAYS = [Way(*way, order=number) for number, way in enumerate(product(LAYOUTS, BUDGETS)) if Way(*way) != Way()]
 
 
 # -- groups of rollouts ------------------------------------------------------------------------------------------------
@@ -83,15 +87,16 @@ def on_dataset(loss: str, way: Way, **trainer: Any) -> dict[str, Any]:
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 
-WAYS = [Way(layout, tokens, order=tokens) for layout, tokens in product(LAYOUTS, (48, 4096))]
-ROLLOUTS = {f"{policy}, {way.layout}, {way.tokens}": (policy, way) for policy, way in product(POLICIES, WAYS)}
+# A row at a time takes longest, and is dealt as a row or two are.
+DEALT = [way for way in WAYS if way.tokens > 1]
+ROLLOUTS = {f"{policy}, {way.layout}, {way.tokens}": (policy, way) for policy, way in product(POLICIES, DEALT)}
 OFFLINE = {f"{loss}, {layout}": (loss, Way(layout, 48)) for loss, layout in product(DATASETS, LAYOUTS)}
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     **{name: partial(trajectory, *case) for name, case in ROLLOUTS.items()},
     **{name: partial(on_dataset, *case) for name, case in OFFLINE.items()},
 }
-# Shards take longer for a step, and are less about how rows are dealt: one way of each.
-IN_SHARDS = ["all weights, shared_prefix, 48", "dpo, shared_prefix", "sft, shared_prefix"]
+# Shards take longer for a step, and are less about how rows are dealt: one way of each, in several micro-batches.
+IN_SHARDS = [f"{policy}, shared_prefix, 24" for policy in POLICIES] + [f"{loss}, shared_prefix" for loss in DATASETS]
 TOGETHER = [*product(["ddp"], CASES), *product(["fsdp2"], IN_SHARDS)]
 
 

@@ -3,11 +3,13 @@
 import csv
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -54,6 +56,7 @@ class Commands:
     def __init__(self) -> None:
         self._warm: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
+        self._started: list[Forked] = []
 
     def __call__(
         self, folder: Path, *arguments: str, program: str = TRAIN, timeout: float = 420
@@ -71,7 +74,14 @@ class Commands:
     def start(self, folder: Path, *arguments: str, program: str = TRAIN, **variables: str) -> Forked:
         """The same command, at work, with further environment variables; its output goes to the file `stdout`."""
         with (folder / "stdout").open("w") as output:
-            return Forked(self.address, [program, *arguments], folder, environment() | variables, output)
+            run = Forked(self.address, [program, *arguments], folder, environment() | variables, output)
+        self._started.append(run)
+        return run
+
+    def stop(self) -> None:
+        """Kill what was started and has not ended: a failed test left it, and the next would count it as its own."""
+        while self._started:
+            self._started.pop().kill()
 
     @property
     def address(self) -> str:
@@ -92,16 +102,19 @@ class Commands:
 
     def followers(self, run: Forked) -> list[psutil.Process]:
         """The processes of a run's other ranks, if no other run is at work."""
-        return [each for each in self._forked() if each.pid not in (run.pid, os.getsid(each.pid))]
+        return [each for each, leads in self._forked() if not leads and each.pid != run.pid]
 
     def servers(self) -> list[psutil.Process]:
         """The servers at work."""
-        return [each for each in self._forked() if each.pid == os.getsid(each.pid)]
+        return [each for each, leads in self._forked() if leads]
 
-    def _forked(self) -> list[psutil.Process]:
-        """Between each and the warm process is one that waits for its end."""
-        waiting = [] if self._warm is None else psutil.Process(self._warm.pid).children()
-        return [each for parent in waiting for each in parent.children()]
+    def _forked(self) -> list[tuple[psutil.Process, bool]]:
+        """Those forked off, and whether they lead a session; between each and the warm process is one that waits."""
+        found = []
+        for parent in [] if self._warm is None else psutil.Process(self._warm.pid).children():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended since it was listed
+                found += [(each, each.pid == os.getsid(each.pid)) for each in parent.children()]
+        return found
 
     def close(self) -> None:
         """End the warm process."""
@@ -174,10 +187,21 @@ def same_metrics(a: Path, b: Path) -> None:
 SAME = ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/trained_rows")
 
 
-def finished(run_train: Commands, folder: Path, *arguments: str) -> Path:
+def finished(run_train: Commands, folder: Path, *arguments: str, program: str = TRAIN) -> Path:
     """The folder of a run that came to its end."""
-    done = run_train(folder, *arguments)
+    done = run_train(folder, *arguments, program=program)
     assert done.returncode == 0, done.stdout[-4000:]
+    return only(folder, "outputs/*/*")
+
+
+def with_a_server_killed(run_train: Commands, folder: Path, *arguments: str) -> Path:
+    """The same of a run, named run, of two servers, one of which is killed after its first step, and started again."""
+    run = run_train.start(folder, *arguments, "engine.servers=2")
+    wait_for(lambda: steps_done(folder, "run") >= 1, run)
+    os.killpg(run_train.servers()[0].pid, signal.SIGKILL)
+    code, printed = run.wait(120), (folder / "stdout").read_text()
+    assert code == 0, printed[-4000:]
+    assert "died and is started again" in printed
     return only(folder, "outputs/*/*")
 
 

@@ -28,6 +28,14 @@ STARTS_A_PROCESS += ("multiprocessing.spawn",)
 HARMLESS = ("math_verifier", "resource_tracker", "uname", "lsb_release")
 
 
+only_fast = False  # whether this run is of the fast tier, as `make check` is (conftest.py)
+
+
+def examples(count: int) -> int:
+    """How many examples hypothesis tries: a tenth in a run of the fast tier, which a test is then quick enough for."""
+    return count // 10 if only_fast else count
+
+
 def mark(item: pytest.Item) -> None:
     """Add what the fixtures of a test say, and `fast` to those that nothing makes slow."""
     for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):

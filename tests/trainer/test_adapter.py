@@ -36,7 +36,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluation import Evaluation
 from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, weight_stream
-from trinity_lightning.trainer.adapter import Adapter, check_targets
+from trinity_lightning.trainer.adapter import Adapter, check_adapter
 from trinity_lightning.trainer.policy import PolicyModule
 
 TINY = str(resolve_model("tiny"))
@@ -186,6 +186,7 @@ def test_a_checkpoint_has_adapters_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(again.state_dict()), dict(policy.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "dropout"), [("fp32", 0.2), ("bf16", 0.0)])
 def test_a_resumed_run_has_the_same_bits(dtype: str, dropout: float, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lora": replace(LORA, dropout=dropout), "dtype": dtype}
@@ -202,7 +203,7 @@ def test_a_resumed_run_has_the_same_bits(dtype: str, dropout: float, tmp_path: P
     [
         (LORA, replace(LORA, r=8), "model.lora.r is 8, and that of the checkpoint 4"),
         (LORA, replace(LORA, targets=["q_proj"]), "model.lora.targets is"),
-        (LORA, LoRAConfig(), "model.lora.r is None, and that of the checkpoint 4"),
+        (LORA, LoRAConfig(), "model.lora.r is null, and that of the checkpoint 4"),
         (LoRAConfig(), LORA, "leave model.lora out"),
     ],
 )
@@ -266,14 +267,17 @@ def _size(weight: Tensor) -> float:
     ("overrides", "message"),
     [
         (["model.lora.r=0"], "model.lora.r is 0; give a whole number of 1 or more"),
-        (["model.lora.alpha=8"], "model.lora.alpha has no effect without a rank"),
+        (["model.lora.alpha=8"], "model.lora.alpha has no effect without model.lora.r"),
         (["model.lora.r=4", "model.lora.targets=[]"], r"give all-linear, or \[q_proj,v_proj\]"),
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
         (["synchronizer.lora=adapter"], "there is none: set model.lora.r=16"),
+        (["model.lora.r=4", "+model.lora.modules_to_save=[lm_head]"], "unknown key 'model.lora.modules_to_save'"),
         ([*ADAPTER, "engine=transformers"], "is of engine=vllm and vllm_server, not of engine=transformers"),
+        ([*ADAPTER, "engine.name=my_engine.PlainEngine"], "not of engine=my_engine.PlainEngine"),
         ([*ADAPTER, *SERVER, "engine.urls=[http://node7:8000]"], "is for servers that are started here"),
         ([*ADAPTER, *SERVER, "synchronizer=nccl"], "gives servers a folder, and synchronizer=nccl sends none"),
-        ([*ADAPTER, "+engine.args.quantization=fp8"], "engine.args.quantization rounds the weights"),
+        ([*ADAPTER, "+engine.args.quantization=fp8"], "engine.args quantises the weights"),
+        ([*ADAPTER, "+engine.args.quantization_config={linear: fp8}"], "engine.args quantises the weights"),
         ([*ADAPTER, "model.lora.r=513"], "vLLM takes adapters up to rank 512"),
         ([*ADAPTER, "+engine.args.enable_lora=true"], "sets enable_lora of vLLM itself"),
         ([*ADAPTER, *SHARDS], "synchronizer.lora=adapter is not for a policy in shards"),
@@ -290,10 +294,12 @@ def test_a_target_that_is_not_there_is_refused_with_those_that_are() -> None:
             with_adapters(LoRAConfig(r=4, targets=["v_proj", target])).configure_model()
 
 
-def test_a_target_is_looked_for_without_the_weights() -> None:
-    check_targets(ModelConfig(name="tiny", lora=LoRAConfig(r=4, targets=["v_proj"])))
+def test_targets_and_rank_are_checked_without_the_weights() -> None:
+    check_adapter(ModelConfig(name="tiny", lora=LoRAConfig(r=64)))
     with pytest.raises(ConfigError, match="Did you mean 'q_proj'"):
-        check_targets(ModelConfig(name="tiny", lora=LoRAConfig(r=4, targets=["q_prj"])))
+        check_adapter(ModelConfig(name="tiny", lora=LoRAConfig(r=4, targets=["q_prj"])))
+    with pytest.raises(ConfigError, match="r is 65, and no layer's weight has a rank above 64: give less"):
+        check_adapter(ModelConfig(name="tiny", lora=LoRAConfig(r=65)))
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

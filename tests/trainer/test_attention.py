@@ -112,6 +112,7 @@ def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[tor
     return [result.detach(), *torch.autograd.grad((result * weights).sum(), inputs)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(segments())
 @example(Segments([700], [2], [1100, 600]))  # longer than the 512 keys that torch's kernel takes at once

@@ -28,6 +28,7 @@ from trinity_lightning.config.training import Layout, LoRAConfig, OptimizerConfi
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.resume import checkpoint_to_resume
 from trinity_lightning.sync.stream import weight_stream
+from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.policy import PolicyModule
 
 LR = {"lr": 1e-2}
@@ -49,7 +50,7 @@ def with_head(policy: PolicyModule, seed: int = 0) -> PolicyModule:
     """Loaded, with a head that says something: it begins with zeros."""
     policy.configure_model()
     generator = torch.Generator().manual_seed(seed)
-    assert policy.critic is not None
+    assert isinstance(policy.critic, Critic)
     with torch.no_grad():
         for each in policy.critic.head.parameters():
             each.copy_(torch.randn(each.shape, generator=generator))
@@ -82,7 +83,7 @@ def test_loss_and_every_gradient_equal_the_naive_ones(layout, value_model):
     policy = with_head(actor_critic({"model": value_model, "lam": 0.9, "clip_range": 0.05}, **settings))
     batch = batch_of(experiences)
     plain = with_head(actor_critic({"model": value_model}))
-    assert plain.critic is not None
+    assert isinstance(plain.critic, Critic)
     model, critic = plain.policy, plain.critic
     mask = padded(experiences, "action_mask").bool()
     values = naive_values(critic.model or model, critic.head, experiences)
@@ -133,7 +134,7 @@ def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target()
     experiences = rollouts()
     policy = actor_critic({"kl_coef": 0.5, "kl_target": 100.0, "whiten": False})
     policy.configure_model()
-    assert policy.critic is not None
+    assert isinstance(policy.critic, Critic)
     batch = batch_of(experiences)
     columns = {
         name: [torch.full((e.response_length,), value) for e in experiences]
@@ -165,6 +166,7 @@ def test_a_kl_in_the_reward_has_a_reference_and_metrics():
     assert math.isfinite(trainer.logged_metrics["critic/explained_variance"])
 
 
+@pytest.mark.slow
 def test_a_critic_learns_what_states_are_worth():
     batch = batch_of(rollouts())
     policy = actor_critic({"model": "tiny", "lr": 1e-2, "clip_range": None, "warmup_steps": 100})
@@ -174,6 +176,7 @@ def test_a_critic_learns_what_states_are_worth():
     assert trainer.logged_metrics["critic/explained_variance"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
     critic = {"kl_coef": 0.1, "kl_target": 3.0}
     batches = [batch_of(rollouts(seed=seed)) for seed in range(4)]
@@ -185,16 +188,17 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
     torch.testing.assert_close(loaded.state_dict(), first.state_dict(), rtol=0, atol=0)
     fit(rest, batches[2:], ckpt_path=file, max_epochs=2)
     torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    assert whole.critic is not None
+    assert isinstance(whole.critic, Critic)
     assert float(whole.critic.kl_coef) != 0.1
 
 
-@pytest.mark.parametrize("before", [0.0, 0.1])
+@pytest.mark.parametrize(("before", "schedule"), [(0.0, "constant"), (0.1, "linear")])
 def test_a_resumed_run_takes_its_learning_rates_and_the_weight_of_its_kl_from_the_configuration(
-    before: float, tmp_path: Path
+    before: float, schedule: str, tmp_path: Path
 ):
     batches = [batch_of(rollouts(seed=seed)) for seed in range(3)]
-    first = actor_critic({"kl_coef": before}, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=4))
+    optimizer = OptimizerConfig(lr=1e-3, lr_scheduler=schedule, warmup_steps=4, total_steps=6)
+    first = actor_critic({"kl_coef": before}, optimizer=optimizer)
     one = fit(first, batches, Prepare(batches), limit_train_batches=2, max_epochs=1)
     one.save_checkpoint(file := tmp_path / "half.ckpt", weights_only=False)
     rest = actor_critic({"kl_coef": 0.2, "lr": 4e-2}, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=4))
@@ -204,6 +208,7 @@ def test_a_resumed_run_takes_its_learning_rates_and_the_weight_of_its_kl_from_th
     assert rate_of(rest) == pytest.approx(3e-3 * 3 / 4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path):
     batches, file = [batch_of(rollouts())], tmp_path / "it.ckpt"
     fit(actor_critic(), batches, Prepare(batches)).save_checkpoint(file)
@@ -221,7 +226,7 @@ def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path):
 
 def test_values_are_computed_without_the_value_models_dropout():
     policy = with_head(actor_critic({"model": "tiny"}, layout=Layout.padded))
-    assert policy.critic is not None
+    assert isinstance(policy.critic, Critic)
     layers = policy.critic.model.model
     layers.norm = torch.nn.Sequential(layers.norm, torch.nn.Dropout(0.5))
     batches = [batch_of(rollouts()) for _ in range(2)]
@@ -250,7 +255,7 @@ def test_models_that_show_no_states_or_no_logits_are_refused_before_training():
     with pytest.raises(ModelLoadError, match="does not show its last hidden states"):
         policy.check_trainable()
     policy = with_head(actor_critic({"model": "tiny"}))
-    assert policy.critic is not None
+    assert isinstance(policy.critic, Critic)
     policy.critic.model.forward = lambda **_: SimpleNamespace()
     with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained: .*logits"):
         policy.check_trainable()

@@ -3,14 +3,18 @@
 By both strategies: the whole policy in each, or a share of it.
 """
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.policy import Weights, assert_same_gradients, batch_of, fit, make_policy
@@ -39,7 +43,7 @@ from support.replicas import (
 from support.runs import Commands
 
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.saved import checkpoint_weights
 from trinity_lightning.trainer import ddp
@@ -51,6 +55,8 @@ pytestmark = pytest.mark.slow
 Found = list[dict[str, dict[str, dict[str, Any]]]]
 
 Alone = Callable[[str], dict[str, Any]]
+
+ENDED = "the process that started this one has ended."
 
 STEP = ("actor/grad_norm", "actor/lr", "actor/bad_steps")  # by which each rank changes its weights
 
@@ -311,6 +317,53 @@ def test_the_process_that_was_killed_is_named_before_those_that_followed() -> No
     assert launcher.lost() == (
         "the process of rank 2 was ended by signal 9 (out of memory?); the process of rank 1 ended with exit code 1."
     )
+
+
+def test_a_process_knows_whether_the_one_that_started_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    monkeypatch.setenv(ddp.STARTED_BY, str(first.pid))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: 0.0)  # here this one is older
+    launcher, of_torchrun = (
+        ddp._Launcher(where, num_processes=2, num_nodes=1)
+        for where in (ddp.LightningEnvironment(), ddp.TorchElasticEnvironment())
+    )
+    assert launcher.lost() is None
+    assert first.stdin is not None
+    first.stdin.close()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it is not reaped
+    assert launcher.lost() == ENDED
+    assert of_torchrun.lost() is None
+    first.wait()
+    assert launcher.lost() == ENDED
+
+
+def test_a_process_that_has_the_id_of_the_one_that_started_this_one_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    launcher = ddp._Launcher(ddp.LightningEnvironment(), num_processes=2, num_nodes=1)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as younger:
+        monkeypatch.setenv(ddp.STARTED_BY, str(younger.pid))
+        assert launcher.lost() == ENDED
+
+
+def test_what_the_launching_process_starts_later_does_not_count_as_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    launcher = ddp._Launcher(ddp.LightningEnvironment(), num_processes=1, num_nodes=1)
+    seen: list[str | None] = []
+    monkeypatch.setattr(launcher, "_call_children_scripts", lambda: seen.append(os.environ.get(ddp.STARTED_BY)))
+    launcher.launch(lambda: seen.append(os.environ.get(ddp.STARTED_BY)))
+    assert seen == [str(os.getpid()), None]
+
+
+def test_an_address_that_is_not_reached_is_named_with_the_cause() -> None:
+    with socket.socket() as taken:
+        taken.bind((ddp.LOOPBACK, 0))  # and does not listen
+        address = taken.getsockname()
+        message = rf"within 0:00:00 rank 0 was not reached at 127\.0\.0\.1:{address[1]} \(.*refused\)"
+        with pytest.raises(RankError, match=message):
+            ddp.join(address, Ranks(1, 2), torch.device("cpu"), timedelta())
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -9,25 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.equivalence import (
-    BUDGETS,
-    LAYOUTS,
-    OFFLINE,
-    POLICIES,
-    ROLLOUTS,
-    TOGETHER,
-    Way,
-    on_dataset,
-    trajectory,
-)
+from support.equivalence import OFFLINE, POLICIES, ROLLOUTS, TOGETHER, WAYS, Way, on_dataset, trajectory
 from support.replicas import assert_same, start
 from support.runs import Commands
 
 pytestmark = pytest.mark.slow
 
-ways = st.builds(Way, st.sampled_from(LAYOUTS), st.sampled_from(BUDGETS), st.integers(0, 99))
 alone = cache(lambda policy: trajectory(policy, Way()))
 alone_on_dataset = cache(lambda loss: on_dataset(loss, Way()))
 
@@ -40,8 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> list
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=4)
-@given(way=ways)
+@pytest.mark.parametrize("way", WAYS)
 def test_layout_cut_and_order_change_no_step(policy: str, way: Way) -> None:
     assert_same(trajectory(policy, way), alone(policy))
 

@@ -33,6 +33,7 @@ def check(layout: Segments) -> None:
     assert torch.equal(flex.mask.to_dense()[0, 0].bool(), some)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(segments())
 def test_blocks_and_mask_are_those_of_a_dense_mask(layout: Segments) -> None:
@@ -58,6 +59,7 @@ def test_blocks_that_are_seen_in_full_skip_the_mask() -> None:
     assert full.nonzero().tolist() == [[1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2], [4, 0], [4, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_forward_pass_is_that_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attentions, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's

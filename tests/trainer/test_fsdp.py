@@ -1,6 +1,7 @@
 """A policy in shards, as far as one process shows it; what several do is in test_ddp.py."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,25 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroup, ReduceOp  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor, Shard
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, WeightSyncError
-from trinity_lightning.trainer.fsdp import Shards, ShardStrategy, is_large
+from trinity_lightning.trainer import fsdp
+from trinity_lightning.trainer.fsdp import Shards, ShardStrategy, _Mesh, is_large
+
+
+class Sends(Ranks):
+    """The first of two ranks, which notes what it would send."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=2, group=ProcessGroup(HashStore(), 0, 2))
+        self.sent: list[tuple[Any, ...]] = []
+
+    def send(self, collective: Any, received: Tensor, own: Tensor, options: Any, at: str) -> None:
+        self.sent.append((collective.__name__, received, own, options, at))
 
 
 def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path: Path) -> None:
@@ -51,13 +67,49 @@ def test_a_thread_that_still_sends_weights_when_the_run_has_failed_is_refused() 
 
 
 def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
-    """As the other ranks gather theirs: `meta` is the device of a policy here."""
-    ranks: Any = SimpleNamespace(size=2, group=Mock(), send=Mock())
+    """As the other ranks gather theirs: `meta`, of which gloo sends nothing, is the device of a policy here."""
     shards, (policy, moment) = object.__new__(Shards), (torch.ones(2, 3, device=place) for place in ("meta", "cpu"))
-    shards.ranks = ranks
+    shards.ranks = ranks = Sends()
+    mesh = _Mesh(ranks, torch.device("cpu"))
     shards._parameters = {"weight": SimpleNamespace(to_local=lambda: policy)}
-    held: Any = SimpleNamespace(shape=(4, 3), dtype=torch.float32, to_local=lambda: moment)
-    assert shards.gathered(held).device.type == "meta"
+    held = DTensor.from_local(moment, mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 3)), stride=(3, 1))
+    assert shards.gathered(held, at="it").shape == (3, 3)
+    [(collective, received, own, _, at)] = ranks.sent
+    assert (collective, at) == ("_allgather_base", "it")
+    assert (received.shape, received.device.type, own.shape, own.device.type) == ((4, 3), "meta", (2, 3), "meta")
+
+
+def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that have the same weights and rows: by NCCL, where `meta` stands for a GPU, and as gloo adds them up."""
+
+    class Alike(Sends):
+        def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
+            sums.append(at)
+            for each in tensors:
+                each.mul_(self.size)
+
+    class OnBoth(fsdp._Scatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **named: Any) -> None:
+            super().__call__(output_tensor.to("meta"), input_tensor.to("meta"), *arguments, **named)
+            super().__call__(output_tensor, input_tensor, *arguments, **named)
+            asked.append(named["op"])
+
+    rows, factors, ranks = torch.arange(15.0).view(5, 3), torch.arange(1.0, 5.0), Alike()
+    asked: list[Any] = []
+    sums: list[str] = []
+    monkeypatch.setattr(fsdp, "_Scatter", OnBoth)
+    layer: Any = torch.nn.Linear(3, 4, bias=False)
+    layer.token_logprobs = layer.forward
+    shards: Any = object.__new__(Shards)
+    shards.ranks, shards.dtype, shards._mesh = ranks, torch.float32, _Mesh(ranks, torch.device("cpu"))
+    shards._shard(layer, trained=False)
+    (layer(rows) * factors).sum().backward()
+    *_, (collective, received, own, options, at) = ranks.sent  # behind the weights
+    assert (collective, at) == ("_reduce_scatter_base", "a layer's gradient")
+    assert sums == [at]
+    assert (received.device.type, received.shape, own.shape) == ("meta", (6,), (12,))  # two of four rows, of all four
+    assert [options.reduceOp, *asked] == [ReduceOp.SUM] * 2  # not the mean, nor any other factor
+    torch.testing.assert_close(layer.weight.grad.to_local(), 2 * len(rows) * factors[:2, None] * rows.mean(0))
 
 
 def test_only_passes_with_gradients_of_the_policy_are_counted() -> None:

@@ -109,6 +109,7 @@ def test_nothing_is_saved_of_what_fails_after_training(tmp_path):
     assert not (tmp_path / "interrupted.ckpt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [read, listed])
 @pytest.mark.parametrize("item", [1, 2, STEPS * ITEMS])
 def test_an_item_that_failed_is_read_and_trained_on_again(item, data, tmp_path, caplog):

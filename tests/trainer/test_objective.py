@@ -37,7 +37,8 @@ from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.trainer.layout import collate, cut
+from trinity_lightning.trainer.layout import cut
+from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -131,9 +132,9 @@ def needs_reference(
 
 def test_a_shifted_baseline_or_a_regularizer_trains_rows_without_advantage() -> None:
     assert Objective(AlgorithmConfig(policy_loss="asymre")).needs_all_rows
-    for coefficient in (0.0, 0.1):
-        args = {"regularizer": "k2", "regularizer_coef": coefficient}
-        assert Objective(AlgorithmConfig(policy_loss={"name": "rec", "args": args})).needs_all_rows == (coefficient > 0)
+    assert not Objective(AlgorithmConfig(policy_loss="rec")).needs_all_rows
+    regularized = {"name": "rec", "args": {"regularizer": "k2", "regularizer_coef": 0.1}}
+    assert Objective(AlgorithmConfig(policy_loss=regularized)).needs_all_rows
 
 
 def test_a_loss_that_needs_the_reference_is_given_it() -> None:
@@ -187,6 +188,15 @@ def test_k1_as_a_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> Non
     PolicyModule("tiny", AlgorithmConfig(kl=KLConfig("k1", 0.1)))
     [record] = caplog.records
     assert "expected gradient" in record.message
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_the_losss_own_are_warned_of() -> None:
+    assert [name for name in options("algorithm") if Objective(algorithm_of(f"algorithm={name}")).caveats] == []
+    weighed = {"name": "rec", "args": {"weight": "advantage"}}
+    for loss in ("asymre", weighed, {"name": "mix", "args": {"usual": "asymre"}}):
+        [caveat] = Objective(AlgorithmConfig(policy_loss=loss)).caveats
+        assert "is not proportional" in caveat
 
 
 # -- the ratio against the engine --------------------------------------------------------------------------------------
@@ -322,9 +332,14 @@ def without_totals(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, 
     return aggregate(-advantages * logprobs, action_mask), {"pg_loss": torch.zeros(())}
 
 
+def one_a_token(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **_: Any) -> Any:
+    return -advantages * logprobs, {"pg_loss": torch.zeros(())}
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("one_a_token", r"one_a_token' returns a loss of shape \[2, 2\]: return one number"),
         ("detached", "detached' returns a loss without gradient"),
         ("without_metrics", r"must return \(loss, metrics\), a tensor and a dict with 'pg_loss'"),
         ("without_pg_loss", r"must return \(loss, metrics\)"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from trinity_lightning.trainer.optim import (
     optimizer_factory,
 )
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.resumed import change_learning_rates
+from trinity_lightning.trainer.resumed import check_resumed, schedule_changed
 
 LR = 1e-2
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")
@@ -73,6 +74,7 @@ CASES: list[dict[str, Any]] = [
 NAMED = [pytest.param(each, id=each["name"], marks=[NEEDS_TORCHAO] if "8bit" in each["name"] else []) for each in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("settings", NAMED)
@@ -89,6 +91,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings: dict[str, Any], dt
     assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_one_by_its_dotted_path_steps_over_float32_with_decay_of_matrices_alone(dtype: str) -> None:
     config = OptimizerConfig(name="torch.optim.SGD", lr=LR, weight_decay=0.5)
@@ -146,9 +149,11 @@ def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
 @NEEDS_TORCHAO
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("masters", [True, False])
-def test_eight_bits_leave_for_the_host_and_come_back(masters: bool) -> None:
+def test_eight_bits_leave_for_the_host_and_come_back(masters: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     config = OptimizerConfig(name="adamw_8bit", lr=LR)
     stay, staying, _ = stepped(config, masters, steps=2)
+    assert caplog.text.count("the first step compiles an update") == 1
     leave, leaving, _ = stepped(config, masters, steps=2)
     memory = HostMemory(leaving)
     memory.leave()
@@ -162,8 +167,8 @@ def test_eight_bits_leave_for_the_host_and_come_back(masters: bool) -> None:
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 
-def sgd() -> torch.optim.SGD:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+def sgd(lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
 
 
 def rates(schedule: Any) -> list[float]:
@@ -191,6 +196,67 @@ def test_a_schedule_of_rate_and_momentum_reaches_the_masters() -> None:
     assert inner["lr"] < group["lr"] < LR
 
 
+def of_torch(name: str, **args: Any) -> dict[str, Any]:
+    return {"name": f"torch.optim.lr_scheduler.{name}", "args": args}
+
+
+RESUMED = {
+    "of more steps": ({"lr_scheduler": "linear", "total_steps": 2}, {"lr_scheduler": "linear", "total_steps": 8}),
+    "of another name": ({"lr_scheduler": of_torch("StepLR", step_size=1)}, {"lr_scheduler": "constant"}),
+    "by its path": ({}, {"lr_scheduler": of_torch("StepLR", step_size=1, gamma=0.5)}),
+    "other arguments": (
+        {"lr_scheduler": of_torch("ExponentialLR", gamma=0.5)},
+        {"lr_scheduler": of_torch("ExponentialLR", gamma=0.9)},
+    ),
+    "another peak": (
+        {"lr": 2 * LR, "lr_scheduler": of_torch("ExponentialLR", gamma=0.9)},
+        {"lr_scheduler": of_torch("ExponentialLR", gamma=0.9)},
+    ),
+    "of momentum too": (
+        {"lr_scheduler": of_torch("OneCycleLR", max_lr=LR, total_steps=4)},
+        {"lr_scheduler": of_torch("PolynomialLR", total_iters=8)},
+    ),
+    "the same": ({"lr_scheduler": "cosine", "total_steps": 7}, {"lr_scheduler": "cosine", "total_steps": 7}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_has_the_learning_rates_of_its_schedule_as_configured_now(case: str, tmp_path: Path) -> None:
+    before, after = ({"lr": LR} | each for each in RESUMED[case])
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(3)]
+    fit(make_policy(OptimizerConfig(**before)), batches[:2]).save_checkpoint(file := tmp_path / "it.ckpt")
+    policy = make_policy(OptimizerConfig(**after))
+    trainer = fit(policy, batches[2:], ckpt_path=file, max_epochs=2)
+    *_, third, fourth = rates(learning_rate_schedule(sgd(LR), OptimizerConfig(**after)))[:4]
+    assert float(trainer.logged_metrics["actor/lr"]) == pytest.approx(third, rel=1e-6)
+    for group in optimizer_of(policy).param_groups:
+        assert (group["lr"], group["betas"]) == (fourth, (0.9, 0.999))
+
+
+def test_a_resumed_run_has_the_settings_of_its_optimizer_as_configured_now(tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
+    before = {"lr": LR, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}
+    fit(make_policy(OptimizerConfig(**before)), batches[:1]).save_checkpoint(file := tmp_path / "it.ckpt")
+    after = {"lr": LR, "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.1}
+    fit(policy := make_policy(OptimizerConfig(**after)), batches[1:], ckpt_path=file, max_epochs=2)
+    decay, none = optimizer_of(policy).param_groups
+    assert (decay["betas"], decay["eps"], decay["weight_decay"]) == ((0.9, 0.99), 1e-7, 0.1)
+    assert (none["betas"], none["eps"], none["weight_decay"]) == ((0.9, 0.99), 1e-7, 0.0)
+    assert all(state["step"] == 2 for state in optimizer_of(policy).state.values())
+
+
+def test_a_checkpoint_of_no_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no settings of an optimizer"):
+        check_resumed({"state_dict": {}}, OptimizerConfig())
+
+
+def test_a_schedule_keeps_its_state_unless_something_that_it_takes_has_changed() -> None:
+    own = OptimizerConfig(lr_scheduler=of_torch("StepLR", step_size=2), total_steps=2)
+    checkpoint = {"hyper_parameters": {"optimizer": asdict(own)}}
+    assert not schedule_changed(checkpoint, replace(own, total_steps=4))
+    assert schedule_changed(checkpoint, replace(own, lr_scheduler=of_torch("StepLR", step_size=3)))
+
+
 # -- refused before anything is loaded ---------------------------------------------------------------------------------
 
 REFUSED = {
@@ -214,19 +280,24 @@ REFUSED = {
     ),
     "a schedule's missing argument": ({"lr_scheduler": "torch.optim.lr_scheduler.StepLR"}, "argument: 'step_size'"),
     "a schedule of the loss": ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "no schedule of"),
+    "a schedule's combination of arguments": (
+        {"lr_scheduler": of_torch("OneCycleLR", max_lr=LR)},
+        "lr_scheduler=torch.optim.lr_scheduler.OneCycleLR cannot be made of these args: You must define",
+    ),
+    "a text for a number": (
+        {"name": "torch.optim.SGD", "args": {"momentum": "abc"}},
+        "SGD of optimizer.args={'momentum': 'abc'} cannot train a policy: '<' not supported",
+    ),
+    "a schedule of 0": (
+        {"lr_scheduler": of_torch("ConstantLR", factor=0.0, total_iters=9), "total_steps": 4},
+        "ConstantLR gives the learning rate 0 at all 4 steps",
+    ),
     "no warm-up": (
         {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR", "warmup_steps": 2},
         "has no warm-up: set optimizer.warmup_steps=0",
     ),
     "built-in schedule's argument": ({"lr_scheduler": {"name": "cosine", "args": {"cycles": 2}}}, "'cycles'"),
 }
-
-
-def test_a_schedule_of_ones_own_keeps_the_learning_rate_of_its_checkpoint() -> None:
-    optimizer = Signs([nn.Parameter(torch.ones(2))], LR)
-    schedule = StepLR(optimizer, 1)
-    with pytest.raises(ConfigError, match="StepLR cannot change them on its way: give those of the checkpoint"):
-        change_learning_rates(optimizer, schedule, [2 * LR])
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -14,13 +14,16 @@ from support.policy import (
     naive_gradients,
     pairs,
 )
+from support.tiers import examples
 from torch.nn.functional import logsigmoid
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.layout import collate, cut, deal
+from trinity_lightning.trainer.deal import deal
+from trinity_lightning.trainer.layout import cut
+from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -72,7 +75,7 @@ def computed(policy, batch, ranks, budget, layout):
     return total, torch.cat([p.grad.flatten().double() for p in policy.policy.parameters()]), metrics
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(pair_lists(), st.sampled_from([1, 20, 45, 10_000]), st.sampled_from(Layout), st.integers(1, 3), st.randoms())
 def test_cut_order_layout_and_ranks_change_nothing(policy, experiences, budget, layout, ranks, random):
     loss, gradient, metrics = computed(policy, pairs_of(experiences), 1, 10_000, Layout.padded)
@@ -83,7 +86,7 @@ def test_cut_order_layout_and_ranks_change_nothing(policy, experiences, budget, 
     assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-5)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(pair_lists(), st.sampled_from([1, 20, 45, 10_000]), st.sampled_from(Layout), st.integers(1, 3))
 def test_the_two_rows_of_a_pair_are_in_one_micro_batch(experiences, budget, layout, ranks):
     batch = OptimizerBatch.of(experiences, explore_step=1)

@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.layouts import batches
 from support.policy import (
@@ -23,13 +24,15 @@ from support.policy import (
     naive_grpo,
 )
 from support.streams import STREAMS, read
+from support.tiers import examples
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import logprobs
-from trinity_lightning.trainer.layout import better_layout, collate, cut, rows_to_train
+from trinity_lightning.trainer.layout import better_layout, cut, rows_to_train
+from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -54,30 +57,63 @@ def make_loaded(**settings) -> PolicyModule:
     return policy
 
 
-def step(policy: PolicyModule, batch: OptimizerBatch, layout: Layout, budget: int) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of an optimizer batch, computed without a Trainer."""
-    policy.policy.zero_grad()
+def micro_batches(policy: PolicyModule, batch: OptimizerBatch, layout: Layout, budget: int) -> Iterator[float]:
+    """The loss of each micro-batch, computed without a Trainer; its gradient is added to those before."""
     read(batch.experiences)
     policy.objective.add_columns(batch)
-    total = 0.0
     for part in cut(batch, rows_to_train(batch, skip_zero_advantage=False), budget, layout):
         micro = collate(batch, part, policy.device)
         logprobs, entropies = policy.passes().through(policy.policy, micro, WHOLE)
         loss, _ = policy.objective(logprobs, entropies, micro, batch, batch.num_tokens, batch.num_tokens)
         loss.backward()
-        total += float(loss.detach())
-    return total, torch.cat([p.grad.flatten().double() for p in policy.policy.parameters()])
+        yield float(loss.detach())
 
 
-@settings(deadline=None, max_examples=30)
-@given(batches(), st.sampled_from([1, 20, 40, 10_000]), st.randoms())
+def gradient_of(policy: PolicyModule) -> torch.Tensor:
+    return torch.cat([p.grad.flatten().double() for p in policy.policy.parameters()])
+
+
+def step(policy: PolicyModule, batch: OptimizerBatch, layout: Layout, budget: int) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of an optimizer batch."""
+    policy.policy.zero_grad()
+    return sum(micro_batches(policy, batch, layout, budget)), gradient_of(policy)
+
+
+def size_of_rows(policy: PolicyModule, batch: OptimizerBatch) -> float:
+    """The sum of the norms of the gradients of all rows, each row's by itself."""
+    total = 0.0
+    policy.policy.zero_grad()
+    for _ in micro_batches(policy, batch, Layout.padded, 1):
+        total += float(gradient_of(policy).norm())
+        policy.policy.zero_grad()
+    return total
+
+
+def cancelling() -> OptimizerBatch:
+    """The same token after the same prompt twice, to become likelier and unlikelier: gradients of nearly one size."""
+    likelier = {"advantages": [2.0], "action_mask": [True], "info": {"temperature": 1.0}}
+    unlikelier = {"advantages": [-1.0, -1.0], "action_mask": [False, True], "info": {"temperature": 0.5}}
+    rows = [
+        Experience(eid=EID(batch=1, run=run), tokens=[1, 1], prompt_length=1 - run, **each)
+        for run, each in enumerate((likelier, unlikelier))
+    ]
+    return OptimizerBatch.of(rows, explore_step=1)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(batch=batches(), budget=st.sampled_from([1, 20, 40, 10_000]), random=st.randoms())
+@example(batch=cancelling(), budget=1, random=Random(0))
 def test_every_layout_budget_and_order_has_the_same_loss_and_gradient(policy, batch, budget, random):
     loss, gradient = step(policy, batch, Layout.padded, 10_000)
     shuffled = OptimizerBatch.of(random.sample(batch.experiences, len(batch.experiences)), explore_step=1)
     for each in (batch, shuffled):
         other_loss, other = step(policy, each, Layout.shared_prefix, budget)
         assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
-        assert float((other - gradient).norm()) <= 1e-5 * float(gradient.norm())
+        # Float32 rounds each row's gradient relative to that gradient, and no order of adding them can do better. Where
+        # they nearly cancel, the sum is far smaller than its terms, and so are the digits that are left of it: hence an
+        # error may also be some sixteen roundings of the terms, whose norms are summed only then.
+        error = float((other - gradient).norm())
+        assert error <= 1e-5 * float(gradient.norm()) or error <= 2e-6 * size_of_rows(policy, batch)
 
 
 def column(policy: PolicyModule, batch: OptimizerBatch) -> list[torch.Tensor]:
@@ -89,7 +125,7 @@ def sharing() -> PolicyModule:
     return make_loaded(layout=Layout.shared_prefix, max_tokens_per_micro_batch=10_000, entropy_coef=0.1)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(batches(), st.data())
 def test_neighbours_are_isolated(sharing, batch, data):
     row = data.draw(st.sampled_from(range(len(batch.experiences))))
@@ -111,6 +147,7 @@ def trained(experiences, *callbacks, **settings):
     return seen.losses[0], seen.steps[0], trainer.logged_metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_every", [None, 2])
 def test_the_step_is_the_naive_one_though_prefixes_are_shared(zero_every):
     experiences = groups(zero_every=zero_every)

@@ -20,6 +20,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.profiler import StepProfiler
 
 
+@pytest.mark.slow
 def test_one_step_is_profiled_as_configured(tmp_path: Path) -> None:
     compose.register()
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):

@@ -6,6 +6,7 @@ The formats are TRL's, and what is prompt and what is trained on is as there.
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -19,9 +20,11 @@ from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import apply_template
 from trinity_lightning.explorer.tasks.sources import dataset_entries
+from trinity_lightning.explorer.tasks.taskset import place_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,9 @@ Entry = Mapping[str, Any]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
 _LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+_FORMS = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))  # of responses; the first counts
+# Roles that every chat template may be given; others it has to name.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Arguments of rendering itself, which are no variables of a chat template.
 _RESERVED = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
@@ -43,7 +49,8 @@ class Example:
         entry: columns that are None count as absent, as a dataset has them for entries of several kinds.
 
     Raises:
-        ConfigError: a message is none, or `chat_template_kwargs` has an argument of rendering itself.
+        ConfigError: a message is none, has an unknown role or lacks its content, or `chat_template_kwargs` has an
+            argument of rendering itself.
     """
 
     def __init__(self, tokenizer: Any, entry: Entry) -> None:
@@ -53,6 +60,7 @@ class Example:
         for name in _LISTS:
             if isinstance(self._fields.get(name), list):
                 self._fields[name] = [_message(each) for each in self._fields[name]]
+                self._check_messages(name)
         tools = self._fields.get("tools")
         self._tools = _without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
         self._settings = _without_none(self._fields.get("chat_template_kwargs", {}))
@@ -65,7 +73,7 @@ class Example:
         Without a prompt it is what these begin with; so it is if it is text and they are messages, which contain it.
 
         Raises:
-            ConfigError: there is none, chosen and rejected are the same, or one of them is empty.
+            ConfigError: there is none, chosen and rejected are the same, chosen is empty, or rejected adds nothing.
         """
         if not {"chosen", "rejected"} <= self._fields.keys():
             raise ConfigError(
@@ -80,6 +88,7 @@ class Example:
             if length == 0:
                 raise ConfigError("there is no prompt, and nothing that both chosen and rejected begin with.")
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        self._check_learned("chosen", chosen)
         (begin, good), (other, bad) = (self._rendered(prompt, each) for each in (chosen, rejected))
         begin = min(begin, other)
         if good == bad:
@@ -92,28 +101,52 @@ class Example:
         """What is imitated: the completion of a prompt, the assistant's turns of a conversation, or a whole text.
 
         Raises:
-            ConfigError: none of these, an empty completion, or it cannot be seen in the conversation who wrote what.
+            ConfigError: none of these, nothing to learn, or it cannot be seen in the conversation who wrote what.
         """
         fields = self._fields
         if {"prompt", "completion"} <= fields.keys():
-            if not fields["completion"]:
-                raise ConfigError("completion is empty: there is nothing to learn; leave the entry out.")
+            self._check_learned("completion", fields["completion"])
             begin, tokens = self._rendered(fields["prompt"], fields["completion"])
             return Experience(tokens=tokens, prompt_length=begin)
         named = next((name for name in ("messages", "conversations") if name in fields), None)
         if named is not None:
-            tokens, mask = self._turns(messages := self._column(named, list))
+            self._check_learned(named, messages := self._column(named, list))
+            tokens, mask = self._turns(messages)
             if True not in mask:
                 roles = ", ".join(sorted({str(message["role"]) for message in messages})) or "none"
                 raise ConfigError(f"the conversation has no turn of the assistant to learn from; roles: {roles}.")
             begin = max(mask.index(True), 1)
             return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
         if "text" in fields:
-            return Experience(tokens=self._ids(self._ended(self._column("text", str))), prompt_length=1)
+            self._check_learned("text", text := self._column("text", str))
+            return Experience(tokens=self._ids(self._ended(text)), prompt_length=1)
         raise ConfigError(
             "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
             f"{self._columns()}."
         )
+
+    def _check_messages(self, name: str) -> None:
+        """Refuse a role that is neither common nor one that the chat template names, and a turn without its content."""
+        template = str(self._tokenizer.chat_template)
+        for turn, message in enumerate(self._fields[name]):
+            role = message.get("role", "user")  # without one it is refused when it is rendered
+            if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+                raise ConfigError(
+                    f"turn {turn} of {name}: {unknown_name('role', str(role), _ROLES)} Others are those that the chat "
+                    "template names."
+                )
+            if role in ("system", "developer", "user") and "content" not in message:
+                raise ConfigError(f"turn {turn} of {name}, of role '{role}', has no content: give it.")
+
+    def _check_learned(self, name: str, value: Any) -> None:
+        """Refuse a column that is empty, or has an empty turn of the assistant; an empty `rejected` may be meant."""
+        if isinstance(value, str | list) and not value:
+            raise ConfigError(f"{name} is empty: there is nothing to learn; leave the entry out.")
+        messages: list[dict[str, Any]] = value if isinstance(value, list) else []
+        for turn, message in enumerate(messages):
+            said = [content for key, content in message.items() if key not in ("role", "name")]
+            if message.get("role") == "assistant" and not any(said):
+                raise ConfigError(f"turn {turn} of {name} is empty: there is nothing to learn; leave the entry out.")
 
     def _column(self, name: str, *kinds: type) -> Any:
         value = self._fields[name]
@@ -133,7 +166,10 @@ class Example:
         elif isinstance(prompt, list) and isinstance(response, list):
             alone, both = self._chat(prompt, add_generation_prompt=True), self._chat([*prompt, *response])
         else:
-            raise ConfigError("a prompt and what follows it are both text, or both lists of messages.")
+            raise ConfigError(
+                "a prompt and what follows it are both text, or both lists of messages, not "
+                f"{prompt!r:.40} and {response!r:.40}."
+            )
         begin = _common(alone, both)
         if begin == 0:
             raise ConfigError("there is no prompt: nothing that the response could follow.")
@@ -220,14 +256,14 @@ def read_examples(
         try:
             one = example(entry)
         except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{where}, entry {index}: {error}") from error
+            raise ConfigError(f"{where}, {place_of(entries, index)}: {error}") from error
         one.eid = EID(suffix=f"{index}")
         if (length := _length(one)) > most:
             found += 1
             if overlong == "refuse":
                 raise ConfigError(
-                    f"{where}, entry {index} has {length} tokens, more than {most} (buffer.dataset.max_length): give "
-                    "more, or set buffer.dataset.overlong=drop or truncate."
+                    f"{where}, {place_of(entries, index)} has {length} tokens, more than {most} "
+                    "(buffer.dataset.max_length): give more, or set buffer.dataset.overlong=drop or truncate."
                 )
             if overlong == "drop" or not _trained_within(one, most):
                 continue
@@ -286,8 +322,15 @@ class ExampleReader(CursorReader):
 
     @classmethod
     def of_run(cls, config: TrainConfig, examples: Sequence[Experience]) -> "ExampleReader":
-        """Reads these examples as a run trains on them."""
+        """Reads these examples as a run trains on them; a ConfigError if, read once, they end before it."""
         buffer = config.buffer
+        enough_for = math.ceil(len(examples) / buffer.batch_size)
+        if not buffer.repeat and config.steps > enough_for:
+            raise ConfigError(
+                f"steps is {config.steps}, and {len(examples)} examples, each read once (buffer.repeat=false), are "
+                f"enough for {enough_for} of {buffer.batch_size} (buffer.batch_size): set buffer.repeat=true, or "
+                f"steps={enough_for}."
+            )
         if buffer.repeat and len(examples) < buffer.batch_size:
             logger.warning("buffer.batch_size=%d repeats some of %d examples.", buffer.batch_size, len(examples))
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
@@ -311,17 +354,37 @@ def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: 
     """The examples of a dataset for a model, `pairs` or responses; errors as of `read_examples`."""
     tokenizer = load_tokenizer(model)
     kind = Example.pair if pairs else Example.response
-    entries: Any = dataset_entries(path, split, buffer.dataset.subset)
+    entries: Any = dataset_entries(path, split, buffer.dataset.subset, as_text=True)
     most = buffer.dataset.max_length or tokenizer.model_max_length
     where = f"dataset '{path}'"
+    if not pairs:
+        _warn_of_unused(entries, where)
     return read_examples(entries, lambda entry: kind(Example(tokenizer, entry)), where, most, buffer.dataset.overlong)
+
+
+def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:
+    """Warn of columns that could be learned from, too, but are not, since others of the entry come before them."""
+    if len(entries) == 0 or len(_forms(dict.fromkeys(entries[0], ""))) < 2:  # every entry has every column
+        return
+    used, *unused = next((forms for forms in map(_forms, entries) if len(forms) > 1), [()])
+    if unused:
+        logger.warning("%s: learned from is %s; %s beside it has no effect.",
+                       where, " and ".join(used), ", ".join(map("/".join, unused)))  # fmt: skip
+
+
+def _forms(entry: Entry) -> list[tuple[str, ...]]:
+    return [form for form in _FORMS if all(entry.get(name) is not None for name in form)]
 
 
 def _digest(examples: Sequence[Experience], seed: int | None) -> str:
     """What tells these examples and their order from others."""
     found = hashlib.sha256(str(seed).encode())
     for each in examples:
-        found.update(b"%d" % each.prompt_length)
-        for part in (each.tokens, each.action_mask, each.chosen, each.rejected):
-            found.update(b"|" if part is None else b"|" + part.numpy().tobytes())
+        found.update(content_of(each))
     return found.hexdigest()[:16]
+
+
+def content_of(example: Experience) -> bytes:
+    """What tells an example from others: its tokens, and which of them are trained on."""
+    parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
+    return b"|".join([b"%d" % example.prompt_length, *(b"" if p is None else p.numpy().tobytes() for p in parts)])

@@ -1,5 +1,6 @@
 """The loss on examples that are not trained on, measured while a run on a dataset goes on."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,14 +9,17 @@ import numpy as np
 import torch
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
-from trinity_lightning.buffer.dataset import examples_of
+from trinity_lightning.buffer.dataset import content_of, examples_of
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
-from trinity_lightning.trainer.layout import collate, trained_tokens
+from trinity_lightning.trainer.layout import trained_tokens
+from trinity_lightning.trainer.micro_batch import collate
+
+logger = logging.getLogger(__name__)
 
 # What the loss measures, and what it is called of examples that are not trained on.
 NAMES = {"rewards/accuracies": "eval/accuracy", "rewards/margins": "eval/margin"}
@@ -26,6 +30,8 @@ def held_out_of_run(
 ) -> tuple[list[Experience], list[Experience]]:
     """The examples that are trained on, and those that are not, which `buffer.dataset.held_out` asks for.
 
+    Held-out examples that are trained on all the same, as of overlapping slices, are warned of.
+
     Args:
         config: of the run.
         examples: those of `buffer.path`.
@@ -34,6 +40,15 @@ def held_out_of_run(
     Raises:
         ConfigError: nothing would be left on one of the sides; or as `read_examples`.
     """
+    trained, held_out = _parted(config, examples, pairs)
+    contents = {hash(content_of(each)) for each in trained}
+    if both := sum(hash(content_of(each)) in contents for each in held_out):
+        logger.warning("%d of %d held-out examples (buffer.dataset.held_out) are trained on, too: eval/loss is not of "
+                       "unseen examples alone.", both, len(held_out))  # fmt: skip
+    return trained, held_out
+
+
+def _parted(config: TrainConfig, examples: list[Experience], pairs: bool) -> tuple[list[Experience], list[Experience]]:
     dataset = config.buffer.dataset
     held_out = dataset.held_out
     if held_out.share is None:

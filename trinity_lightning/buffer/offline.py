@@ -3,8 +3,9 @@
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import torch
 
 from trinity_lightning.buffer.datamodule import UnmovedDataModule
@@ -18,6 +19,9 @@ from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
+
+if TYPE_CHECKING:
+    from trinity_lightning.monitor.run_monitor import RunMonitor
 
 
 class OfflineLoader:
@@ -77,7 +81,7 @@ class OfflineLoader:
             if not experiences:
                 raise StorageError(
                     f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
-                    f"{self._wait:g} s). Give more data, fewer steps, or repeat them (RepeatingReader)."
+                    f"{self._wait:g} s). Give more data, fewer steps, or buffer.repeat=true."
                 )
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
@@ -186,6 +190,8 @@ def offline_data_module(
         reader = ExampleReader.of_run(config, examples)
     else:
         reader = create_reader(config.buffer, config.seed)
+        if config.buffer.order == "fifo":  # in other orders a read is logged
+            _check_first(reader, pairs)
     return OfflineExperienceDataModule(
         reader,
         batch_size=config.buffer.batch_size,
@@ -193,6 +199,42 @@ def offline_data_module(
         max_response_length=config.buffer.dataset.max_length if dataset else max_response_length,
         held_out=held_out,
     )
+
+
+def offline_data(
+    config: TrainConfig, pairs: bool, follower: bool, max_response_length: int, monitor: "RunMonitor"
+) -> tuple[OfflineExperienceDataModule, list[L.Callback]]:
+    """What a run without rollouts reads, and what watches it: the monitor, if this is no follower, behind the loss on
+    the examples that are not trained on (rank 0 has them), if there are some. Arguments as `offline_data_module`.
+    """
+    data = offline_data_module(config, pairs, follower, max_response_length)
+    callbacks: list[L.Callback] = [] if follower else [monitor]
+    dataset = config.buffer.dataset
+    if config.buffer.storage == "dataset" and dataset.held_out.given:
+        from trinity_lightning.buffer.held_out import HeldOutLoss
+
+        interval, longest = dataset.held_out.interval, dataset.max_length
+        callbacks.insert(0, HeldOutLoss(data.held_out, interval, config.steps, monitor.keep_metrics, longest))
+    return data, callbacks
+
+
+def summary(config: TrainConfig) -> list[tuple[str, str]]:
+    """What such a run is about to do, for the table at its start."""
+    return [
+        ("experiences", f"{config.buffer.storage} {config.buffer.path or config.buffer.url}, no rollouts"),
+        ("training", f"{config.steps} optimizer steps x {config.buffer.batch_size} experiences"),
+        ("objective", config.algorithm.policy_loss.name),
+    ]
+
+
+def _check_first(reader: BufferReader, pairs: bool) -> None:
+    """Refuse stored experiences whose first is a preference pair for a loss of none, or none for one of pairs."""
+    start = reader.state_dict()
+    first = reader.read(1)
+    reader.load_state_dict(start)
+    if first and (first[0].experience_type == "dpo") != pairs:
+        what = "is no preference pair: choose another loss than" if pairs else "is a preference pair: choose"
+        raise ConfigError(f"experience {first[0].eid}, which is to be trained on, {what} algorithm.policy_loss=dpo.")
 
 
 class UnreadReader(BufferReader):
@@ -323,8 +365,9 @@ class AnswerReader(BufferReader):
             *messages, last = messages
             answer = last.get("content")
         if answer is None or not str(answer).strip() or not messages:
+            place = self._taskset.place(raw["task_index"]["index"])
             raise ConfigError(
-                f"expert data '{self._taskset.name}', entry {raw['task_index']['index']}: no answer. Set "
+                f"expert data '{self._taskset.name}', {place}: no answer. Set "
                 "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
             )
         return messages, str(answer)

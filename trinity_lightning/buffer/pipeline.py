@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.runs import Untrained, forget_raw_reward, forget_reason, what_helps
+from trinity_lightning.common.runs import Untrained, forget_raw_reward, forget_reason
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.sections import OperatorConfig
 
@@ -137,6 +137,8 @@ class ExperiencePipeline:
             logger.warning("explore step %d: none of its %d responses is trained on: %s.", step, len(received), causes)
             [(reason, _)] = reasons.most_common(1)
             if reason not in self._explained:
+                from trinity_lightning.common.untrained import what_helps
+
                 self._explained.add(reason)
                 logger.warning("what helps against '%s': %s", reason, what_helps(reason))
         counts = {f"experience_pipeline/untrained/{r.replace(' ', '_')}": float(n) for r, n in reasons.items()}

@@ -27,7 +27,7 @@ class Alone:
         """What rank `source` hands in."""
         return value
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
         """Make each tensor the sum of those of all ranks."""
 
     def within(self, seconds: float) -> AbstractContextManager[None]:

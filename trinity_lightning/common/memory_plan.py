@@ -62,6 +62,7 @@ class Rollouts:
         beside: bytes that servers of auxiliary models take of the device.
         gpus: GPUs that an engine is split over (tensor parallelism).
         drafted: tokens that speculative decoding proposes for a request at once.
+        adapters: parameters of adapters that vLLM computes with itself, besides the weights (synchronizer.lora).
 
     Raises:
         ConfigError: a server that is to sleep.
@@ -77,6 +78,7 @@ class Rollouts:
     beside: int = 0
     gpus: int = 1
     drafted: int = 0
+    adapters: int = 0
 
     def __post_init__(self) -> None:
         if self.sleep and self.servers:
@@ -241,7 +243,7 @@ def _ways(
     states = weight_states(shape, training)
     moved = states.get(MASTERS, 0) + states[MOMENTS]
     for offload in (False, True):
-        if host >= rollouts.width * shape.parameters + (moved if offload else 0) or (rollouts.sleep and not offload):
+        if host >= engine_weights(shape, rollouts) + (moved if offload else 0) or (rollouts.sleep and not offload):
             free = device - sum(states.values()) - CUDA_GRAPHS - sum(_others(training, rollouts, device).values())
             tokens = max(training.tokens or micro_batch_tokens(shape, training, free), training.longest_row)
             yield _way(shape, training, rollouts, device, tokens, sleep=True, offload=offload)
@@ -270,7 +272,7 @@ def _way(
     if rollouts is None:
         return MemoryPlan(device, {**trains, **rest}, {**kept, **rest}, tokens)
     engines = max(rollouts.servers, 1)
-    weights = {ENGINE_WEIGHTS: engines * rollouts.width * shape.parameters}
+    weights = {ENGINE_WEIGHTS: engines * engine_weights(shape, rollouts)}
     working = {WORKING: engines * _working(shape, rollouts)}
     rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
     if rollouts.servers:  # they compute while the trainer does
@@ -296,6 +298,11 @@ def _way(
     )
 
 
+def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
+    """Bytes of what vLLM computes with on each of its GPUs: the model, and adapters that are not merged into it."""
+    return rollouts.width * (shape.parameters + rollouts.adapters) // rollouts.gpus
+
+
 def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
     """Bytes of the keys and values of so many requests, each as long as it may be."""
     width = max(shape.key_width // rollouts.gpus, shape.query_width // shape.heads)  # a GPU has one head at least
@@ -318,8 +325,7 @@ def _working(shape: ModelShape, rollouts: Rollouts) -> int:
 
 
 def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
-    weights = rollouts.width * shape.parameters // rollouts.gpus
-    return weights + CUDA_GRAPHS + _working(shape, rollouts) + cache
+    return engine_weights(shape, rollouts) + CUDA_GRAPHS + _working(shape, rollouts) + cache
 
 
 def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
@@ -350,7 +356,7 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
         ConfigError: there is no room for one request.
     """
     parts = {
-        ENGINE_WEIGHTS: rollouts.width * shape.parameters // rollouts.gpus,
+        ENGINE_WEIGHTS: engine_weights(shape, rollouts),
         WORKING: _working(shape, rollouts),
         GRAPHS: CUDA_GRAPHS,
         RESERVE: CUDA_CONTEXT,

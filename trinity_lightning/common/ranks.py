@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trinity_lightning.common.alone import Alone, T
 from trinity_lightning.errors import RankError, RankTerminatedError
 
+CPU = torch.device("cpu")
 CALL = "a call"
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
 LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits for others
@@ -74,8 +75,8 @@ class Ranks(Alone):
     _ended: bool = False  # for one
     _broken: Callable[[], RankError] | None = None  # what a wait has ended by: its messages may be on their way
     _deadline: float = math.inf  # of `within`
-    _rounds: int = 0  # begun, the same on all ranks but for those that wait for others
-    _beaten: float = 0.0  # when this rank last sent a beat
+    _waits: int = 0  # begun, the same on all ranks but for those that others wait for
+    _beaten: tuple[int, float] = 0, 0.0  # at which of them this rank last sent a beat, and when
     _looked: float = 0.0  # when rank 0 last looked for beats
     _heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # rank 0's: others' last beats, and since when
 
@@ -129,13 +130,14 @@ class Ranks(Alone):
         """What rank `source` hands in, however large and however late."""
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
-        self.wait(lambda limit: self._finished(self.group.broadcast(buffer, source, limit)), "a broadcast")
+        self.wait(lambda limit: self.group.broadcast(buffer, source, limit), "a broadcast")
+        self._beat()  # others, which wait for one that hangs, may not have ended it
         return value if self.rank == source else _unpickled(buffer)
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
         """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all.
 
-        They are sent many at a time: a model has hundreds, and each sending waits for all ranks.
+        They are sent many at a time: a model has hundreds, and each sending waits for all ranks. `at`: see `exchange`.
         """
         if not tensors:
             return
@@ -143,12 +145,12 @@ class Ranks(Alone):
         needed = max((_bytes(bucket) for bucket, whole in buckets if whole is None), default=0)
         # Before the round: if this rank is out of memory, the others get that error in the round.
         space = torch.empty(needed, dtype=torch.uint8, device=tensors[0].device)
-        self.exchange(None, at="a sum")
+        self.exchange(None, at=at)
         for bucket, whole in buckets:
             total = space[: _bytes(bucket)].view(bucket[0].dtype) if whole is None else whole
             if whole is None:
                 torch.cat([each.flatten() for each in bucket], out=total)
-            self.wait(lambda limit, total=total: self.group.allreduce(total, timeout=limit), "a sum")
+            self.wait(lambda limit, total=total: self.group.allreduce(total, timeout=limit), at, total.device)
             if whole is None:
                 for tensor, part in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
@@ -199,16 +201,17 @@ class Ranks(Alone):
                 self.store.compare_set(FAILED, "", json.dumps(asdict(failure)))
 
     def _beat(self) -> None:
-        """Let rank 0 know, which may be rolling out, that this rank waits for it."""
-        if self.rank > 0 and self.store is not None and time.monotonic() > self._beaten + BEAT_SECONDS:
-            self._beaten = time.monotonic()
+        """Let the others know that this rank waits: rank 0, which may be rolling out, and whoever waits as well."""
+        now, (wait, before) = time.monotonic(), self._beaten
+        if self.store is not None and (wait != self._waits or now > before + BEAT_SECONDS):
+            self._beaten = self._waits, now
             with contextlib.suppress(RuntimeError):  # as above
-                self.store.set(f"{BEATS}/{self.rank}", f"{self._rounds} {self._beaten}")
+                self.store.set(f"{BEATS}/{self.rank}", f"{self._waits} {now}")
 
     def _silent(self) -> str | None:
         """Which ranks have not sent a beat for SILENT_SECONDS since they began to wait for rank 0, which rolls out.
 
-        One that has not come to the next round yet sends none: it computes, or reads a checkpoint.
+        One that does not wait yet sends none: it computes, or reads a checkpoint.
         """
         now = time.monotonic()
         if self.rank > 0 or now < self._looked + BEAT_SECONDS:
@@ -219,7 +222,7 @@ class Ranks(Alone):
             beat = self.store.get(key) if self.store.check([key]) else b""
             if beat != self._heard.get(rank, (b"", now))[0]:
                 self._heard[rank] = beat, now
-            if self._is_at(beat, 1) and now > self._heard[rank][1] + SILENT_SECONDS:
+            if self._has_come(beat, 1) and now > self._heard[rank][1] + SILENT_SECONDS:
                 silent.append(f"rank {rank}")
         return f"{', '.join(silent)} did not answer for {SILENT_SECONDS:g} s: killed, or cut off." if silent else None
 
@@ -235,18 +238,17 @@ class Ranks(Alone):
 
     def _round(self, answer: Answer, timeout: timedelta, place: str) -> list[Answer]:
         data = pickle.dumps(answer)
-        self._rounds += 1
         lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout, place)]
         answers = self._gathered(_padded(data, max(lengths)), self.timeout, place)
         return [_unpickled(each[:length]) for each, length in zip(answers, lengths, strict=True)]
 
     def _gathered(self, tensor: Tensor, timeout: timedelta, place: str) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.wait(lambda limit: self._finished(self.group.allgather(gathered, tensor, limit)), place, timeout)
+        self.wait(lambda limit: self.group.allgather(gathered, tensor, limit), place, timeout=timeout)
         return gathered
 
-    def _finished(self, work: Any) -> Any:
-        """The work, once it has ended, well or not, for what the CPU sends.
+    def _watch(self, work: Any) -> None:
+        """Wait until what the CPU sends has ended, well or not.
 
         Signals are handled meanwhile: a wait of torch's own keeps them from Python.
         """
@@ -257,22 +259,21 @@ class Ranks(Alone):
                 self._beat()
                 if self.terminated():
                     self._report(self._sigterm)
-        return work
 
     def _late(self) -> str:
-        """Which ranks this one waits for: others that wait, too, have sent a beat from this round."""
+        """Which ranks this one waits for: others that have come as far have sent a beat from here."""
         beats = {rank: f"{BEATS}/{rank}" for rank in range(self.size) if rank != self.rank}
         try:
             here = {
-                rank for rank, key in beats.items() if self.store.check([key]) and self._is_at(self.store.get(key), 0)
+                rank for rank, key in beats.items() if self.store.check([key]) and self._has_come(self.store.get(key))
             }
         except RuntimeError:  # the store is of rank 0, and went with it
             return "rank 0"
         return " or ".join(f"rank {rank}" for rank in sorted(beats.keys() - here or beats))
 
-    def _is_at(self, beat: bytes, ahead: int) -> bool:
-        """Whether a beat was sent in the round that this rank is in, or one that is so many ahead."""
-        return beat.startswith(b"%d " % (self._rounds + ahead))
+    def _has_come(self, beat: bytes, ahead: int = 0) -> bool:
+        """Whether a beat was sent in the wait that this rank is in, or at least so many ahead."""
+        return int(beat.partition(b" ")[0] or 0) >= self._waits + ahead
 
     def send(self, collective: Callable[..., Any], received: Tensor, own: Tensor, options: Any, at: str) -> None:
         """Have a collective of the group fill `received`, after a round: a rank that failed is not waited for."""
@@ -282,15 +283,28 @@ class Ranks(Alone):
             return collective(received, own, options)
 
         self.exchange(None, at=at)
-        self.wait(begin, at)
+        self.wait(begin, at, own.device)
 
-    def wait(self, begin: Callable[[timedelta], Any], at: str, timeout: timedelta | None = None) -> None:
-        """Begin something on `group`, in so much time, and wait for its end; `at`: what an error calls it."""
+    def wait(
+        self,
+        begin: Callable[[timedelta], Any],
+        at: str,
+        device: torch.device = CPU,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Begin something on `group`, in so much time, and wait for its end.
+
+        `at`: what an error calls it. `device`: what sends.
+        """
         if self._broken is not None:
             raise self._broken()
+        self._waits += 1
         began, limit = time.monotonic(), min(timeout or self.timeout, self._left())
         try:
-            begin(limit).wait()
+            work = begin(limit)
+            if device.type == "cpu":
+                self._watch(work)
+            work.wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end
             waited = time.monotonic() - began
@@ -306,13 +320,15 @@ class Ranks(Alone):
     def within(self, seconds: float) -> Iterator[None]:
         """In whatever is done meanwhile the CPU waits for others no longer than that from now on.
 
-        A round that begins later than LEAST_SECONDS before the limit waits for those.
+        A part of it may have seconds of its own, which do not count. A round that begins later than LEAST_SECONDS
+        before the limit waits for those.
         """
-        before, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
+        began, before = time.monotonic(), self._deadline
+        self._deadline = began + seconds
         try:
             yield
         finally:
-            self._deadline = before
+            self._deadline = before + time.monotonic() - began
 
     def _left(self) -> timedelta:
         """How long what begins now may wait, by the limit of `within`."""

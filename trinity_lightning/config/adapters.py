@@ -1,16 +1,37 @@
-"""What synchronizer.lora=adapter, adapters that vLLM computes with itself, does not go together with."""
+"""Rules of adapters (model.lora), and of those that vLLM computes with itself (synchronizer.lora=adapter)."""
 
-from trinity_lightning.config.engines import SENT
-from trinity_lightning.config.schema import TrainConfig
+import importlib.util
+from typing import TYPE_CHECKING
+
+from trinity_lightning.config.training import ALL_LINEAR, LoRAConfig
 from trinity_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trinity_lightning.config.schema import TrainConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
 SET = ("enable_lora", "max_lora_rank", "lora_target_modules")  # of vLLM's arguments
 MERGE = "leave synchronizer.lora merged"
 
 
-def check_adapters(run: TrainConfig) -> None:
+def check_lora(lora: LoRAConfig) -> None:
+    """Refuse targets that are no names of layers, and adapters without peft; a ConfigError."""
+    named = isinstance(lora.targets, list) and lora.targets and all(isinstance(each, str) for each in lora.targets)
+    if lora.targets != ALL_LINEAR and not named:
+        raise ConfigError(f"model.lora.targets is {lora.targets!r}; give {ALL_LINEAR}, or [q_proj,v_proj], say.")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
+
+
+def room_for(rank: int) -> int:
+    """The rank that vLLM makes room for to hold adapters of this one."""
+    return next(each for each in RANKS if each >= rank)
+
+
+def check_adapters(run: "TrainConfig") -> None:
     """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError."""
+    from trinity_lightning.config.engines import SENT
+
     engine, rank = run.engine, run.model.lora.r
     if rank is None:
         raise ConfigError(f"synchronizer.lora=adapter, and there is none: set model.lora.r=16, say, or {MERGE}.")
@@ -27,10 +48,10 @@ def check_adapters(run: TrainConfig) -> None:
             f"synchronizer.lora=adapter gives servers a folder, and synchronizer={run.synchronizer.method} sends none: "
             f"take synchronizer=checkpoint, or {MERGE}."
         )
-    if engine.args.get("quantization") is not None:
+    if engine.quantizes:
         raise ConfigError(
-            "synchronizer.lora=adapter, and engine.args.quantization rounds the weights that the adapters are trained "
-            f"for: {MERGE}, or leave the quantization out."
+            "synchronizer.lora=adapter, and engine.args quantises the weights that the adapters are trained for: "
+            f"{MERGE}, or leave the quantization out."
         )
     if rank > RANKS[-1]:
         raise ConfigError(f"model.lora.r is {rank}, and vLLM takes adapters up to rank {RANKS[-1]}: {MERGE}.")

@@ -119,20 +119,21 @@ def _newest(folder: Path) -> Path:
     return found[-1]
 
 
-def recorded_model(record: Path) -> str:
-    """The model that the run of this `config.yaml` trains.
+def recorded_run(record: Path) -> DictConfig:
+    """The `config.yaml` of a run.
 
     Raises:
         ConfigError: the file is damaged.
     """
     try:
-        name = OmegaConf.select(OmegaConf.load(record), "model.name")
+        run = OmegaConf.load(record)
+        name = OmegaConf.select(run, "model.name")
     except Exception as error:  # of YAML, OmegaConf, the decoder or the disk
         reason = str(error).splitlines()[0]
     else:
         reason = "it names no model"
-        if isinstance(name, str):
-            return name
+        if isinstance(run, DictConfig) and isinstance(name, str):
+            return run
     raise ConfigError(
         f"'{record}', which says what the run to resume is, is damaged ({reason}): restore it, or delete it, and give "
         "the same configuration."

@@ -14,13 +14,11 @@ from trinity_lightning.config.engines import (
     Capabilities,
     EngineSleep,
     capabilities_of,
-    check_one_device,
-    check_speculation,
     gpu_count,
     require_vllm,
 )
 from trinity_lightning.config.models import BUILT_IN_MODELS, check_model_name
-from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, PARTS
+from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES
 from trinity_lightning.config.schema import (
     FREE,
     TrainConfig,
@@ -71,7 +69,10 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
 
         check_critic(run)
     _check_training(run)
-    _check_expert(run)
+    if run.buffer.expert.per_step > 0 or run.algorithm.policy_loss.name in ("mix", "streams", "teacher_kl"):
+        from trinity_lightning.config.experts import check_expert
+
+        check_expert(run)
     if run.buffer.has_rollouts and (run.auxiliary_models or run.operators):
         from trinity_lightning.config.servers import check_teachers  # an option
 
@@ -101,19 +102,17 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
 
 def _restore_left_out(config: DictConfig) -> None:
     """A section that `~NAME` left out is as if nothing had been said of it."""
-    defaults = OmegaConf.structured(TrainConfig)
-    present = list(config)
-    with open_dict(config):
-        for name in (str(each) for each in defaults if each not in present):
-            config[name] = defaults._get_node(name)
+    left_out = [each.name for each in dataclasses.fields(TrainConfig) if each.name not in list(config)]
+    if left_out:
+        defaults = OmegaConf.structured(TrainConfig)
+        with open_dict(config):
+            for name in left_out:
+                config[name] = defaults._get_node(name)
 
 
 # -- weighing ----------------------------------------------------------------------------------------------------------
 
-# Strategies and operators by name; those of one's own are of none of these.
-COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")  # within a group
-STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
-SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
+STRATEGIES_WITH_RULES = ("asymre", "gigpo", "on_policy_distill")
 
 
 def _check_weighing(run: TrainConfig) -> None:
@@ -123,52 +122,11 @@ def _check_weighing(run: TrainConfig) -> None:
         raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
     if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
         raise ConfigError(f"add_strategy={named[-1]} only filters: choose, say, add_strategy=[{named[-1]},grpo].")
-    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
-        raise ConfigError(
-            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
-            "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
-        )
-    own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
-    asks_none = run.buffer.has_rollouts and run.workflow.name != "on_policy_distill" and not own_parts
-    if "on_policy_distill" in named and asks_none:
-        raise ConfigError(
-            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none: choose "
-            "workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER."
-        )
-    step_wise = run.workflow.args.get("step_reward") == "own"
-    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
-        raise ConfigError("add_strategy=gigpo sums the rewards of single steps: set workflow.args.step_reward=own.")
-    if run.workflow.args.get("mode") == "step_wise":
-        _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
-    if run.explorer.repeat_times == 1 and run.buffer.has_rollouts:
-        _check_groups_of_one(named)
+    one_run, step_wise = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
+    if one_run or step_wise or len(named) > 1 or not set(named).isdisjoint(STRATEGIES_WITH_RULES):
+        from trinity_lightning.config.strategies import check_strategies
 
-
-def _check_step_rewards(run: TrainConfig, built_in: list[str]) -> None:
-    """Refuse a strategy that compares runs by one reward if the steps of a run may have different ones."""
-    one_a_run = [name for name in built_in if name not in STEP_STRATEGIES]
-    shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
-    own = run.workflow.args.get("step_reward") == "own"
-    if one_a_run and (own or shaping):
-        what = "workflow.args.step_reward=own" if own else f"operator '{shaping[0]}'"
-        raise ConfigError(
-            f"{what} gives the steps of a run different rewards, and add_strategy={one_a_run[0]} compares runs by one: "
-            f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own else ''}."
-        )
-
-
-def _check_groups_of_one(named: list[str]) -> None:
-    for name in named:
-        if name in FILTERING_STRATEGIES:
-            raise ConfigError(
-                f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ: give "
-                "explorer.repeat_times=8, say."
-            )
-        if name in COMPARING_STRATEGIES:
-            raise ConfigError(
-                f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task: give "
-                "explorer.repeat_times=8, say, or choose add_strategy=reinforce."
-            )
+        check_strategies(run, named)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -178,7 +136,9 @@ def _check_training(run: TrainConfig) -> None:
     """Refuse an objective that does not fit where its experiences come from."""
     algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
-        algorithm.check_corrected()
+        from trinity_lightning.config.older_weights import check_corrected
+
+        check_corrected(algorithm)
     if not rollouts:
         from trinity_lightning.config.stored import check_without_rollouts
 
@@ -192,32 +152,16 @@ def _check_training(run: TrainConfig) -> None:
             f"algorithm.optimizer_steps ({algorithm.optimizer_steps}) is more than explorer.batch_size "
             f"({run.explorer.batch_size}), and the rollouts of a prompt stay together: give fewer."
         )
+    if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
+        raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
+    if run.optimizer.warmup_steps or run.optimizer.total_steps:
+        from trinity_lightning.config.schedules import check_schedule  # an option
+
+        check_schedule(run.optimizer, run.steps * run.items)
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":
         raise ConfigError(
             "algorithm.layout=shared_prefix needs model.attn_implementation=sdpa, not "
             f"{run.model.attn_implementation}: choose that one, or algorithm.layout=padded."
-        )
-
-
-def _check_expert(run: TrainConfig) -> None:
-    """Expert data and the loss that learns from them go together."""
-    expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
-    learns = loss == "mix"
-    if loss in ("streams", "teacher_kl"):
-        from trinity_lightning.config.streams import check_streams  # an option
-
-        learns = check_streams(run)
-    if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:
-        raise ConfigError(
-            f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
-            "data: choose algorithm.policy_loss=mix (or a stream with tokens=expert), or buffer.expert.per_step=0."
-        )
-    if expert.per_step > 0 and not rollouts:
-        raise ConfigError("buffer.expert joins rollouts (buffer.storage=memory): set buffer.expert.per_step=0.")
-    if expert.per_step == 0 and learns and rollouts:
-        raise ConfigError(
-            f"algorithm.policy_loss={loss} needs expert data: give buffer.expert.per_step=8 and "
-            "buffer.expert.dataset.path=FILE of prompts and answers."
         )
 
 
@@ -278,6 +222,10 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
         if operator.name == "judge" and operator.args.get("model") not in models:
             message = unknown_name("auxiliary model", str(operator.args.get("model")), models)
             raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
+    if models:
+        from trinity_lightning.config.servers import check_asked
+
+        check_asked(run)
 
 
 def _check_engine(run: TrainConfig, can: Capabilities) -> None:
@@ -289,12 +237,12 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
         raise ConfigError(f"engine.{given[0]} is of {owner}, and {label} does not read it: leave the key out.")
     run.explorer.check_engine(label, can)
     run.explorer.check_runners(label, can)
-    if can.is_vllm:
-        check_speculation("engine", engine)
+    if can.is_vllm and (engine.args or engine.speculative):
+        from trinity_lightning.config.vllm_args import check_vllm_args
+
+        check_vllm_args("engine", engine, in_process=not can.overlaps_training)
     if engine.speculative and run.eval_sampling.min_p:
         raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
-    if can.is_vllm and not can.overlaps_training:
-        check_one_device(engine.args)
     if engine.sleep is EngineSleep.always and not gpu_count():
         raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_lightning.config.models import check_model_name, load_tokenizer
+from trinity_lightning.config.own_models import check_on_hub, check_same_vocabulary
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import Section, checked
@@ -34,7 +36,7 @@ class CriticConfig(Section, key="algorithm.critic"):
     """
 
     model: str | None = None
-    lr: float = checked(1e-4, number, least=0)
+    lr: float = checked(1e-4, number, above=0)
     coef: float = checked(0.1, number, above=0)
     gamma: float = checked(1.0, number, above=0, most=1)
     lam: float = checked(1.0, number, least=0, most=1)
@@ -71,6 +73,16 @@ def critic_config(given: Any) -> CriticConfig:
     return CriticConfig(**{str(key): value for key, value in given.items()})
 
 
+def check_value_model(name: str, policy: str) -> None:
+    """Refuse a value model that is not there, or has another vocabulary than the policy; a ConfigError."""
+    try:
+        check_model_name(name)
+        check_on_hub(name)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.critic.model: {error}") from error
+    check_same_vocabulary("algorithm.critic.model", name, load_tokenizer(policy))
+
+
 def check_critic(run: TrainConfig) -> None:
     """Refuse a critic without what it learns from, and what weighs by a critic without one.
 
@@ -101,5 +113,10 @@ def check_critic(run: TrainConfig) -> None:
         raise ConfigError(
             "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
             "behind it: set workflow.args.step_reward=return, or workflow.args.mode=single."
+        )
+    if critic.warmup_steps >= (steps := run.steps * run.items):
+        raise ConfigError(
+            f"algorithm.critic.warmup_steps is {critic.warmup_steps}, and the run takes {steps} optimizer steps: none "
+            "would train the policy. Give fewer, or more steps."
         )
     critic.check_alone(run.model.lora)

@@ -1,7 +1,6 @@
 """The typed sections that say where rollouts are generated, and how weights get there."""
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,7 +14,6 @@ from trinity_lightning.errors import ConfigError
 SET_BY = {"nccl": ("weight_transfer_config",), "ipc": ("weight_transfer_config", "worker_extension_cls")}
 SENT = tuple(SET_BY)
 SYNC_METHODS = ("auto", "memory", "checkpoint", *SENT)
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
@@ -162,6 +160,11 @@ class EngineConfig(Section, key="engine"):
         if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
             raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether vLLM is asked to quantise the weights that it loads."""
+        return any(self.args.get(name) is not None for name in ("quantization", "quantization_config"))
+
     def changed(self, *names: str) -> list[str]:
         """Those of these keys that are not as they are by default."""
         default = EngineConfig()
@@ -211,29 +214,3 @@ def gpu_count() -> int:
     import torch  # late: few configurations need it
 
     return torch.cuda.device_count()
-
-
-def check_one_device(args: Mapping[str, Any]) -> None:
-    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
-    for name in PARALLEL:
-        if args.get(name, 1) != 1:
-            raise ConfigError(
-                f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
-                "engine=vllm_server, and give its GPUs as engine.gpus."
-            )
-
-
-def check_speculation(key: str, engine: EngineConfig) -> None:
-    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
-
-    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
-    the log-probability 0; only greedy decoding was exact.
-    """
-    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
-    asked = [name for name, value in names.items() if value]
-    if len(asked) > 1:
-        raise ConfigError(f"{key}.speculative is of n-grams, and {key}.args.speculative_config too: leave one out.")
-    if asked and not gpu_count():
-        raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
-        )

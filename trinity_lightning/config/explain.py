@@ -23,6 +23,8 @@ from trinity_lightning.errors import ConfigError
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
+_THERE_ALREADY = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
+_NOT_TO_DELETE = re.compile(r"Could not delete from config\. '(\w+)\.[^']+' does not exist")
 _TWICE = re.compile(r"Multiple values for ([\w/]+)\.")
 _NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
 
@@ -42,6 +44,11 @@ def explain(error: BaseException) -> str:
         group, name, key, value = entry.groups()
         whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
         return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
+    if there := _THERE_ALREADY.match(str(root)):
+        return f"'{there[1]}' is set already: leave out the plus sign, {there[1]}=VALUE."
+    if gone := _NOT_TO_DELETE.match(str(root)):
+        sweep = f" A sweep needs it before it has chosen a recipe: leave out all of them, '~{gone[1]}'."
+        return f"{str(root).partition('. ')[2]}{sweep if {'--multirun', '-m'} & {*sys.argv} else ''}"
     if twice := _TWICE.match(str(root)):
         return f"{twice[1]} is chosen twice: give {'+' if twice[1] == 'recipe' else ''}{twice[1]}=NAME once."
     if isinstance(root, ConfigError) or not isinstance(root, OmegaConfBaseException):
@@ -185,7 +192,8 @@ def sentence_of(error: OmegaConfBaseException) -> str:
         return message.partition(_OF_A_RESOLVER)[2]
     for pattern, said in _WRONG_VALUES:
         if found := pattern.search(message):
-            return f"{key} {said.format(*found.groups())}.".lstrip()
+            said = re.sub("'(True|False)'", lambda flag: flag[1].lower(), said.format(*found.groups()))
+            return f"{key} {said}.".lstrip()
     return f"{key}: {message}" if key else message
 
 

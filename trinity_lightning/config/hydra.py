@@ -165,6 +165,14 @@ def check_overrides(config: DictConfig) -> None:
             )
 
 
+def check_read(config: DictConfig) -> None:
+    """Refuse keys of rollouts that the command line gives to training without any; a ConfigError."""
+    if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
+        from trinity_lightning.config.stored import check_given
+
+        check_given(storage, HydraConfig.get().overrides.task)
+
+
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
     if trains_together(config.trainer or {}):
@@ -175,7 +183,7 @@ def check_processes(config: DictConfig) -> None:
 
 @contextmanager
 def errors_as_sentences(folder: str | Path) -> Iterator[None]:
-    """One message and an exit code for our own errors: 2 of the configuration, 143 for SIGTERM on any rank, else 1.
+    """One message and an exit code: 2 for errors of the configuration, 143 for SIGTERM on any rank, else 1.
 
     The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run.
 
@@ -184,17 +192,22 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except TrinityError as error:
+    except (TrinityError, OmegaConfBaseException) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
-        record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, str(error), None, sys.exc_info())
+        sentence = str(error)
+        if isinstance(error, OmegaConfBaseException):
+            from trinity_lightning.config.explain import explain
+
+            sentence = explain(error)
+        record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, sentence, None, sys.exc_info())
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.FileHandler):
                 handler.handle(record)
-        print(f"trinity-lightning: {error}", file=sys.stderr)
-        if isinstance(error, ConfigError):
+        print(f"trinity-lightning: {sentence}", file=sys.stderr)
+        if isinstance(error, CONFIG_ERRORS):
             discard_unused(folder)
-        sys.exit(2 if isinstance(error, ConfigError) else 143 if isinstance(error, RankTerminatedError) else 1)
+        sys.exit(2 if isinstance(error, CONFIG_ERRORS) else 143 if isinstance(error, RankTerminatedError) else 1)
 
 
 def run_command(command: Callable[[], None], new_folders: bool = True) -> None:

@@ -44,13 +44,20 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
 
 
 def check_start(config: DictConfig, hydra: Any) -> None:
-    """Refuse a sweep whose processes srun does not start, and torchrun's without one folder; a ConfigError says how."""
+    """Refuse a sweep that each process would begin, and torchrun's without one folder; a ConfigError says how."""
     # As Lightning has it: in a shell within an allocation srun starts nothing.
     by_srun = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
     if hydra.mode == RunMode.MULTIRUN and not by_srun:
         raise ConfigError(
             "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
             "sweep again: start its jobs one by one, without --multirun."
+        )
+    sweeper, launcher = (hydra.runtime.choices[f"hydra/{name}"] for name in ("sweeper", "launcher"))
+    if hydra.mode == RunMode.MULTIRUN and sweeper != "basic" and launcher == "basic":
+        raise ConfigError(
+            f"hydra/sweeper={sweeper} chooses a job by the results of others, and each task of srun would run one of "
+            "its own: start the command without srun, with hydra/launcher=submitit_slurm, or give the values to try, "
+            "such as optimizer.lr=1e-5,1e-4."
         )
     named = any(each.startswith("hydra.run.dir=") for each in hydra.overrides.hydra)
     if "RANK" in os.environ and not named and config.ckpt_path != "last":

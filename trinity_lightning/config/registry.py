@@ -92,7 +92,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "workflow": _within(
         "explorer.workflows",
         {
-            "evaluation": "single_turn.EvaluationWorkflow",
+            "evaluation": "evaluation.EvaluationWorkflow",
             "judge": "asking.JudgeWorkflow",
             "math": "single_turn.MathWorkflow",
             "multi_turn": "multi_turn.MultiTurnWorkflow",

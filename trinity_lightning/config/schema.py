@@ -156,14 +156,12 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
     """
 
     ratio: float = 0.0
-    wait_after_min: float = checked(30.0, number, least=0)
+    wait_after_min: float = checked(30.0, number, least=0, only_with="ratio")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number from 0 to below 1.")
-        if self.ratio == 0 and self.wait_after_min != OverRolloutConfig.wait_after_min:
-            raise ConfigError("explorer.over_rollout.wait_after_min has no effect without explorer.over_rollout.ratio.")
 
 
 @dataclass
@@ -180,14 +178,8 @@ class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
     """
 
     enable: bool = False
-    ratio: float = checked(3.0, number, least=1)
-    warmup_min_steps: int = checked(1, whole_number, least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("ratio", "warmup_min_steps"):
-            if not self.enable and getattr(self, name) != getattr(DynamicTimeoutConfig, name):
-                raise ConfigError(f"explorer.dynamic_timeout.{name} has no effect without dynamic_timeout.enable.")
+    ratio: float = checked(3.0, number, least=1, only_with="enable")
+    warmup_min_steps: int = checked(1, whole_number, least=0, only_with="enable")
 
 
 @dataclass
@@ -213,7 +205,8 @@ class ExplorerConfig(Section, key="explorer"):
         sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights,
             which engine=transformers does not have.
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
-            while the trainer trains, which needs engine=vllm_server.
+            while the trainer trains, which needs engine=vllm_server. None are begun ahead of the run's end: resumed
+            with more steps, it rolls out the next ones by the newest weights.
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
@@ -232,7 +225,7 @@ class ExplorerConfig(Section, key="explorer"):
     runner: str = checked("local", one_of, names=("local", "ray"))
     ray_address: str | None = None
     reward_workers: int = checked(0, whole_number, least=0)
-    reward_timeout: float = checked(60.0, number, above=0)
+    reward_timeout: float = checked(60.0, number, above=0, only_with="reward_workers")
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
     max_refills: int = checked(3, whole_number, least=0)
@@ -252,8 +245,6 @@ class ExplorerConfig(Section, key="explorer"):
             raise ConfigError(
                 "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out."
             )
-        if not self.reward_workers and self.reward_timeout != ExplorerConfig.reward_timeout:
-            raise ConfigError("explorer.reward_timeout has no effect without explorer.reward_workers: set them.")
 
     def check_engine(self, engine: str, can: Capabilities) -> None:
         """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
@@ -338,17 +329,10 @@ class ExpertConfig(Section, key="buffer.expert"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.per_step == 0:
-            return
-        if self.storage == "dataset":
-            if (self.dataset.source == "addition") != (self.dataset.path is None):
-                raise ConfigError(
-                    "buffer.expert.dataset: give source=dataset and path=FILE, or source=addition, which has no path."
-                )
-        else:
-            from trinity_lightning.config.stored import check_stored
+        if self.per_step > 0:
+            from trinity_lightning.config.stored import check_expert_data
 
-            check_stored("buffer.expert", self)
+            check_expert_data(self)
 
 
 @dataclass
@@ -382,9 +366,9 @@ class BufferConfig(Section, key="buffer"):
     url: str | None = None
     keep: bool | str = False
     order: str = checked("fifo", one_of, names=BUFFER_ORDERS)
-    reuse_limit: int | None = 1
-    decay: float = 1.0
-    use_decay: float = 1.0
+    reuse_limit: int | None = checked(1, only_with="order", among=("priority", "random"))
+    decay: float = checked(1.0, only_with="order", among=("priority",))
+    use_decay: float = checked(1.0, only_with="order", among=("priority",))
     batch_size: int = checked(64, whole_number, least=1)
     repeat: bool = True
     expert: ExpertConfig = field(default_factory=ExpertConfig)
@@ -488,6 +472,11 @@ class TrainConfig(Section):
             from trinity_lightning.config.servers import auxiliary_configs
 
             self.auxiliary_models = auxiliary_configs(self)
+
+    @property
+    def items(self) -> int:
+        """Optimizer steps a Lightning epoch."""
+        return self.algorithm.optimizer_steps * self.algorithm.inner_epochs if self.buffer.has_rollouts else 1
 
 
 def check_seed(seed: int) -> None:

@@ -1,7 +1,7 @@
 """What sections of the configuration are made of: the base of their dataclasses, and parts by name and arguments."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -19,6 +19,7 @@ from trinity_lightning.errors import ConfigError
 
 # What keys of earlier versions, and of other libraries, are called here.
 RENAMED = {
+    "algorithm.kl_coef": "algorithm.kl.coef",
     "algorithm.policy_loss_args": "algorithm.policy_loss.args",
     "engine.kind": "engine.name",
     "optimizer.learning_rate": "optimizer.lr",
@@ -66,16 +67,35 @@ class Section:
     def __post_init__(self) -> None:
         """Check every field by its rule (`checked`); rules that a subclass has in addition come after these."""
         for each in fields(self):  # type: ignore[arg-type]
-            if check := each.metadata.get("check"):
-                check(f"{self._key}{each.name}", getattr(self, each.name))
+            key, value, rules = f"{self._key}{each.name}", getattr(self, each.name), each.metadata
+            if check := rules.get("check"):
+                check(key, value)
+            needed, among = rules.get("only_with"), rules.get("among", ())
+            if needed and value != each.default:
+                other = getattr(self, needed)
+                if not (other in among if among else other):
+                    words = f"{self._key}{needed}" + (f"={' or '.join(among)}" if among else "")
+                    raise ConfigError(f"{key} has no effect without {words}: set that, or leave it out.")
 
 
 T = TypeVar("T")
 
 
-def checked(default: T, check: Callable[..., Any], **rule: Any) -> T:
-    """A field with this default and a rule for its values, out of `values`: `checked(1.0, number, least=0)`."""
-    return field(default=default, metadata={"check": partial(check, **rule)})
+def checked(
+    default: T,
+    check: Callable[..., Any] | None = None,
+    *,
+    only_with: str | None = None,
+    among: Sequence[str] = (),
+    **rule: Any,
+) -> T:
+    """A field with this default and a rule for its values, out of `values`: `checked(1.0, number, least=0)`.
+
+    `only_with` names another field of the section, without which (or, if given, without one of the values `among`)
+    another value than the default has no effect.
+    """
+    rules = {"check": check and partial(check, **rule), "only_with": only_with, "among": among}
+    return field(default=default, metadata=rules)
 
 
 def plain(section: Any) -> dict[str, Any]:
@@ -181,7 +201,7 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
             raise ConfigError(f"{unknown_key(f'{key}.{each}', known)} Arguments go into {key}.args: {key}.args.{each}.")
     name, args = entry.get("name") or name, entry.get("args") or {}
     if name is None:
-        raise ConfigError(f"{key} has no name: give {key}.name.")
+        raise ConfigError(f"{key} has no name: give {key}.name=NAME, in the place of {key}=NAME if there are args too.")
     if not (isinstance(name, str) or callable(name)):
         raise ConfigError(f"{key}.name is {name!r}; give a registered name, or a dotted path.")
     if not isinstance(args, Mapping):

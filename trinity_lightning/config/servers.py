@@ -15,13 +15,11 @@ from typing import Any
 from omegaconf import MISSING
 
 from trinity_lightning.config.engines import (
-    PARALLEL,
     SENT,
     SET_BY,
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
-    check_speculation,
     gpu_count,
     require_vllm,
 )
@@ -31,6 +29,7 @@ from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import OperatorConfig, Section, section_of
 from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
+from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
 from trinity_lightning.errors import ConfigError
 
 TEACHER_OPERATOR, TEACHER_WORKFLOW = "teacher_top_k", "on_policy_distill"  # they ask a teacher
@@ -138,7 +137,7 @@ def asked_model(section: str, workflow: str, key: str, asked: Any, models: Seque
     Raises:
         ConfigError: there is no such model.
     """
-    fix = "Give one, such as +auxiliary_models.judge.model=FOLDER."
+    fix = f"Give one, such as +auxiliary_models.{key}.model=FOLDER."
     if isinstance(asked, str):
         if asked not in models:
             message = unknown_name("auxiliary model", asked, models)
@@ -166,14 +165,22 @@ def teachers_of(run: TrainConfig) -> list[str]:
 def check_teachers(run: TrainConfig) -> None:
     """Refuse teachers that are not there, cannot read the policy's longest sequences, or are asked for too much.
 
+    So is one that is asked for what no strategy weighs by.
+
     Raises:
         ConfigError: names the key and the fix.
     """
     for operator in (each for each in run.operators.values() if each.name == TEACHER_OPERATOR):
         _check_operator(run, operator)
+    _check_weighed(run)
     longest, teachers = run.engine.max_model_len, teachers_of(run)
     for name in teachers:
         teacher = run.auxiliary_models[name]
+        if run.workflow.name == TEACHER_WORKFLOW and run.sampling.temperature != 1:
+            raise ConfigError(
+                f"workflow={TEACHER_WORKFLOW} compares log-probabilities at temperature 1, not "
+                f"{run.sampling.temperature}: set sampling.temperature=1."
+            )
         if teacher.url is not None and run.workflow.name == TEACHER_WORKFLOW and name == teachers[-1]:
             raise ConfigError(
                 f"workflow={TEACHER_WORKFLOW} asks for log-probabilities, and an endpoint (auxiliary_models.{name}.url)"
@@ -184,6 +191,38 @@ def check_teachers(run: TrainConfig) -> None:
                 f"auxiliary_models.{name}.engine.max_model_len is {teacher.engine.max_model_len}, and this teacher "
                 f"reads sequences of up to {longest} tokens (engine.max_model_len) and samples one more: give "
                 f"{longest + 1}."
+            )
+
+
+def _check_weighed(run: TrainConfig) -> None:
+    """Refuse a workflow that asks a teacher for what nothing trains on, as parts of your own may."""
+    strategies = [each.name for each in run.add_strategy.values()]
+    parts = [*strategies, run.algorithm.policy_loss.name, *(each.name for each in run.operators.values())]
+    weighed = TEACHER_WORKFLOW in strategies or any("." in name for name in parts)
+    if run.workflow.name == TEACHER_WORKFLOW and not weighed:
+        raise ConfigError(
+            f"workflow={TEACHER_WORKFLOW} asks a teacher, and add_strategy={strategies[-1]} does not weigh by its "
+            f"answers: choose add_strategy={TEACHER_WORKFLOW}, or another workflow."
+        )
+
+
+def check_asked(run: TrainConfig) -> None:
+    """Refuse an auxiliary model that nothing asks, unless an operator or a workflow of your own may; a ConfigError."""
+    models, operators = list(map(str, run.auxiliary_models)), list(run.operators.values())
+    workflows = {run.workflow.name: run.workflow.args}
+    if run.eval_workflow is not None:
+        workflows.setdefault(run.eval_workflow, {})
+    if any("." in name for name in (*workflows, *(each.name for each in operators))):
+        return
+    asked = {*teachers_of(run), *(each.args.get("model") for each in operators if each.name == "judge")}
+    for name in workflows.keys() & ASKING_WORKFLOWS.keys():
+        key = ASKING_WORKFLOWS[name]
+        asked.add(models[asked_model("workflow", name, key, workflows[name].get(key, 0), models)])
+    for name in models:
+        if name not in asked:
+            raise ConfigError(
+                f"auxiliary_models.{name}: no workflow or operator of this run asks it: leave it out, or choose one "
+                f"that does, such as operators=judge with operators.judge.args.model={name}."
             )
 
 
@@ -284,7 +323,7 @@ def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = 
     if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else each)):
         raise ConfigError(
             f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}: "
-            "give a number that divides them, or more servers (engine.servers)."
+            f"give a number that divides them{', or more servers (engine.servers)' if key == 'engine' else ''}."
         )
     return each
 
@@ -375,7 +414,7 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int) -> None:
 
 
 def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int) -> None:
-    check_speculation(f"{key}.engine", model.engine)
+    check_vllm_args(f"{key}.engine", model.engine, in_process=False)
     _check_gpus(f"{key}.engine", model.engine, servers=1)
     _check_cores(f"{key}.engine", model.engine, servers=1, sync_offset=sync_offset)
     if model.url is None:

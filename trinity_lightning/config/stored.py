@@ -1,14 +1,23 @@
 """Rules of runs that read what they train on, or a part of it: stored experiences, and examples of a dataset."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import BufferConfig, ExpertConfig, TrainConfig
+from trinity_lightning.config.schema import BUFFER_STORAGES, BufferConfig, ExpertConfig, TrainConfig
 from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
 from trinity_lightning.config.values import nearest, number, whole_number
 from trinity_lightning.errors import ConfigError
 
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
+# Sections that runs without rollouts do not read, but for these keys: the longest row, for the memory plan, and, of
+# stored experiences, the longest response and weights by the log-probabilities that they have.
+OF_ROLLOUTS = ("add_strategy", "auxiliary_models", "engine", "eval_repeat_times", "eval_sampling", "eval_tasksets")
+OF_ROLLOUTS += ("eval_workflow", "explorer", "operators", "reward", "sampling", "synchronizer", "taskset", "tasksets")
+OF_ROLLOUTS += ("workflow",)
+READ_BY_ALL = ("engine.max_model_len",)
+OF_STORED = ("algorithm.rollout_correction", "sampling.max_tokens", "workflow")
+
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -25,6 +34,34 @@ def check_without_rollouts(run: TrainConfig) -> None:
             f"algorithm.policy_loss={loss} needs advantages, which the examples of buffer=dataset do not have: choose "
             f"{' or '.join(DATASET_LOSSES)}."
         )
+    constant = algorithm.loss_agg_mode == "seq-mean-token-sum-norm"
+    if run.buffer.storage == "dataset" and constant and run.buffer.dataset.max_length is None:
+        raise ConfigError(
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by buffer.dataset.max_length, which is not given: "
+            "give it."
+        )
+
+
+def check_given(storage: str, overrides: Iterable[str]) -> None:
+    """Refuse keys of a command line that training which reads from this storage does not read; a ConfigError.
+
+    What a recipe sets stays: it may build on one with rollouts. So does what is left out by `~`.
+    """
+    if storage not in BUFFER_STORAGES:
+        return  # which is refused by name
+    keys = [each.lstrip("+").partition("=")[0] for each in overrides if not each.startswith("~")]
+    examples = storage == "dataset"
+    read = READ_BY_ALL if examples else (*READ_BY_ALL, *OF_STORED)
+    others = (*OF_ROLLOUTS, *OF_STORED) if examples else OF_ROLLOUTS
+    unread = [key for key in keys if _is_within(key, others) and not _is_within(key, read)]
+    if unread:
+        raise ConfigError(
+            f"{', '.join(unread)}: without rollouts (buffer.storage={storage}) this has no effect, leave it out."
+        )
+
+
+def _is_within(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith((f"{section}.", f"{section}@")) for section in sections)
 
 
 def check_steps(folder: Path) -> None:
@@ -90,6 +127,16 @@ def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
         )
     if path is not None and not Path(path).exists():
         raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
+
+
+def check_expert_data(expert: ExpertConfig) -> None:
+    """Refuse expert data that are not there; a ConfigError."""
+    if expert.storage != "dataset":
+        check_stored("buffer.expert", expert)
+    elif (expert.dataset.source == "addition") != (expert.dataset.path is None):
+        raise ConfigError(
+            "buffer.expert.dataset: give source=dataset and path=FILE, or source=addition, which has no path."
+        )
 
 
 def check_place(key: str, path: str | None, url: str | None) -> None:

@@ -34,12 +34,12 @@ class StreamConfig(Section):
         args: arguments of the loss.
 
     Raises:
-        ConfigError: an unknown name, a number that is not finite, or a loss that its tokens lack something for.
+        ConfigError: an unknown name, a weight out of its range, or a loss that its tokens lack something for.
     """
 
     loss: str = checked("ppo", one_of, names=LOSSES, with_paths=True)
     tokens: str = checked("rollouts", one_of, names=TOKENS)
-    weight: float = checked(1.0, number)
+    weight: float = checked(1.0, number, least=0)
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,7 +54,8 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
     """The streams by name, in order; None: `ppo` on rollouts.
 
     Raises:
-        ConfigError: no stream, a name that a metric has, an unknown key, or a value that a stream refuses.
+        ConfigError: no stream, or none with a weight; a name that a metric has, an unknown key, or a value that a
+            stream refuses.
     """
     if given is None:
         given = {"rollouts": {}}
@@ -63,7 +64,10 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
     for name in TAKEN:
         if name in given:
             raise ConfigError(f"{KEY}.{name}: the metric actor/{name}_loss is something else: give it another name.")
-    return {str(name): _stream(f"{KEY}.{name}", it) for name, it in given.items()}
+    streams = {str(name): _stream(f"{KEY}.{name}", it) for name, it in given.items()}
+    if not any(stream.weight for stream in streams.values()):
+        raise ConfigError(f"{KEY}: all weights are 0, and nothing is trained: give one of them a weight above 0.")
+    return streams
 
 
 def _stream(key: str, given: Any) -> StreamConfig:

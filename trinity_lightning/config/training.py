@@ -3,15 +3,15 @@
 import importlib.util
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
-from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, part_config
-from trinity_lightning.config.values import AUTO, number, one_of, whole_number
+from trinity_lightning.config.values import AUTO, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
 
 OLD_LOGPROBS = ("trainer", "engine")
@@ -69,21 +69,17 @@ class LoRAConfig(Section, key="model.lora"):
     """
 
     r: int | None = checked(None, whole_number, least=1, optional=True)
-    alpha: int | None = checked(None, whole_number, least=1, optional=True)
-    targets: Any = ALL_LINEAR
-    dropout: float = checked(0.0, number, least=0, most=0.9)
-    rslora: bool = False
+    alpha: int | None = checked(None, whole_number, least=1, optional=True, only_with="r")
+    targets: Any = field(default=ALL_LINEAR, metadata={"only_with": "r"})
+    dropout: float = checked(0.0, number, least=0, most=0.9, only_with="r")
+    rslora: bool = checked(False, only_with="r")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = isinstance(self.targets, list) and self.targets and all(isinstance(each, str) for each in self.targets)
-        if self.targets != ALL_LINEAR and not named:
-            raise ConfigError(f"model.lora.targets is {self.targets!r}; give {ALL_LINEAR}, or [q_proj,v_proj], say.")
-        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
-        if self.r is None and given:
-            raise ConfigError(f"model.lora.{given[0]} has no effect without a rank: set model.lora.r.")
-        if self.r is not None and importlib.util.find_spec("peft") is None:
-            raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
+        if self.r is not None:
+            from trinity_lightning.config.adapters import check_lora
+
+            check_lora(self)
 
     @property
     def settled_alpha(self) -> int:
@@ -127,11 +123,19 @@ class KLConfig(Section, key="algorithm.kl"):
         coef: its weight; 0 means none, and no reference model.
 
     Raises:
-        ConfigError: an unknown estimate, or the weight is negative or not finite.
+        ConfigError: an unknown estimate, or a weight that is negative, not finite, or of none.
     """
 
     name: str = checked("k3", one_of, names=PARTS["KL estimate"])
     coef: float = checked(0.0, number, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name == "none" and self.coef > 0:
+            raise ConfigError(
+                f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
+                "set algorithm.kl.coef=0."
+            )
 
 
 @dataclass
@@ -140,7 +144,7 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
 
     Attributes:
         level: `token`, `sequence`, or `none`.
-        mode: `truncate` (weights above `high` become `high`) or `mask` (they become 0).
+        mode: what becomes of weights outside the range: `truncate`, its nearer end; or `mask`, 0.
         low, high: the range of weights.
 
     Raises:
@@ -238,31 +242,6 @@ class AlgorithmConfig(Section, key="algorithm"):
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
             self.layout = Layout(self.layout)
 
-    @property
-    def needs_correction(self) -> bool:
-        """Whether the policy loss is for the policy that sampled.
-
-        `opmd` and `sft` are made for experiences of any policy, and so may be a loss of one's own. `mix` is as the loss
-        of its rollouts, and `streams` as any of its own.
-        """
-        losses = [self.policy_loss.name]
-        if losses == ["mix"]:
-            losses = [self.policy_loss.args.get("usual", "ppo")]
-        elif losses == ["streams"]:
-            from trinity_lightning.config.streams import streams_of
-
-            losses = [stream.loss for stream in streams_of(self).values()]
-        return any(loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES for loss in losses)
-
-    def check_corrected(self) -> None:
-        """Refuse to train on experiences of older weights with nothing that corrects for it; a ConfigError."""
-        corrected = self.old_logprobs == "engine" or self.rollout_correction.level != "none"
-        if self.needs_correction and not corrected:
-            raise ConfigError(
-                "nothing corrects for experiences of older weights (explorer.sync_interval, sync_offset or stored): "
-                "set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
-            )
-
 
 OVERLONG = ("refuse", "drop", "truncate")
 
@@ -311,7 +290,7 @@ class DatasetConfig(Section, key="buffer.dataset"):
     """
 
     subset: str | None = None
-    split: str = "train"
+    split: str = checked("train", text)
     shuffle: bool = True
     max_length: int | None = checked(None, whole_number, least=2, optional=True)
     overlong: str = checked("refuse", one_of, names=OVERLONG)
@@ -336,7 +315,7 @@ class OptimizerConfig(Section, key="optimizer"):
         lr_scheduler: {name, args}: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, a class of
             torch.optim.lr_scheduler by its dotted path, or your own function of (optimizer, num_warmup_steps,
             num_training_steps), of which it takes what it needs. A name alone is short for {name: it}.
-        warmup_steps: optimizer steps of linear warm-up.
+        warmup_steps: optimizer steps of linear warm-up from 0, which the first step has, as transformers does it.
         total_steps: horizon of the schedule in optimizer steps; null: those of the run.
 
     Raises:

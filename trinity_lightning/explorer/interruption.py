@@ -1,6 +1,5 @@
-"""A run that stops early: what is whole is saved, and how to go on is said."""
+"""A run that stops early: Ctrl-C and SIGTERM end it between two items, and what is whole is saved."""
 
-import copy
 import logging
 import signal
 import threading
@@ -15,12 +14,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state
-from trinity_lightning.errors import TrinityError
-from trinity_lightning.explorer.whole_items import back_to_whole_items
+from trinity_lightning.explorer.stopped import BeforeItem, loaders_of, save_stopped
 
 logger = logging.getLogger(__name__)
-
-FILE = "interrupted.ckpt"
 
 
 class StopCheckpoint(L.Callback):
@@ -47,16 +43,14 @@ class StopCheckpoint(L.Callback):
         self._folder = folder
         self._command = command
         self._started = False
-        self._steps_before = 0  # optimizer steps begun before the item under way
-        self._random_state: dict[str, Any] | None = None  # when the item under way began
-        self._loader_states: list[tuple[Any, Any]] = []  # loaders that cannot rewind, and where they stood before it
+        self._before = BeforeItem()
         self._pauses: list[tuple[Any, Any]] = []  # loaders that wait by `_pause`, and how they did before
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count Ctrl-C from now on."""
-        self._started, self._random_state, self.ctrl_c.count = False, None, 0
+        self._started, self._before, self.ctrl_c.count = False, BeforeItem(), 0
         self.ctrl_c.install()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -68,10 +62,9 @@ class StopCheckpoint(L.Callback):
             # Saved after the last item of an epoch: the next one begins. Lightning would not count it, and would take
             # checkpoints within it for those of a finished epoch.
             loop.reset_restart_stage()
-        self._steps_before = _optimizer_steps_begun(trainer)
-        self._loader_states = _states_of_loaders(trainer)
+        self._before = BeforeItem.of(trainer)
         self._give_back_pauses()
-        for loader in _loaders(trainer):
+        for loader in loaders_of(trainer):
             if hasattr(loader, "pause"):
                 self._pauses.append((loader, loader.pause))
                 loader.pause = partial(self._pause, trainer)
@@ -96,24 +89,19 @@ class StopCheckpoint(L.Callback):
         """Between two items, Ctrl-C stops the run."""
         if self.ctrl_c.count:
             raise KeyboardInterrupt
-        self._random_state = random_state()
+        self._before.random_state = random_state()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The item is done."""
-        self._steps_before, self._random_state = _optimizer_steps_begun(trainer), None
-        self._loader_states = _states_of_loaders(trainer)
+        self._before = BeforeItem.of(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save what is whole."""
         try:
             if self.wanted:
-                self._save(trainer)
-        except Exception as error:  # the one that ended the run is on its way to the user
-            earlier = self._earlier(self._path(trainer))
-            why = error if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}."
-            logger.error("the checkpoint could not be written: %s %s", why, earlier)
+                save_stopped(trainer, self._before, self._folder, self._command)
         finally:
             self._end()
 
@@ -131,59 +119,10 @@ class StopCheckpoint(L.Callback):
             loader, pause = self._pauses.pop()
             loader.pause = pause
 
-    # -- saving -------------------------------------------------------------------------------------------------------
-
     @property
     def wanted(self) -> bool:
         """Whether a run that ends now leaves a checkpoint: not before training began, nor at a second Ctrl-C."""
         return self._started and self.ctrl_c.count <= 1
-
-    def _save(self, trainer: L.Trainer) -> None:
-        path = self._path(trainer)
-        if path is None:
-            logger.warning("stopped without a checkpoint: there is no ModelCheckpoint.")
-            return
-        if self._cut_short(trainer):
-            earlier = self._earlier(path)
-            logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", earlier)
-            return
-        back_to_whole_items(trainer, _loaders(trainer), self._random_state, self._loader_states)
-        trainer.save_checkpoint(path)
-        logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, self._resume(path))
-
-    def _path(self, trainer: L.Trainer) -> Path | None:
-        folder = self._folder or getattr(trainer.checkpoint_callback, "dirpath", None)
-        return None if folder is None else Path(str(folder)) / FILE
-
-    def _resume(self, path: Path) -> str:
-        return f"Resume with: {self._command}" if self._command else f"Resume with ckpt_path='{path}'."
-
-    def _earlier(self, path: Path | None) -> str:
-        """What to go on with if nothing was saved now; nothing if there is none."""
-        from trinity_lightning.config.checkpoints import checkpoints_in
-
-        checkpoints = [] if path is None else checkpoints_in(path.parent)
-        return f"The last checkpoint before it stands. {self._resume(checkpoints[-1])}" if checkpoints else ""
-
-    def _cut_short(self, trainer: L.Trainer) -> bool:
-        """Whether the item under way has begun to change the weights, and did not come to its end."""
-        items: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        return items.processed < items.ready and _optimizer_steps_begun(trainer) > self._steps_before
-
-
-def _optimizer_steps_begun(trainer: L.Trainer) -> int:
-    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready
-
-
-def _loaders(trainer: L.Trainer) -> list[Any]:
-    loaders = trainer.fit_loop._combined_loader
-    return [] if loaders is None else list(loaders.flattened)
-
-
-def _states_of_loaders(trainer: L.Trainer) -> list[tuple[Any, Any]]:
-    """Those of the training data whose state Lightning saves and which cannot rewind, each with a copy of its state."""
-    stateful = [each for each in _loaders(trainer) if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
-    return [(each, copy.deepcopy(each.state_dict())) for each in stateful if not hasattr(each, "rewind")]
 
 
 class CtrlC:

@@ -2,29 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import equal_rewards, is_valid_reward, last_step, runs_of
+from trinity_lightning.common.spread import spread, spread_of_each
 from trinity_lightning.explorer.runner import Status, mean_metrics
 
 # -- An explore step --------------------------------------------------------------------------------------------------
-
-
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`<name>/mean`, `/max` and `/min`; nothing for no values."""
-    if not values:
-        return {}
-    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
-
-
-def gathered(metrics: Iterable[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Several tasks' metrics as `<prefix>/<key>/{mean,max,min}`, each key over the tasks that have it."""
-    columns: dict[str, list[float]] = {}
-    for metric in metrics:
-        for key, value in metric.items():
-            columns.setdefault(key, []).append(float(value))
-    return {name: value for key, values in columns.items() for name, value in spread(f"{prefix}/{key}", values).items()}
 
 
 def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
@@ -77,7 +62,7 @@ def rollout_metrics(
     """What an explore step scheduled, lost and got."""
     tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
     return {
-        **gathered((status.metric for status in statuses), "rollout"),
+        **spread_of_each((status.metric for status in statuses), "rollout"),
         **experience_metrics(experiences),
         "rollout/tasks": float(tasks),
         "rollout/failed_tasks": float(tasks - sum(status.ok for status in statuses)),

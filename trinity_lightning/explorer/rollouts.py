@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
 
-RANKS_SHARE = 0.9  # of `sync_timeout`, which ranks that do not answer are given: the error is to name them
+GRACE_SECONDS = 6.0  # that engines have beyond `sync_timeout` if several ranks train: one that hangs is named first
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before
 
 
@@ -130,18 +130,21 @@ class SyncPolicy:
             self._run_in_time(self.explorer.setup_weight_sync_group())
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:
-        """Sync before rollouts, if it is due; metrics. Engines that were just loaded are always synced, for the proof.
+        """Sync before the rollouts of a step, if it is due; metrics.
 
-        A sync is due once for each number of explore steps: rollouts that are done again, because they were cut short,
-        have the weights that they had the first time, which are sent after the proof.
+        - A sync is due by `explorer.sync_interval`, once for each step: rollouts that are done again, because they were
+          cut short, need the weights that they had the first time.
+        - Engines that were just loaded are synced in any case, for the proof that weights arrive.
+        - Of a resumed run, they are then given the weights that they had, if no sync is due.
         """
         step, engines = self.explorer.step, self.explorer.engines
-        fresh, again = self._synced_at is None, self.versions.synced_for == step
-        due = self.explorer.need_sync() and not again
-        metrics = self.sync(global_step) if due or fresh else {}
-        if due:
+        decided_before = self.versions.synced_for == step
+        just_loaded = self._synced_at is None
+        is_due = self.explorer.need_sync() and not decided_before
+        metrics = self.sync(global_step) if is_due or just_loaded else {}
+        if is_due:
             engines.forget_restored()
-        elif (fresh or again) and self._run_in_time(engines.restore()):
+        elif (just_loaded or decided_before) and self._run_in_time(engines.restore()):
             self._synced_at = _OLDER
         self.versions.synced_for = step
         return metrics
@@ -152,7 +155,7 @@ class SyncPolicy:
             return {}
         self._sending = self.versions.at(global_step)
         try:
-            with self._ranks.within(self.config.sync_timeout):  # its drill and its probe, too
+            with self._ranks.within(self.config.sync_timeout):  # for noise and log-probabilities: see `_run_in_time`
                 metrics = self._synchronizer.sync()
         finally:
             self.versions.drill_scale = self._synchronizer.drill_scale
@@ -179,11 +182,15 @@ class SyncPolicy:
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Part of a weight sync: it must end within `sync_timeout`. Ctrl-C waits: servers would have half of it."""
+        """What engines do in a weight sync: each must end within `sync_timeout`.
+
+        Ctrl-C waits: servers would have half of it.
+        """
         limit = self.config.sync_timeout
+        grace = GRACE_SECONDS if self._ranks.size > 1 else 0.0
         try:
-            with self._ranks.within(RANKS_SHARE * limit):
-                return self.run(asyncio.wait_for(coroutine, limit), False)
+            with self._ranks.within(limit):
+                return self.run(asyncio.wait_for(coroutine, limit + grace), False)
         except TimeoutError as error:
             raise WeightSyncError(
                 f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "

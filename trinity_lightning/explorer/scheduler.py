@@ -24,6 +24,7 @@ from trinity_lightning.explorer.tasks.task import Task
 if TYPE_CHECKING:
     from trinity_lightning.explorer.ray import RayCluster, RayRunner
     from trinity_lightning.explorer.rewards.workers import RewardWorkers
+    from trinity_lightning.explorer.task_times import TaskTimes
 
 logger = logging.getLogger(__name__)
 
@@ -205,29 +206,6 @@ class Batch:
         return [status for status, _ in results], [experience for _, its in results for experience in its]
 
 
-class TaskTimes:
-    """How long train tasks take, for the dynamic time-out: min(max_timeout, ratio * average) after a warm-up."""
-
-    def __init__(self, config: ExplorerConfig) -> None:
-        self._config = config
-        self._total = 0.0
-        self._count = 0
-        self.steps = 0
-
-    def add(self, scheduled: ScheduledTask, status: Status) -> None:
-        """Count what took its time to the end: a failure may have been cut short."""
-        if scheduled.is_train and status.ok:
-            self._total += status.metric["time_per_task"]
-            self._count += 1
-
-    def limit(self, scheduled: ScheduledTask) -> float:
-        """Seconds that an attempt at the task may take."""
-        dynamic = self._config.dynamic_timeout
-        if not (dynamic.enable and scheduled.is_train and self._count) or self.steps < dynamic.warmup_min_steps:
-            return self._config.max_timeout
-        return min(self._config.max_timeout, dynamic.ratio * self._total / self._count)
-
-
 def enough_of(size: int, ratio: float) -> int:
     """How many of `size` tasks finish a step that over-rolls by `ratio`: ceil((1 - ratio) * size)."""
     return math.ceil((1 - ratio) * size - 1e-9)  # 0.3 * 10 is a little more than 3
@@ -273,7 +251,7 @@ class Scheduler:
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
         self._task_numbers: dict[str, itertools.count[int]] = {}
-        self._times = TaskTimes(config)
+        self._times = _task_times(config)
         self._reward_workers = _reward_workers(config)
         self._started = False
         self._finished_at = 0.0  # when a chunk last finished that was still wanted
@@ -437,7 +415,7 @@ class Scheduler:
             runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # of equal ones, idle the longest
             self._idle.remove(runner)
             self._load[id(runner.model)] += _tokens(chunk, runner.model)
-            work = asyncio.create_task(self._run(runner, chunk, self._times.limit(scheduled)))
+            work = asyncio.create_task(self._run(runner, chunk, self._time_limit(scheduled)))
             scheduled.running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
             work.add_done_callback(partial(self._finish, runner, chunk, scheduled))
@@ -453,7 +431,8 @@ class Scheduler:
         wanted = scheduled.is_unfinished
         if wanted:
             status, experiences = _result_of(chunk, work)
-            self._times.add(scheduled, status)
+            if self._times is not None and scheduled.is_train:
+                self._times.add(status)
             scheduled.take(chunk, status, experiences)
             self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
             self._finished_at = asyncio.get_running_loop().time()
@@ -499,12 +478,17 @@ class Scheduler:
         for batch in batches:
             if not batch and self._batches.get(batch.name) is batch:
                 del self._batches[batch.name]
-                self._times.steps += not batch.is_eval
+                if self._times is not None and not batch.is_eval:
+                    self._times.steps += 1
 
     def _notify(self) -> None:
         """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _time_limit(self, scheduled: ScheduledTask) -> float:
+        """Seconds that an attempt at the task may take."""
+        return self._times.limit() if self._times is not None and scheduled.is_train else self.config.max_timeout
 
     def _limit(self, timeout: float | None) -> float:
         return self.config.max_timeout * (self.config.max_retry_times + 1) if timeout is None else timeout
@@ -538,6 +522,15 @@ def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCl
 
     check_ray(config, models)
     return RayCluster(config.ray_address)
+
+
+def _task_times(config: ExplorerConfig) -> "TaskTimes | None":
+    """What time-outs follow, if they follow how long tasks take."""
+    if not config.dynamic_timeout.enable:
+        return None
+    from trinity_lightning.explorer.task_times import TaskTimes
+
+    return TaskTimes(config)
 
 
 def _reward_workers(config: ExplorerConfig) -> "RewardWorkers | None":

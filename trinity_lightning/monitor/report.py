@@ -218,7 +218,7 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | Non
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
-    return [point for point in points if math.isfinite(point[1])]
+    return [point for point in points if _drawable(point)]
 
 
 def _step_times(run: RunRecord) -> dict[str, dict[float, float]]:

@@ -1,10 +1,14 @@
 """AdamW whose moments take 8 bits each (arXiv 2110.02861), by torchao: the extra `optim`."""
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments; torchao keeps those of fewer than 4,096 weights in float32
 
@@ -17,7 +21,14 @@ def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
     """
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
 
+    warnings.filterwarnings("ignore", "OptimState8bit does not implement", UserWarning)  # torch's, of a cache
     optimizer = AdamW8bit(parameters, **settings)
+
+    def announce(*_: Any) -> None:
+        logger.info("optimizer.name=adamw_8bit: the first step compiles an update for each shape of a parameter")
+        announced.remove()
+
+    announced = optimizer.register_step_pre_hook(announce)
     optimizer.register_state_dict_post_hook(_to_plain)
     optimizer.register_load_state_dict_pre_hook(_from_plain)
     return optimizer

@@ -23,6 +23,7 @@ from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.proof import DRILL_SEED, noise, perturbed_tensors
 from trinity_lightning.sync.stream import Shape, WeightStream, skeleton
+from trinity_lightning.trainer.resumed import check_lora
 
 NAME = "default"  # peft's, of the only adapter
 _TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # the parameters of adapters among those of a model
@@ -210,9 +211,18 @@ def shapes_alone(config: ModelConfig) -> dict[str, Shape]:
         return dict(Adapter(skeleton(str(resolve_model(config.name))), config.lora, config.name).alone().shapes)
 
 
-def check_targets(config: ModelConfig) -> None:
-    """Refuse targets that the model lacks, none of whose weights are loaded; ConfigError: as of Adapter."""
-    _targets(skeleton(str(resolve_model(config.name))), config.lora.targets)
+def check_adapter(config: ModelConfig) -> None:
+    """Refuse targets that the model lacks, and a rank above that of all their weights, none of which are loaded.
+
+    Raises:
+        ConfigError: as of Adapter; or such a rank.
+    """
+    model = skeleton(str(resolve_model(config.name)))
+    targets = _targets(model, config.lora.targets)
+    adapted = [each for name, each in model.named_modules() if name.rpartition(".")[2] in targets]
+    most = max(min(each.weight.shape) for each in adapted if isinstance(each, (nn.Linear, Conv1D)))
+    if (config.lora.r or 0) > most:
+        raise ConfigError(f"model.lora.r is {config.lora.r}, and no layer's weight has a rank above {most}: give less.")
 
 
 def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
@@ -221,13 +231,8 @@ def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
     Raises:
         ConfigError: one of the two has no adapters, they have other settings, or they belong to other weights.
     """
-    saved, lora = checkpoint.get("adapter"), asdict(module.lora)
-    if saved is None:
-        raise ConfigError("the checkpoint has the weights of a whole model, and no adapters: leave model.lora out.")
-    for key, value in saved["lora"].items():
-        if lora[key] != value:
-            raise ConfigError(f"model.lora.{key} is {lora[key]}, and that of the checkpoint {value}: give that.")
-    if saved["base"] != module.adapter.base:
+    check_lora(checkpoint, module.lora)
+    if checkpoint["adapter"]["base"] != module.adapter.base:
         raise ConfigError(
             "the adapters of the checkpoint belong to other weights than these: give the model.name that its run has."
         )

@@ -17,9 +17,10 @@ from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.layout import MicroBatch
 from trinity_lightning.trainer.logprobs import lean_embeddings
+from trinity_lightning.trainer.micro_batch import MicroBatch
 from trinity_lightning.trainer.model import logprob_function, usable_layout
+from trinity_lightning.trainer.no_critic import NoCritic
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
 from trinity_lightning.trainer.placement import WHOLE, Whole
@@ -29,7 +30,7 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 GAIN, MAX_ERROR = 0.1, 0.2
 
 
-class Critic(nn.Module):
+class Critic(nn.Module, NoCritic):
     """A value head, on the policy's last hidden states or on those of a value model.
 
     The head begins with zeros: the first advantages are the rewards to go. It computes in float32, whatever the states
@@ -88,6 +89,11 @@ class Critic(nn.Module):
     def usable_layout(self, layout: Layout) -> Layout:
         """The layout, or what the value model can do of it; errors as of `model.logprob_function`, `usable_layout`."""
         return layout if self.model is None else usable_layout(layout, self.model, logprob_function(self.model))
+
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        """Itself."""
+        return {"critic": self}
 
     @property
     def models(self) -> list[Any]:
@@ -204,11 +210,11 @@ class Critic(nn.Module):
         self.warms_up = step < self.config.warmup_steps
 
     def joined(
-        self, policy_loss: Tensor, values: Tensor, micro: MicroBatch, batch: OptimizerBatch
+        self, policy_loss: Tensor, values: list[Tensor], micro: MicroBatch, batch: OptimizerBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, of policy and critic, and the critic's metrics; both add up over micro-batches."""
         loss, metrics = value_loss(
-            values,
+            values[0],
             micro.columns["values"],
             micro.columns["returns"],
             micro.action_mask,

@@ -7,14 +7,16 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -33,8 +35,9 @@ from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
-POLL_SECONDS = 0.02
+POLL_SECONDS, CONNECT_SECONDS = 0.02, 5.0
 LOOPBACK = "127.0.0.1"
+STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"  # the process that starts the others of its machine
 _MEETINGS = itertools.count()  # of the Trainers of this process, the same on all ranks
 
 
@@ -169,16 +172,38 @@ class _Launcher(_SubprocessScriptLauncher):
     def launch(self, function: Any, *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            os.environ[STARTED_BY] = str(os.getpid())
+            try:
+                self._call_children_scripts()
+            finally:
+                del os.environ[STARTED_BY]  # what this process starts later is not of the run
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def lost(self) -> str | None:
-        """Which processes started here have ended and how; first those ended by a signal, which others may follow."""
+        """Which processes started here have ended and how; first those ended by a signal, which others may follow.
+
+        In one of those: whether the process that started it has.
+        """
+        where = self.cluster_environment
+        if isinstance(where, LightningEnvironment) and where.local_rank() > 0 and not _runs(os.environ.get(STARTED_BY)):
+            return "the process that started this one has ended."
         ended = [(rank, code) for rank, process in enumerate(self.procs, start=1) if (code := process.poll())]
         ended.sort(key=lambda each: each[1] > 0)
         words = "; ".join(f"the process of rank {rank} {how_it_ended(code)}" for rank, code in ended)
         return f"{words}." if words else None
+
+
+def _runs(starter: str | None) -> bool:
+    """Whether the process of this id has not ended, reaped or not; a younger one than this has its id from another.
+
+    None, of a process that was started by hand: nothing is known.
+    """
+    try:
+        process = psutil.Process(None if starter is None else int(starter))
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= psutil.Process().create_time()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _mark(folder: Path) -> Any:
@@ -226,7 +251,7 @@ def join(
     and other machines cannot reach what the ranks open.
 
     Raises:
-        RankError: another process has ended before it came, or has not come in time.
+        RankError: another process has ended before it came, or has not come in time, or rank 0 was not reached.
     """
     rank, size = ranks.rank, ranks.size
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -234,17 +259,27 @@ def join(
     if near and not of_torchrun:
         address = (LOOPBACK, address[1])
     listening = _listening(address) if near and hosts else None
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def wait_while(lacking: Callable[[], str | None]) -> None:
+        while (lack := lacking()) is not None:
+            if (reason := ranks.lost()) is not None or time.monotonic() > deadline:
+                raise RankError(reason or f"within {timeout} {lack}.")
+            time.sleep(POLL_SECONDS)
+
+    def absent() -> str | None:
+        come = store.check([f"here/{each}" for each in range(size)])
+        return None if come else f"not all of {size} processes have come"
+
+    if not hosts:
+        wait_while(partial(_unreached, address))
     store: Any = TCPStore(
         *address, size, hosts, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening
     )
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
     store = PrefixStore(f"trinity_lightning/{start}/{meeting}", store)
     store.set(f"here/{rank}", b"")
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check([f"here/{each}" for each in range(size)]):
-        if (reason := ranks.lost()) is not None or time.monotonic() > deadline:
-            raise RankError(reason or f"not all of {size} processes have come within {timeout}.")
-        time.sleep(POLL_SECONDS)
+    wait_while(absent)
     group = ProcessGroup(store, rank, size)
     gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, _near(timeout) if near else timeout)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
@@ -266,6 +301,16 @@ def _listening(address: tuple[str, int]) -> int | None:
         return socket.create_server(address).detach()
     except OSError:
         return None
+
+
+def _unreached(address: tuple[str, int]) -> str | None:
+    """Why nobody was reached there, if so: torch's own wait for a store would not end if rank 0 has."""
+    try:
+        socket.create_connection(address, CONNECT_SECONDS).close()
+        return None
+    except OSError as error:
+        host, port = address
+        return f"rank 0 was not reached at {host}:{port} ({error}): see MASTER_ADDR and MASTER_PORT"
 
 
 def _near(timeout: timedelta) -> Any:

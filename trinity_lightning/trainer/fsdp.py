@@ -180,9 +180,13 @@ class _Scatter(_Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Fill the output with this rank's share of the sum of the inputs."""
-        scatter, sums = group._reduce_scatter_base, ReduceScatterOptions()
-        self._ranks.send(scatter, output_tensor, input_tensor, sums, "a layer's gradient")
+        """Fill the output with this rank's share of the sum of the inputs, which are not read again."""
+        if input_tensor.device.type == "cpu":  # gloo would send the whole sum as well, and not say how far it is
+            self._ranks.add_up([input_tensor], "a layer's gradient")
+            output_tensor.copy_(input_tensor.chunk(self._ranks.size)[self._ranks.rank])
+        else:
+            scatter, sums = group._reduce_scatter_base, ReduceScatterOptions()
+            self._ranks.send(scatter, output_tensor, input_tensor, sums, "a layer's gradient")
 
 
 class Shards(Replicas):

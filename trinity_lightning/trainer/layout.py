@@ -6,21 +6,14 @@ prompts begin with is computed once, the rest of each row behind it, and nothing
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice, pairwise
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import pairwise
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import Layout
-from trinity_lightning.trainer.attention import CpuSharedPrefix, Segments
-
-if TYPE_CHECKING:
-    from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
 
 # `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Such a token of SmolLM2 took
 # 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16.
@@ -86,26 +79,6 @@ def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Lay
     return cut_padded([len(e.tokens) for e in batch.experiences], rows, max_tokens, batch.unit)
 
 
-def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int, layout: Layout) -> list[list[int]]:
-    """Rows dealt to `size` ranks for each to compute about as many tokens; none, for some, if there are few.
-
-    Rows that share a prefix stay together, unless there is too much of them for one rank; a pair always does.
-    Arguments as of `cut`.
-    """
-    lengths = [len(e.tokens) for e in batch.experiences]
-    groups = [_group(unit, 0, lengths) for unit in _units(rows, lengths, batch.unit)]
-    if layout is Layout.shared_prefix:
-        whole, groups = prefix_groups(batch.experiences, rows, max_tokens), []
-        share = -(-sum(group.tokens for group in whole) // size)
-        for group in whole:
-            most = max(share, group.prefix - (group.prefix - group.tokens) // size)
-            groups += [group] if group.tokens <= share else _pieces(group, lengths, most, batch.unit)
-    dealt: list[list[PrefixGroup]] = [[] for _ in range(size)]
-    for group in sorted(groups, key=lambda group: -group.tokens):
-        min(dealt, key=lambda rank: sum(each.tokens for each in rank)).append(group)
-    return [sorted(row for group in rank for row in group.rows) for rank in dealt]
-
-
 def better_layout(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int) -> Layout:
     """The layout that computes fewer tokens: shared prefixes if they save a fifth. Arguments as of `cut`."""
     padded, shared = (computed_tokens(cut(batch, rows, max_tokens, it)) for it in (Layout.padded, Layout.shared_prefix))
@@ -134,7 +107,7 @@ def trained_tokens(batch: OptimizerBatch, parts: Sequence[Part], sampled: bool =
     return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)
 
 
-def _units(rows: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
+def units_of(rows: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
     """Rows that are not parted, the longest first: each alone, or the two of a pair."""
     units: dict[int, list[int]] = {}
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
@@ -145,7 +118,7 @@ def _units(rows: Sequence[int], lengths: Sequence[int], size: int) -> list[list[
 def cut_padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, unit: int = 1) -> list[Part]:
     """The padded layout, whose computed tokens are rows x longest row: longest rows first, with their pairs."""
     parts: list[list[int]] = []
-    for members in _units(rows, lengths, unit):
+    for members in units_of(rows, lengths, unit):
         if parts and (len(parts[-1]) + len(members)) * lengths[parts[-1][0]] <= max_tokens:
             parts[-1] += members
         else:
@@ -158,7 +131,7 @@ def cut_shared(experiences: Sequence[Experience], rows: Sequence[int], max_token
     lengths = [len(e.tokens) for e in experiences]
     pieces: list[PrefixGroup] = []
     for group in prefix_groups(experiences, rows, max_tokens):
-        pieces += [group] if group.tokens <= max_tokens else _pieces(group, lengths, max_tokens, unit)
+        pieces += [group] if group.tokens <= max_tokens else pieces_of(group, lengths, max_tokens, unit)
     parts = []
     for part in _first_fit([piece.tokens for piece in pieces], max_tokens):
         groups = sorted((pieces[each] for each in part), key=lambda group: group.prefix > 0)
@@ -167,16 +140,16 @@ def cut_shared(experiences: Sequence[Experience], rows: Sequence[int], max_token
     return parts
 
 
-def _pieces(group: PrefixGroup, lengths: Sequence[int], max_tokens: int, unit: int) -> list[PrefixGroup]:
-    units = _units(group.rows, lengths, unit)
+def pieces_of(group: PrefixGroup, lengths: Sequence[int], max_tokens: int, unit: int) -> list[PrefixGroup]:
+    units = units_of(group.rows, lengths, unit)
     own = [sum(lengths[row] - group.prefix for row in members) for members in units]
     return [
-        _group([row for each in piece for row in units[each]], group.prefix, lengths)
+        group_of([row for each in piece for row in units[each]], group.prefix, lengths)
         for piece in _first_fit(own, max_tokens - group.prefix)
     ]
 
 
-def _group(rows: Sequence[int], prefix: int, lengths: Sequence[int]) -> PrefixGroup:
+def group_of(rows: Sequence[int], prefix: int, lengths: Sequence[int]) -> PrefixGroup:
     prefix = prefix if len(rows) > 1 else 0
     return PrefixGroup(tuple(rows), prefix, prefix + sum(lengths[row] - prefix for row in rows))
 
@@ -202,230 +175,74 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_to
 
     It is the tokens that decide: a task's rollouts share their prompt, unless a workflow gave them different ones;
     an expert's row shares it too if it has the same; and of tasks with one row each, what they begin with in common.
+    Rows of different prompts are grouped only if they fit a micro-batch together, and at most `MOST_PROMPTS` of them.
 
-    In sorted order, rows with a common prefix are neighbours, and any two share the least of what neighbours between
-    them share. Of all groupings into runs of neighbours this is the best: saved(end) = max over start of saved(start)
-    + prefix(start, end) * (rows - 1). (A group around another one might save a little more.) Rows of different prompts
-    are grouped only if they fit a micro-batch together, and at most `MOST_PROMPTS` of them.
+    Example:
+        Rows 0 and 1 have the prompt [5, 6, 7], row 2 has [5, 6, 8], row 3 has [9]; each has a response of one token.
+        [5, 6, 7] computed once for rows 0 and 1 saves 3 tokens, [5, 6] computed once for rows 0 to 2 saves 4. So rows
+        0 to 2 are a group with a prefix of 2 tokens, which computes 2 + 2 + 2 + 2 tokens; row 3 is one by itself.
     """
     lengths = [len(e.tokens) for e in experiences]
-    by_prompt: dict[bytes, list[int]] = {}
-    for row in rows:
-        by_prompt.setdefault(_prompt(experiences[row]).long().numpy().tobytes(), []).append(row)
-    alike = [by_prompt[key] for key in sorted(by_prompt)]
-    prompts = [_prompt(experiences[same[0]]) for same in alike]
-    common = [_common_prefix(one, other) for one, other in pairwise(prompts)]
-    tokens = [sum(lengths[row] for row in same) for same in alike]
-    best = [(0, 0)]  # of the first prompts: tokens saved, and where the last group starts
-    for end in range(len(alike)):
-        prefix, members, whole = len(prompts[end]), len(alike[end]), tokens[end]
-        choice = (best[end][0] + prefix * (members - 1), end)
-        for start in range(end - 1, max(end - MOST_PROMPTS, -1), -1):
-            prefix, members, whole = min(prefix, common[start]), members + len(alike[start]), whole + tokens[start]
-            saved = prefix * (members - 1)
-            if prefix == 0 or whole - saved > max_tokens:
-                break
-            choice = max(choice, (best[start][0] + saved, start))
-        best.append(choice)
+    prompts = _distinct_prompts(experiences, rows)
+    common = [_common_prefix(one.tokens, other.tokens) for one, other in pairwise(prompts)]
     groups: list[PrefixGroup] = []
-    end = len(alike)
-    while end > 0:
-        start = best[end][1]
-        prefix = min([len(prompts[start]), *common[start : end - 1]])
-        members = [row for same in alike[start:end] for row in same]
-        groups += [_group(each, prefix, lengths) for each in ([members] if prefix else [[row] for row in members])]
-        end = start
+    for start, end in _best_runs(prompts, common, max_tokens):
+        prefix = min([len(prompts[start].tokens), *common[start : end - 1]])
+        members = [row for prompt in prompts[start:end] for row in prompt.rows]
+        groups += [group_of(each, prefix, lengths) for each in ([members] if prefix else [[row] for row in members])]
     return groups
 
 
-def _prompt(experience: Experience) -> Tensor:
-    return experience.tokens[: experience.prompt_length]
+@dataclass
+class _Prompt:
+    """A prompt, the rows that have it, and how many tokens these have in all."""
+
+    tokens: Tensor
+    rows: list[int]
+    total: int
+
+
+def _distinct_prompts(experiences: Sequence[Experience], rows: Sequence[int]) -> list[_Prompt]:
+    """Sorted, so that prompts with a common prefix are neighbours, and any two share the least of what neighbours
+    between them share.
+    """
+    found: dict[bytes, _Prompt] = {}
+    for row in rows:
+        tokens = experiences[row].tokens[: experiences[row].prompt_length]
+        prompt = found.setdefault(tokens.long().numpy().tobytes(), _Prompt(tokens, [], 0))
+        prompt.rows.append(row)
+        prompt.total += len(experiences[row].tokens)
+    return [found[key] for key in sorted(found)]
+
+
+def _best_runs(prompts: Sequence[_Prompt], common: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+    """All prompts in runs [start, end) of neighbours, the last one first, such that shared prefixes save the most.
+
+    By dynamic programming: saved(end) = max over start of saved(start) + prefix(start, end) * (rows - 1). (A group
+    around another one might save a little more.) `common` is what each prompt shares with the next.
+    """
+    best = [(0, 0)]  # of the first prompts: tokens saved, and where the last run starts
+    for end, prompt in enumerate(prompts):
+        prefix, rows, total = len(prompt.tokens), len(prompt.rows), prompt.total
+        choice = (best[end][0] + prefix * (rows - 1), end)
+        for start in range(end - 1, max(end - MOST_PROMPTS, -1), -1):
+            prefix = min(prefix, common[start])
+            rows, total = rows + len(prompts[start].rows), total + prompts[start].total
+            saved = prefix * (rows - 1)
+            if prefix == 0 or total - saved > max_tokens:
+                break
+            choice = max(choice, (best[start][0] + saved, start))
+        best.append(choice)
+    runs: list[tuple[int, int]] = []
+    end = len(prompts)
+    while end > 0:
+        start = best[end][1]
+        runs.append((start, end))
+        end = start
+    return runs
 
 
 def _common_prefix(one: Tensor, other: Tensor) -> int:
     shorter = min(len(one), len(other))
     differs = (one[:shorter] != other[:shorter]).nonzero()
     return int(differs[0]) if len(differs) else shorter
-
-
-# -- the tensors of one micro-batch: made on the CPU, and moved to a GPU in one copy -----------------------------------
-
-# Columns that say more than a number of each token: the weights of a stream, by its name, and further ids [response, k]
-# whose log-probabilities are wanted.
-STREAM, CANDIDATES = "stream:", "candidates"
-ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several
-# Masks of four dimensions are the caller's own to transformers: it makes none from positions that start again.
-NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-
-
-@dataclass
-class MicroBatch:
-    """A part of an optimizer batch. B rows, R tokens of the longest response, n computed tokens in all.
-
-    Attributes:
-        inputs: keyword arguments of the model's forward pass: token ids, and where prefixes are shared what that needs.
-        states: where in the flattened tokens the state is that predicts each computed token, int64 [n].
-        targets: the computed tokens' ids, int64 [n]; with candidates those follow, [n, 1 + k].
-        rows: the computed tokens' rows, int64 [n].
-        action_mask: which response tokens are trained, bool [B, R].
-        computed: of which response tokens log-probabilities are computed, bool [B, R], n of them true: the trained
-            ones, and those of a stream.
-        columns: float32 [B, R] by name, 0 where padded: advantages, old_logprobs, the weights of streams, ... and,
-            where an engine made any of the rows, its logprobs; a teacher's top k [B, R, k].
-        sampled: which rows have log-probabilities of an engine (expert data have none), bool [B].
-        temperature: sampling temperature of each row, float32 [B].
-        expert: which rows are an expert's, bool [B].
-        pairs: the two rows of each preference pair, chosen and rejected, int64 [pairs, 2]; None: rows are no pairs.
-    """
-
-    inputs: dict[str, Any]
-    states: Tensor
-    targets: Tensor
-    rows: Tensor
-    action_mask: Tensor
-    computed: Tensor
-    columns: dict[str, Tensor]
-    sampled: Tensor
-    temperature: Tensor
-    expert: Tensor
-    pairs: Tensor | None = None
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Values of the computed tokens [n, ...] as [B, R, ...]; 0 elsewhere."""
-        spread = values.new_zeros(*self.computed.shape, *values.shape[1:])
-        mask = self.computed if values.dim() == 1 else self.computed[..., None]
-        return spread.masked_scatter(mask, values)
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same with all of its tensors on the device."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        fixed = {name: each for name, each in own.items() if isinstance(each, Tensor)}
-        inputs = {name: each for name, each in self.inputs.items() if isinstance(each, Tensor)}
-        moved = iter(_moved_together([*fixed.values(), *inputs.values(), *self.columns.values()], device))
-        fixed, inputs, columns = (dict(zip(each, moved, strict=False)) for each in (fixed, inputs, self.columns))
-        return replace(self, **fixed, inputs=self.inputs | inputs, columns=columns)
-
-
-@dataclass
-class _Tokens:
-    """Where the rows' tokens are: the first `prefix` [B] from `prefix_start` on, the others from `own_start` on."""
-
-    inputs: dict[str, Any]
-    prefix: Tensor
-    prefix_start: Tensor
-    own_start: Tensor
-
-    def place(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Places in the flattened tokens of the index-th tokens of these rows, int64 [n]."""
-        prefix = self.prefix[rows]
-        return torch.where(index < prefix, self.prefix_start[rows] + index, self.own_start[rows] + index - prefix)
-
-
-def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBatch:
-    """The micro-batch of these rows, each with a trained token, on the device.
-
-    Raises:
-        ExperienceError: some experiences have advantages and some have none; the message names one.
-    """
-    experiences = [batch.experiences[row] for row in part.rows]
-    width = max(e.response_length for e in experiences)
-    columns = {name: _pad([values[row] for row in part.rows]) for name, values in batch.columns.items()}
-    # Whether there is such a column is a matter of the whole batch: it must not depend on how that is cut.
-    if any(e.advantages is not None for e in batch.experiences):
-        columns["advantages"] = gather_response_attrs(experiences, "advantages", width).float()
-    if any(e.logprobs is not None for e in batch.experiences):
-        columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
-    tokens = _shared(experiences, part, device) if part.groups else _padded(experiences)
-    action_mask = _pad([trained_mask(e) for e in experiences])
-    weights = [column != 0 for name, column in columns.items() if name.startswith(STREAM)]
-    computed = torch.stack([action_mask, *weights]).any(0) if weights else action_mask
-    rows, offsets = computed.nonzero(as_tuple=True)
-    index = torch.tensor([e.prompt_length for e in experiences])[rows] + offsets
-    targets = tokens.inputs["input_ids"].flatten()[tokens.place(rows, index)]
-    if CANDIDATES in columns:
-        targets = torch.cat([targets[:, None], columns.pop(CANDIDATES)[computed]], -1)
-    micro = MicroBatch(
-        inputs=tokens.inputs,
-        states=tokens.place(rows, index - 1),
-        targets=targets,
-        rows=rows,
-        action_mask=action_mask,
-        computed=computed,
-        columns=columns,
-        sampled=torch.tensor([e.logprobs is not None for e in experiences]),
-        temperature=torch.tensor([float(e.info.get("temperature", 1.0)) for e in experiences]),
-        expert=torch.tensor([is_expert(e) for e in experiences]),
-        pairs=torch.tensor(part.rows).argsort().view(-1, 2) if batch.unit == 2 else None,
-    )
-    return micro if device.type == "cpu" else micro.to(device)
-
-
-def _padded(experiences: Sequence[Experience]) -> _Tokens:
-    tokens = _pad([e.tokens.long() for e in experiences])
-    none = torch.zeros(len(tokens), dtype=torch.int64)
-    return _Tokens({"input_ids": tokens}, none, none, torch.arange(len(tokens)) * tokens.shape[1])
-
-
-def _shared(experiences: Sequence[Experience], part: Part, device: torch.device) -> _Tokens:
-    """All prefixes, then what each row has behind its own."""
-    prefixes: list[Tensor] = []
-    own: list[Tensor] = []
-    behind: list[tuple[int, int]] = []  # of each row: length of its prefix, and where that starts
-    rows, start = iter(experiences), 0
-    for group in part.groups:
-        members = list(islice(rows, len(group.rows)))
-        prefixes += [members[0].tokens[: group.prefix]] if group.prefix else []
-        own += [e.tokens[group.prefix :] for e in members]
-        behind += [(group.prefix, start)] * len(members)
-        start += group.prefix
-    shared = [group for group in part.groups if group.prefix]
-    segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in own])
-    attention = _attention(segments, device)
-    padding = torch.zeros(attention.padding, dtype=torch.int64)
-    prefix, prefix_start = torch.tensor(behind).unbind(1)
-    positions = [torch.arange(len(tokens)) for tokens in prefixes]
-    positions += [torch.arange(skip, skip + len(tokens)) for (skip, _), tokens in zip(behind, own, strict=True)]
-    inputs = {
-        "input_ids": torch.cat([tokens.long() for tokens in (*prefixes, *own, padding)])[None],
-        "position_ids": torch.cat([*positions, padding])[None],
-        "attention_mask": NO_MASK,
-        "shared_prefix": attention,
-    }
-    return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.own_starts()[:-1]))
-
-
-def _attention(segments: Segments, device: torch.device) -> "CpuSharedPrefix | FlexSharedPrefix":
-    if device.type != "cuda":
-        return CpuSharedPrefix.of(segments)
-    from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
-
-    return FlexSharedPrefix.of(segments, device)
-
-
-def _logprobs(experience: Experience) -> Tensor:
-    return torch.zeros(experience.response_length) if experience.logprobs is None else experience.logprobs.float()
-
-
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    if rows[0].dim() > 1:
-        return pad_sequence(list(rows), batch_first=True)
-    return gather_rows(list(rows), max(map(len, rows)))
-
-
-def _moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the CPU, of any shapes and dtypes, on the device: one copy, out of pinned memory if it is a GPU.
-
-    Nobody waits for it: what the device computes next comes after it.
-    """
-    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))
-    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def places(buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip([0, *ends], tensors, strict=False)
-        ]
-
-    for place, tensor in zip(places(packed), tensors, strict=True):
-        place.copy_(tensor)
-    return places(packed.to(device, non_blocking=True))

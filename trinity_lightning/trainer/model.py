@@ -15,8 +15,9 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.attention import NAME, attention_implementation
-from trinity_lightning.trainer.layout import collate, cut
+from trinity_lightning.trainer.layout import cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
+from trinity_lightning.trainer.micro_batch import collate
 
 
 def load_model(
@@ -115,20 +116,9 @@ def logprobs_by_head(
     return token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, temperature)
 
 
-def logprobs_by_forward(
-    model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
-    """From the model's own logits, at every place of the sequence where any row has a target: all in memory at once."""
-    length = inputs["input_ids"].shape[1]
-    rows, places = positions // length, positions % length
-    kept, columns = places.unique(return_inverse=True)
-    logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
-    return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
-
-
 @torch.no_grad()
 def logprob_function(model: Any) -> LogprobFn:
-    """The first of the two whose results are those of the model's own logits, tried on a few random tokens.
+    """`logprobs_by_head`, or else `logprobs_by_forward`: the first that agrees with the model's own logits, by trying.
 
     Raises:
         ModelLoadError: neither is, a token depends on later ones, or there are no logits: it cannot be trained here.
@@ -143,10 +133,12 @@ def logprob_function(model: Any) -> LogprobFn:
             raise ModelLoadError(f"{name_of(model)} is no causal model: what it predicts depends on later tokens.")
         if _agrees(logprobs_by_head, model, tokens, logits, limit):
             return logprobs_by_head
-        can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
-        if can_choose and _agrees(logprobs_by_forward, model, tokens, logits, limit):
-            logger.info("%s: logits by its own forward pass, which takes more memory than a head.", name_of(model))
-            return logprobs_by_forward
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            from trinity_lightning.trainer.own_logits import logprobs_by_forward
+
+            if _agrees(logprobs_by_forward, model, tokens, logits, limit):
+                logger.info("%s: logits by its own forward pass, which takes more memory than a head.", name_of(model))
+                return logprobs_by_forward
     except AttributeError as error:
         raise ModelLoadError(f"{name_of(model)} cannot be trained: {error}") from error
     finally:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.correction import logprob_difference, off_policy_mask, rollout_correction
+from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
 from trinity_lightning.common.experience import ExperienceError
@@ -14,8 +14,8 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, 
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.layout import MicroBatch
-from trinity_lightning.trainer.trials import check_result, has_gradient_without_advantage, has_ratio
+from trinity_lightning.trainer.micro_batch import MicroBatch
+from trinity_lightning.trainer.trials import check_result, has_gradient_without_advantage, has_ratio, is_weighed
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.streams import Streams
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 K1_AS_A_LOSS = (
     "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
     "or k3."
+)
+PARTLY_CORRECTED = (
+    "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
+    "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
 )
 
 
@@ -34,7 +38,7 @@ class Objective:
             steps follow one rollout batch. With one, they are the detached new ones; and the engine has its own.
         needs_reference: whether log-probabilities of the initial policy are needed, by the KL term or the policy loss.
         needs_entropy: whether the entropy is part of the loss.
-        caveat: what to warn of, once; None: nothing.
+        caveats: what to warn of, once.
         needs_all_rows: whether rows without advantage still have a gradient; otherwise leaving them out is exact.
         pairs: whether the loss is of preference pairs.
 
@@ -55,40 +59,54 @@ class Objective:
         if "terms" in parameters or "teacher_top_k_logprobs" in parameters:
             losses, of_rollouts = self._take_terms()
         check_result(config.policy_loss.name, self._policy_loss)
-        self._mode = _aggregation((of_rollouts or losses)[0])
+
+        # what the loss is
         self.pairs = "pairs" in parameters
         train_all = [self.pairs or has_gradient_without_advantage(each) for each in of_rollouts]
         self._ignores_advantages = all(train_all)
-        self._has_kl = config.kl.coef != 0 and config.kl.name != "none"
+        self._mode = _aggregation((of_rollouts or losses)[0])
+        self._has_kl = config.kl.coef != 0
+        self._against_engine = config.old_logprobs == "engine"
+        self._check_loss(losses)
+
+        # what it needs
+        kl_in_reward = config.critic is not None and config.critic.kl_coef != 0
+        self.needs_entropy = config.entropy_coef != 0
+        self.needs_all_rows = self._has_kl or self.needs_entropy or any(train_all) or config.critic is not None
+        self.needs_reference = self._has_kl or any(map(_requires_reference, losses)) or kl_in_reward
+        self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
+        self._needs_engine = self._against_engine
+        self.caveats = [K1_AS_A_LOSS] if self._has_kl and config.kl.name == "k1" else []
+        if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
+            self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
+        if self._has_kl or self.needs_entropy:
+            from trinity_lightning.algorithm.kl import entropy_loss, kl_loss  # an option
+
+            self._kl_loss, self._entropy_loss = kl_loss, entropy_loss
+
+    def _check_loss(self, losses: list[PolicyLossFn]) -> None:
+        """Refuse settings that the loss, which is made of these, has no use for; a ConfigError."""
+        config, name = self._config, self._config.policy_loss.name
         if self.pairs and self._has_kl:
             raise ConfigError(
-                f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{config.policy_loss.name}' itself holds the "
-                "policy near the reference (or, with reference_free, has none): set algorithm.kl.coef=0."
+                f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{name}' itself holds the policy near the "
+                "reference (or, with reference_free, has none): set algorithm.kl.coef=0."
             )
-        self._against_engine = config.old_logprobs == "engine"
-        self._needs_engine = self._against_engine
         if self._against_engine and not any(map(has_ratio, losses)):
             raise ConfigError(
-                f"algorithm.old_logprobs=engine, and policy loss '{config.policy_loss.name}' has no ratio to them: set "
+                f"algorithm.old_logprobs=engine, and policy loss '{name}' has no ratio to them: set "
                 "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
             )
         if config.off_policy_mask_threshold is not None and self._ignores_advantages:
             raise ConfigError(
                 "algorithm.off_policy_mask_threshold leaves out tokens of negative advantage, and policy loss "
-                f"'{config.policy_loss.name}' trains on all, whatever their advantage: leave it out."
+                f"'{name}' trains on all, whatever their advantage: leave it out."
             )
-        self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
-        self.needs_reference = self._has_kl or any(map(_requires_reference, losses))
-        if config.critic is not None:
-            self._check_weighed()
-            self.needs_reference |= config.critic.kl_coef != 0
-        self.needs_entropy = config.entropy_coef != 0
-        self.needs_all_rows = self._has_kl or self.needs_entropy or any(train_all) or config.critic is not None
-        self.caveat = K1_AS_A_LOSS if self._has_kl and config.kl.name == "k1" else None
-        if self._has_kl or self.needs_entropy:
-            from trinity_lightning.algorithm.kl import entropy_loss, kl_loss  # an option
-
-            self._kl_loss, self._entropy_loss = kl_loss, entropy_loss
+        if config.critic is not None and self._ignores_advantages:
+            raise ConfigError(
+                f"algorithm.critic goes with a loss by advantages alone, and policy loss '{name}' trains without them, "
+                "too: choose algorithm.policy_loss=ppo, or set algorithm.critic=null."
+            )
 
     def _take_terms(self) -> tuple[list[PolicyLossFn], list[PolicyLossFn]]:
         """The losses of all terms, which are made here once, and of those that are not an expert's, rollouts first."""
@@ -101,18 +119,12 @@ class Objective:
         ordered = sorted(terms.values(), key=lambda term: term.stream.tokens != "rollouts")
         return [each.loss for each in ordered], [each.loss for each in ordered if each.stream.tokens != "expert"]
 
-    def _check_weighed(self) -> None:
-        if self._ignores_advantages:
-            raise ConfigError(
-                f"algorithm.critic goes with a loss by advantages alone, and policy loss "
-                f"'{self._config.policy_loss.name}' trains without them, too: choose algorithm.policy_loss=ppo, or set "
-                "algorithm.critic=null."
-            )
-
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
-        self._config.check_corrected()
-        self._needs_engine = self._against_engine or self._config.needs_correction
+        from trinity_lightning.config.older_weights import check_corrected, needs_correction
+
+        check_corrected(self._config)
+        self._needs_engine = self._against_engine or needs_correction(self._config)
 
     def __call__(
         self,
@@ -144,6 +156,8 @@ class Objective:
         sampled = self._engine(micro, trainer)
         old = sampled if self._against_engine else trainer
         if config.off_policy_mask_threshold is not None:
+            from trinity_lightning.algorithm.off_policy_mask import off_policy_mask  # an option
+
             keep, mask_metrics = off_policy_mask(
                 logprobs,
                 sampled,

@@ -1,5 +1,6 @@
 """The optimizer and its schedule, and float32 masters of bfloat16 weights."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -82,27 +83,48 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any
         ConfigError: there is no such schedule, or it does not take these arguments, or no warm-up.
         ValueError: one that needs `total_steps`, and there is none.
     """
+    name, arguments = schedule_settings(config)
+    schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
+    try:
+        return schedule(optimizer, **arguments)
+    except Exception as error:  # of code that is not ours
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"optimizer.lr_scheduler={name} cannot be made of these args: {reason}.") from error
+
+
+def schedule_settings(config: OptimizerConfig) -> tuple[str, dict[str, Any]]:
+    """The schedule's name, and all that it is made of beside the optimizer; raises as `learning_rate_schedule` does."""
     name = config.lr_scheduler.name
     if name == "constant" and config.warmup_steps > 0:
         name = "constant_with_warmup"  # transformers would silently not warm up
-    schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
     steps = {"num_warmup_steps": config.warmup_steps, "num_training_steps": config.total_steps}
-    signature = inspect.signature(schedule)
-    taken = {key: value for key, value in steps.items() if key in signature.parameters}
+    parameters = inspect.signature(cast("Callable[..., Any]", SCHEDULE.resolve(name))).parameters
+    taken = {key: value for key, value in steps.items() if key in parameters}
     if None in taken.values():
         raise ValueError(f"optimizer.lr_scheduler={name} needs optimizer.total_steps.")
     if config.warmup_steps > 0 and "num_warmup_steps" not in taken:
         raise ConfigError(f"optimizer.lr_scheduler={name} has no warm-up: set optimizer.warmup_steps=0.")
-    try:
-        signature.bind(optimizer, **taken, **config.lr_scheduler.args)
-    except TypeError as error:
-        raise ConfigError(f"optimizer.lr_scheduler={name} cannot be made of these args: {error}.") from error
-    return schedule(optimizer, **taken, **config.lr_scheduler.args)
+    return name, {**taken, **config.lr_scheduler.args}
 
 
 def peak_learning_rates(optimizer: Optimizer) -> list[Any]:
     """Of each group, once it has a schedule; None if that is none of torch's."""
     return [group.get("initial_lr") for group in optimizer.param_groups]
+
+
+SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
+
+
+def configured_settings(optimizer: Optimizer, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Of each group, what is configured, as the optimizer was made: the rest of a group may be its state."""
+    names = (*SCHEDULED, "eps", "weight_decay", *config.args)
+    return [{key: copy.deepcopy(group[key]) for key in names if key in group} for group in optimizer.param_groups]
+
+
+def configure_again(optimizer: Optimizer, made: list[dict[str, Any]]) -> None:
+    """Give groups that were read from a checkpoint their configured settings, but for those that schedules change."""
+    for group, settings in zip(optimizer.param_groups, made, strict=True):
+        group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
 
 
 # -- float32 masters ---------------------------------------------------------------------------------------------------

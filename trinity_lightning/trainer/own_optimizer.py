@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -54,13 +55,30 @@ def try_out(config: OptimizerConfig) -> None:
             raise ConfigError("it does not go on from a checkpoint to the bit.")
         optimizer = make(_groups())
     except Exception as error:  # of code that is not ours
-        raise ConfigError(f"optimizer.name={config.name} cannot train a policy: {error}") from error
+        of_args = f" of optimizer.args={config.args}" if config.args else ""
+        raise ConfigError(f"optimizer.name={config.name}{of_args} cannot train a policy: {error}") from error
     schedule = learning_rate_schedule(optimizer, replace(config, total_steps=config.total_steps or 1))
     if isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "step"):
         raise ConfigError(
             f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone: choose a class of "
             "torch.optim.lr_scheduler that is."
         )
+    if config.lr > 0 and config.total_steps and not _ever_learns(schedule, config.total_steps):
+        raise ConfigError(
+            f"optimizer.lr_scheduler={config.lr_scheduler.name} gives the learning rate 0 at all {config.total_steps} "
+            "steps, and nothing would be trained: change its args."
+        )
+
+
+def _ever_learns(schedule: Any, steps: int) -> bool:
+    """Whether some group has a learning rate above 0 at one of so many steps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
+        for _ in range(steps):
+            if any(group["lr"] > 0 for group in schedule.optimizer.param_groups):
+                return True
+            schedule.step()
+    return False
 
 
 def _groups() -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import Layout
-from trinity_lightning.trainer.layout import MicroBatch, Part, better_layout, collate, cut, deal, rows_to_train
+from trinity_lightning.trainer.layout import Part, better_layout, cut, rows_to_train
+from trinity_lightning.trainer.micro_batch import MicroBatch, collate
 from trinity_lightning.trainer.model import LogprobFn
 from trinity_lightning.trainer.placement import Whole
 
@@ -50,7 +51,11 @@ class Passes:
             layout = better_layout(step, self.rows(step), tokens)
         elif layout is Layout.auto:
             layout = better_layout(batch, rows, tokens)
-        dealt = deal(batch, rows, ranks, tokens, layout) if ranks > 1 else [rows]
+        dealt = [list(rows)]
+        if ranks > 1:
+            from trinity_lightning.trainer.deal import deal
+
+            dealt = deal(batch, rows, ranks, tokens, layout)
         return [cut(batch, each, tokens, layout) for each in dealt]
 
     def through(self, model: Any, micro: MicroBatch, placement: Whole) -> tuple[Tensor, ...]:

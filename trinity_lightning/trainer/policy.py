@@ -41,18 +41,22 @@ from trinity_lightning.config.training import (
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
-from trinity_lightning.trainer.layout import Part, collate, trained_tokens
+from trinity_lightning.trainer.layout import Part, trained_tokens
 from trinity_lightning.trainer.logprobs import lean_embeddings
+from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.model import (
     LogprobFn,
     load_model,
     logprob_function,
     usable_layout,
 )
+from trinity_lightning.trainer.no_critic import NoCritic
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     MasterWeights,
     check_optimizer,
+    configure_again,
+    configured_settings,
     learning_rate_schedule,
     optimizer_factory,
     parameter_groups,
@@ -63,7 +67,6 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.adapter import Adapter
-    from trinity_lightning.trainer.critic import Critic
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +131,14 @@ class PolicyModule(L.LightningModule):
         self.lora = section_of("model.lora", LoRAConfig, lora)
         self.objective = Objective(self.algorithm)
         check_optimizer(self.optimizer_config)
-        if self.objective.caveat is not None:
-            logger.warning(self.objective.caveat)
+        for caveat in self.objective.caveats:
+            logger.warning(caveat)
         if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # the named scale it
             logger.warning("optimizer.lr is 0: the policy's weights do not change.")
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None  # of the model, whose weights are not trained then
-        self.critic: Critic | None = None
+        self.critic = NoCritic()  # until a `Critic` is loaded, if there is to be one
         if self.algorithm.critic is not None:
             self.algorithm.critic.check_alone(self.lora)
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
@@ -147,7 +150,9 @@ class PolicyModule(L.LightningModule):
         self._random_state: dict[str, Any] | None = None
         self._peak: float | None = None
         self._heap = HeapBound()
+        self._optimizer_settings: list[dict[str, Any]] = []  # `optim.configured_settings`
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
+        self._schedule_changed = False  # since the checkpoint
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._passes: Passes | None = None
@@ -223,10 +228,11 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        groups = [*parameter_groups(self.policy), *([] if self.critic is None else self.critic.groups())]
+        groups = [*parameter_groups(self.policy), *self.critic.groups()]
         factory = self._optimizer_factory or optimizer_factory(self.optimizer_config)
         rounded = any(each.dtype in (torch.bfloat16, torch.float16) for group in groups for each in group["params"])
         optimizer = MasterWeights(groups, factory) if rounded else factory(groups)
+        self._optimizer_settings = configured_settings(optimizer, self.optimizer_config)
         schedule = learning_rate_schedule(optimizer, self.optimizer_config)
         self._peak_rates = peak_learning_rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -304,19 +310,17 @@ class PolicyModule(L.LightningModule):
         """
         if self._passes is None:
             function = self._logprob_fn
-            layout = usable_layout(self.algorithm.layout, self.policy, function)
-            layout = layout if self.critic is None else self.critic.usable_layout(layout)
+            layout = self.critic.usable_layout(usable_layout(self.algorithm.layout, self.policy, function))
             device, tokens = device or self.device, self._given_tokens
             if tokens is None:
                 from trinity_lightning.trainer.budget import useful_tokens
 
-                trainers, value_model = getattr(self._trainer, "num_devices", 1), self.critic and self.critic.model
-                tokens = useful_tokens(self.policy, device, trainers, value_model)
+                trainers = getattr(self._trainer, "num_devices", 1)
+                tokens = useful_tokens(self.policy, device, trainers, *self.critic.models)
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
             passes = Passes(device, layout, tokens, function, all_rows, as_trained)
-            if self.critic is not None:
-                self.critic.check(passes, self.policy)
+            self.critic.check(passes, self.policy)
             self._passes = passes
         return self._passes
 
@@ -347,8 +351,7 @@ class PolicyModule(L.LightningModule):
         """
         start = time.perf_counter()
         self.objective.check(batch)
-        if self.critic is not None:
-            self.critic.begin(batch, self.global_step)
+        self.critic.begin(batch, self.global_step)
         passes = self.passes()
         rows = passes.rows(batch)
         if not rows:
@@ -366,21 +369,13 @@ class PolicyModule(L.LightningModule):
             self.placement.seed_noise()
         try:
             losses, metrics = self._accumulate(batch, parts, self.placement.passes(shares))
-            trained = {"actor": self.policy} | ({} if self.critic is None else {"critic": self.critic})
-            limit = self.algorithm.max_grad_norm
-            norms = {name: self.placement.clip(each.parameters(), limit) for name, each in trained.items()}
+            norms = self._clip_gradients()
             if not math.isfinite(norm := math.hypot(*norms.values())):
-                from trinity_lightning.trainer.faults import describe_fault
-
-                faulty = self.placement.faulty_gradients(self.policy)
-                if self.critic is not None:
-                    faulty += [f"critic.{name}" for name in self.placement.faulty_gradients(self.critic)]
-                self._skip_bad_step(batch, norm, describe_fault(batch, [part.rows for part in parts], losses, faulty))
+                self._skip_bad_step(batch, norm, parts, losses)
                 return None
             metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
-            metrics |= {"actor/lr": optimizer.param_groups[0]["lr"]}
-            if self.critic is not None:
-                metrics |= self.critic.metrics(batch) | {"critic/lr": optimizer.param_groups[-1]["lr"]}
+            metrics |= self.critic.metrics(batch) | {"actor/lr": optimizer.param_groups[0]["lr"]}
+            metrics |= {f"{part}/lr": optimizer.param_groups[-1]["lr"] for part in self.critic.trained}
             optimizer.step()
             self.placement.end_step()
             schedule.step()
@@ -394,7 +389,19 @@ class PolicyModule(L.LightningModule):
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
 
-    def _skip_bad_step(self, batch: OptimizerBatch, norm: float, fault: str) -> None:
+    def _clip_gradients(self) -> dict[str, float]:
+        """Norms of the gradients before they are clipped, of policy and critic each."""
+        parts, limit = {"actor": self.policy, **self.critic.trained}, self.algorithm.max_grad_norm
+        return {name: self.placement.clip(part.parameters(), limit) for name, part in parts.items()}
+
+    def _skip_bad_step(self, batch: OptimizerBatch, norm: float, parts: list[Part], losses: Tensor) -> None:
+        """Count a step without a finite gradient, and log what is at fault; an error if too many come in a row."""
+        from trinity_lightning.trainer.faults import describe_fault
+
+        faulty = self.placement.faulty_gradients(self.policy)
+        for part, each in self.critic.trained.items():
+            faulty += [f"{part}.{name}" for name in self.placement.faulty_gradients(each)]
+        fault = describe_fault(batch, [part.rows for part in parts], losses, faulty)
         in_a_row = self.bad_steps_in_a_row + 1
         what = f"the gradient of explore step {batch.explore_step} has norm {norm} ({fault})"
         if in_a_row >= self.algorithm.max_bad_steps:
@@ -413,8 +420,7 @@ class PolicyModule(L.LightningModule):
         """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
         computed_tokens = trained_tokens(batch, parts)
         sampled_tokens = trained_tokens(batch, parts, sampled=True)
-        passes, placement = self.passes(), self.placement
-        passes = passes if self.critic is None else self.critic.with_values(passes)
+        passes, placement = self.critic.with_values(self.passes()), self.placement
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
@@ -427,15 +433,11 @@ class PolicyModule(L.LightningModule):
             collating += time.perf_counter() - start
             logprobs, entropies, *values = passes.through(self.policy, micro, placement)
             part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, computed_tokens, sampled_tokens)
-            part_metrics = {f"actor/{name}": value for name, value in part_metrics.items()}
-            if self.critic is not None:
-                part_loss, of_critic = self.critic.joined(part_loss, values[0], micro, batch)
-                part_metrics |= of_critic
+            part_loss, of_critic = self.critic.joined(part_loss, values, micro, batch)
             self.manual_backward(part_loss)
             losses.append(part_loss.detach())
-            measured.append(part_metrics)
-        trained = self.policy if self.critic is None else self
-        placement.add_up_gradients(trained)
+            measured.append({f"actor/{name}": value for name, value in part_metrics.items()} | of_critic)
+        placement.add_up_gradients(self if self.critic.trained else self.policy)
         losses, measured = placement.from_all_ranks(losses, measured)
         metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
@@ -464,21 +466,14 @@ class PolicyModule(L.LightningModule):
         [response], one an experience; 0 in rows that are not trained.
         """
         batch = OptimizerBatch.of(experiences, explore_step=0)
-        columns = self._columns(batch)
-        if self.critic is not None:
-            columns |= self.critic.weigh(batch, columns)
-            self.critic.adapt(batch, columns)
-        return columns
-
-    @torch.no_grad()
-    def _columns(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
-        columns: dict[str, list[Tensor]] = {}
-        with self.trainer.precision_plugin.forward_context():  # as in training: the first ratio must be 1
-            if self.critic is not None:
-                columns |= self.critic.columns(self.passes(), self.policy, batch, self.placement, self._ranks)
-            elif self.objective.needs_old_logprobs:
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():  # as in training: the first ratio is 1
+            columns = self.critic.columns(self.passes(), self.policy, batch, self.placement, self._ranks)
+            if self.objective.needs_old_logprobs and not columns:
                 columns["old_logprobs"] = self._column(self.policy, batch)
-        return columns | self.reference_column(batch)
+        columns |= self.reference_column(batch)
+        columns |= self.critic.weigh(batch, columns)
+        self.critic.adapt(batch, columns)
+        return columns
 
     @torch.no_grad()
     def reference_column(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
@@ -541,6 +536,11 @@ class PolicyModule(L.LightningModule):
             from trinity_lightning.trainer.resumed import check_resumed
 
             check_resumed(checkpoint, self.optimizer_config)
+        from trinity_lightning.trainer.resumed import schedule_changed
+
+        self._schedule_changed = schedule_changed(checkpoint, self.optimizer_config)
+        if self._schedule_changed:
+            checkpoint["lr_schedulers"] = []  # the state of another is not to be loaded
         for name in COUNTERS:
             setattr(self, name, state[name])
         if self.algorithm.max_tokens_per_micro_batch == AUTO:
@@ -577,21 +577,20 @@ class PolicyModule(L.LightningModule):
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             from trinity_lightning.trainer.compiled import compile_layers_of
 
-            for model in (self.policy, *self._reference, *([] if self.critic is None else self.critic.models)):
+            for model in (self.policy, *self._reference, *self.critic.models):
                 compile_layers_of(model)
         self._restore_random_state()
 
     def on_train_start(self) -> None:
-        """The same, for strategies that read the checkpoint only after `on_fit_start`; and learning rates, if changed.
-
-        Raises:
-            ConfigError: as of `resumed.change_learning_rates`.
-        """
+        """The same, for strategies that read the checkpoint only after `on_fit_start`; and what is configured."""
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        if peak_learning_rates(optimizer) != self._peak_rates:
-            from trinity_lightning.trainer.resumed import change_learning_rates
+        configure_again(optimizer, self._optimizer_settings)
+        if self._schedule_changed or peak_learning_rates(optimizer) != self._peak_rates:
+            from trinity_lightning.trainer.resumed import rescheduled
 
-            change_learning_rates(optimizer, self.lr_schedulers(), self._peak_rates)
+            schedule = rescheduled(optimizer, self.optimizer_config, self._optimizer_settings, self.global_step)
+            self.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
+            self._schedule_changed = False
         self._restore_random_state()
 
     def _restore_random_state(self) -> None:

@@ -1,15 +1,17 @@
-"""A policy that goes on from a checkpoint: what of the checkpoint does not fit it, and its learning rates."""
+"""A policy that goes on from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
 
+import copy
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.config.sections import section_of
+from trinity_lightning.config.training import LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import peak_learning_rates
+from trinity_lightning.trainer.optim import learning_rate_schedule, schedule_settings
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
@@ -21,7 +23,9 @@ def misfit(error: RuntimeError, model: str) -> ConfigError:
 
 
 def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> None:
-    """Refuse a checkpoint of another optimizer, or of a version that let all parameters decay; a ConfigError."""
+    """Refuse a checkpoint of no run, of another optimizer, or of a version that let all parameters decay."""
+    if "optimizer" not in checkpoint.get("hyper_parameters", {}):
+        raise ConfigError("the checkpoint has no settings of an optimizer: give one that a run of train has written.")
     optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
     if any(len(each["param_groups"]) == 1 for each in optimizers):
         raise ConfigError(
@@ -33,19 +37,42 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
         raise ConfigError(f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}: choose that.")
 
 
-def change_learning_rates(optimizer: Optimizer, schedule: Any, configured: list[Any]) -> None:
-    """Give an optimizer that goes on from a checkpoint its configured peak learning rates, by group.
+def check_lora(checkpoint: Mapping[str, Any], lora: LoRAConfig) -> None:
+    """Refuse a checkpoint of other adapters than configured, or of none; a ConfigError."""
+    saved = checkpoint.get("adapter")
+    if saved is None and lora.r is not None:
+        raise ConfigError("the checkpoint has the weights of a whole model, and no adapters: leave model.lora out.")
+    for key, held in (saved or {"lora": {}})["lora"].items():
+        if (asked := getattr(lora, key)) != held:
+            asked, held = ("null" if each is None else each for each in (asked, held))
+            raise ConfigError(f"model.lora.{key} is {asked}, and that of the checkpoint {held}: give that.")
 
-    The schedule goes on from the step where it is.
 
-    Raises:
-        ConfigError: the schedule is not a factor that follows from the step.
+def schedule_changed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> bool:
+    """Whether another schedule changed the checkpoint's groups, one of other arguments or steps, or other settings."""
+    before = section_of("optimizer", OptimizerConfig, checkpoint["hyper_parameters"]["optimizer"])
+    if before.lr_scheduler.name != config.lr_scheduler.name:  # that of the checkpoint may be gone
+        return True
+    if (before.betas, before.args) != (config.betas, config.args):  # momenta, which a schedule may change
+        return True
+    return schedule_settings(before) != schedule_settings(config)
+
+
+def rescheduled(optimizer: Optimizer, config: OptimizerConfig, made: list[dict[str, Any]], steps: int) -> Any:
+    """A new schedule for an optimizer that goes on from a checkpoint, after that many steps.
+
+    Args:
+        optimizer: with the checkpoint's state; its groups get the schedule's learning rates, and momenta, of that step.
+        config: what the schedule is now to be.
+        made: by group, its settings as the optimizer was made (`optim.configured_settings`).
+        steps: how many the optimizer took.
     """
-    if not isinstance(schedule, LambdaLR):
-        raise ConfigError(
-            f"the checkpoint's peak learning rates are {peak_learning_rates(optimizer)}, yours {configured}, and a "
-            f"{type(schedule).__name__} cannot change them on its way: give those of the checkpoint."
-        )
-    schedule.base_lrs = list(configured)
-    for group, peak, factor in zip(optimizer.param_groups, configured, schedule.lr_lambdas, strict=True):
-        group["initial_lr"], group["lr"] = peak, peak * factor(schedule.last_epoch)
+    for group, settings in zip(optimizer.param_groups, made, strict=True):
+        group.pop("initial_lr", None)
+        group.update(copy.deepcopy(settings))
+    schedule = learning_rate_schedule(optimizer, config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
+        for _ in range(steps):
+            schedule.step()
+    return schedule

@@ -20,6 +20,11 @@ def check_result(name: str, loss_fn: PolicyLossFn) -> None:
     loss, metrics = pair
     if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
         raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"policy loss '{name}' returns a loss of shape {list(loss.shape)}: return one number, by aggregate(losses, "
+            "action_mask, **totals)."
+        )
     if not loss.requires_grad:
         raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
 
@@ -38,6 +43,15 @@ def has_ratio(loss_fn: PolicyLossFn) -> bool:
             _tried(loss_fn, advantage, moved=0.0), _tried(loss_fn, advantage, moved=-1.0), strict=True
         )
     )
+
+
+def is_weighed(loss_fn: PolicyLossFn) -> bool:
+    """Whether a weight of an advantage is one of the token's loss, which is proportional to it, or ignores it."""
+    for sign in (1.0, -1.0):
+        (loss, _), (double, _) = (_tried(loss_fn, sign * scale, moved=0.1) for scale in (1.0, 2.0))
+        if not (torch.allclose(double, 2 * loss) or torch.equal(double, loss)):
+            return False
+    return True
 
 
 def is_supervised(loss_fn: PolicyLossFn) -> bool:

@@ -67,6 +67,7 @@ def test_default_args_are_the_constructor_s(cls, expected):
         ("correct_bias", {"rank_penalty": None}, "rank_penalty is None; give"),
         ("asymre", {"baseline_shift": None}, "baseline_shift is None; give"),
         ("on_policy_distill", {"kl_coef": "1"}, "kl_coef is '1'; give"),
+        ("on_policy_distill", {"kl_coef": -1.0}, "kl_coef is -1.0; give a finite number above 0"),
         ("reward_variance", {"variance_threshold": None}, "variance_threshold is None; give"),
         ("dapo", {"metric": 3}, "metric is 3; give some text"),
         ("duplicate_informative", {"seed": 0.5}, "seed is 0.5; give a whole number of 0 or more"),

@@ -34,6 +34,7 @@ def oracle(runs, gamma, weight, std_norm):
     return [value for run in out for value in run]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.lists(RUN, min_size=1, max_size=4), min_size=1, max_size=3),

@@ -223,6 +223,7 @@ def test_base_classes_are_abstract_and_group_by_is_re_exported():
     assert list(group_by(step_of([0], [1]), "task")) == ["1/0", "1/1"]
 
 
+@pytest.mark.slow
 def test_a_large_step_is_weighed_in_a_second():
     template = step_of([0.0])[0]
     exps = []

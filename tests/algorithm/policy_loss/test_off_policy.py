@@ -92,7 +92,8 @@ def test_sppo_counts_log_ratios_within_the_range():
 @pytest.mark.parametrize("weight", ["none", "importance_sampling", "advantage"])
 def test_rec_s_masks_and_weights(mode, weight):
     logprobs, old, mask, advantages = batch(b=40, r=9, spread=0.8)
-    fn = create_policy_loss("rec", clip_mode=mode, weight=weight, temp=2.0, **EPSILONS)
+    temp = {"temp": 2.0} if weight == "advantage" else {}
+    fn = create_policy_loss("rec", clip_mode=mode, weight=weight, **temp, **({} if mode == "none" else EPSILONS))
     loss, gradient, metrics = with_gradient(fn, logprobs, old, mask, advantages)
 
     def weighed(lp, old, a):
@@ -109,10 +110,10 @@ def test_rec_s_masks_and_weights(mode, weight):
 def test_rec_s_modes_differ_from_each_other():
     """So that the tokens above tell one from the other."""
     shares = {}
-    for mode in ("none", "one-side", "two-side", "ring"):
+    for mode in ("one-side", "two-side", "ring"):
         _, metrics = create_policy_loss("rec", clip_mode=mode, **EPSILONS)(*batch(b=40, r=9, spread=0.8))
         shares[mode] = metrics["pg_clipfrac"].item()
-    assert 0 == shares["none"] < shares["one-side"] < shares["two-side"]
+    assert 0 < shares["one-side"] < shares["two-side"]
     assert 0 < shares["ring"] < shares["two-side"]
 
 
@@ -137,6 +138,9 @@ def test_rec_without_options_is_reinforce():
         ("asymre", {"baseline_shift": math.nan}, "baseline_shift is nan"),
         ("sppo", {"epsilon": 0.0}, "epsilon is 0.0; give a finite number above 0"),
         ("rec", {"regularizer_coef": 0.1}, "regularizer_coef has no effect without a regularizer"),
+        ("rec", {"regularizer": "k2"}, "regularizer has no effect without a regularizer_coef"),
+        ("rec", {"epsilon_low": 0.1}, "has no effect without a clip_mode: give one-side, two-side or ring"),
+        ("rec", {"temp": 2.0}, "temp has no effect without weight=advantage"),
         ("rec", {"clip_mode": "ring", "epsilon_high": 3.0}, "begin the ring, which is outside the range"),
         ("rec", {"clip_mode": "both"}, "policy_loss.args.clip_mode 'both'.*Known: none, one-side, ring, two-side"),
         ("rec", {"weight": "sampling"}, "policy_loss.args.weight"),

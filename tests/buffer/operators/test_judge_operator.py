@@ -141,6 +141,7 @@ def test_a_failed_attempt_is_followed_by_others():
     assert len(server.requests) == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_or_is_not_there_is_a_failed_item(caplog):
     release = threading.Event()
 

@@ -264,6 +264,7 @@ def test_a_cancelled_step_is_no_failure(tmp_path):
     assert not (tmp_path / "rejected").exists()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.dictionaries(

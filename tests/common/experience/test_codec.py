@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.experiences import experiences, fixed, sample
+from support.tiers import examples
 
 from trinity_lightning.common.experience import EID, CustomField, Experience, ExperienceError, ExperienceFormatError
 from trinity_lightning.common.experience.codec import TORCH_DTYPES
@@ -27,7 +28,7 @@ def info_after_round_trip(value: Any) -> Any:
     return round_trip(Experience(tokens=[1, 2], info={"value": value})).info["value"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(experiences(), max_size=4))
 def test_everything_comes_back(batch: list[Experience]):
     again = Experience.deserialize_many(Experience.serialize_many(batch))

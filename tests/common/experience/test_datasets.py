@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.experiences import experiences, sample
+from support.tiers import examples
 
 from trinity_lightning.common.experience import (
     EID,
@@ -19,7 +20,7 @@ from trinity_lightning.common.experience import (
 datasets = pytest.importorskip("datasets")
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(experiences(), max_size=3))
 def test_everything_comes_back(batch: list[Experience]):
     again = from_hf_datasets(to_hf_datasets(batch))

@@ -25,6 +25,7 @@ from trinity_lightning.common.runs import (
     run_reward,
     runs_of,
 )
+from trinity_lightning.common.spread import spread_of_each
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, one_of, unknown_name
@@ -123,16 +124,6 @@ def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
     return [{name: values[group] for name, values in columns.items()} for group in range(count)]
 
 
-def gather_metrics(metrics: Sequence[Mapping[str, float]], prefix: str) -> Metrics:
-    """`<prefix>/<name>/{mean,max,min}` of each metric over the groups that have it."""
-    columns: dict[str, list[float]] = {}
-    for group in metrics:
-        for name, value in group.items():
-            columns.setdefault(name, []).append(value)
-    stats = {"mean": lambda values: sum(values) / len(values), "max": max, "min": min}
-    return {f"{prefix}/{name}/{how}": f(values) for name, values in columns.items() for how, f in stats.items()}
-
-
 # -- The strategies ----------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +219,7 @@ class GroupAdvantageStrategy(AddStrategy):
         weighed, group_metrics = self.weigh_groups(groups)
         for group in filter(None, weighed):
             await self.writer.write_async(group)
-        metrics = gather_metrics(group_metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
+        metrics = spread_of_each(group_metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
         written = sum(map(len, weighed))
         return written, metrics | self._filtered(len(exps), written)
 

@@ -29,12 +29,12 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
 
     Args:
         writer: where the experiences go, one write a task.
-        kl_coef: weight of the difference.
+        kl_coef: weight of the difference, above 0: below it, the policy would move away from the teacher.
     """
 
     def __init__(self, writer: BufferWriter, kl_coef: float = 1.0, **unknown: Any) -> None:
         super().__init__(writer, **unknown)
-        self.kl_coef = number("kl_coef", kl_coef)
+        self.kl_coef = number("kl_coef", kl_coef, above=0)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     Groups,
     Metrics,
     by_group,
-    gather_metrics,
     reject_dpo,
     reward_metrics,
     set_advantages,
@@ -22,6 +21,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import last_step, raw_reward
+from trinity_lightning.common.spread import spread_of_each
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import flag, number, one_of
 
@@ -64,7 +64,7 @@ class RunAdvantageStrategy(AddStrategy):
                 await self.writer.write_async(run)
                 written += len(run)
         counts = {INVALID_GROUP_COUNT: float(invalid)} | self._filtered(len(exps), written)
-        return written, gather_metrics(metrics, "group_advantages") | counts
+        return written, spread_of_each(metrics, "group_advantages") | counts
 
 
 class StepWiseGRPOStrategy(RunAdvantageStrategy):

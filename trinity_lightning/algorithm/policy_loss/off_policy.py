@@ -19,6 +19,7 @@ from trinity_lightning.errors import ConfigError
 CLIP_MODES = ("none", "one-side", "two-side", "ring")
 WEIGHTS = ("none", "importance_sampling", "advantage")
 REGULARIZERS = ("none", "k2", "forward-kl")
+EPSILONS = (0.2, 0.2, 0.6, 2.0)  # of `rec`: low, high, low', high'
 
 
 def topr(
@@ -135,10 +136,10 @@ def rec(
     ref_logprobs: Tensor | None = None,
     num_computed_tokens: int | None = None,
     clip_mode: str = "none",
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    epsilon_low_prime: float = 0.6,
-    epsilon_high_prime: float = 2.0,
+    epsilon_low: float = EPSILONS[0],
+    epsilon_high: float = EPSILONS[1],
+    epsilon_low_prime: float = EPSILONS[2],
+    epsilon_high_prime: float = EPSILONS[3],
     weight: str = "none",
     temp: float = 1.0,
     regularizer: str = "none",
@@ -174,10 +175,15 @@ def rec(
     number("algorithm.policy_loss.args.epsilon_high_prime", epsilon_high_prime, above=0)
     number("algorithm.policy_loss.args.temp", temp, above=0)
     number("algorithm.policy_loss.args.regularizer_coef", regularizer_coef, least=0)
-    if regularizer == "none" and regularizer_coef > 0:
-        raise ConfigError(
-            "algorithm.policy_loss.args.regularizer_coef has no effect without a regularizer: give k2 or forward-kl."
-        )
+    epsilons = (epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime)
+    for argument, fix, unread in (
+        ("regularizer_coef", "a regularizer: give k2 or forward-kl", regularizer == "none" and regularizer_coef > 0),
+        ("regularizer", "a regularizer_coef: give one", regularizer != "none" and regularizer_coef == 0),
+        ("epsilon_...", "a clip_mode: give one-side, two-side or ring", clip_mode == "none" and epsilons != EPSILONS),
+        ("temp", "weight=advantage: give that", weight != "advantage" and temp != 1),
+    ):
+        if unread:
+            raise ConfigError(f"algorithm.policy_loss.args.{argument} has no effect without {fix}.")
     if clip_mode == "ring" and (epsilon_low_prime < epsilon_low or epsilon_high_prime < epsilon_high):
         raise ConfigError(
             "algorithm.policy_loss.args.epsilon_low_prime and epsilon_high_prime begin the ring, which is outside the "

@@ -3,8 +3,7 @@
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
-from types import NoneType, UnionType
-from typing import Any, Protocol, TypedDict, Union, cast, get_args, get_origin
+from typing import Any, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -119,23 +118,6 @@ def combine_metrics(micro_batches: Iterable[Mapping[str, Tensor]]) -> dict[str, 
 # exp(20) = 5e8: far beyond any useful ratio, and finite in float32 with room for products.
 MAX_LOG_RATIO = 20.0
 
-# Keyword arguments that the trainer gives, not the configuration.
-TOTALS = ("num_tokens", "num_sequences", "max_response_length")
-EXTRAS = (
-    *("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs"),
-    *("stream_weights", "stream_totals", "terms", "top_k_logprobs", "teacher_top_k_logprobs"),
-)
-
-# Plain types of arguments, the Python types that fit them, and what to give.
-_PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a name"),
-    Mapping: ((Mapping,), "{name: value}"),
-    NoneType: ((NoneType,), "null"),
-}
-
 
 class PolicyLossFn(Protocol):
     """A policy loss: a pure function of per-token tensors [b, r] of one micro-batch.
@@ -191,51 +173,17 @@ def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
         TypeError: unknown argument, the message lists the valid ones; or one of the wrong type.
     """
     fn = cast("PolicyLossFn", POLICY_LOSS_FN.resolve(name))
-    valid = loss_arguments(fn)
-    for arg, value in args.items():
-        if arg not in valid:
-            own = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
-            raise TypeError(unknown_name(f"argument of policy loss '{name}'", arg, own))
-        _check_type(f"argument '{arg}' of policy loss '{name}'", value, valid[arg].annotation)
+    if args:
+        from trinity_lightning.algorithm.policy_loss.arguments import check_arguments
+
+        check_arguments(name, fn, args)
     return functools.partial(fn, **args)
-
-
-def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
-    """The arguments of a policy loss that the configuration may set, by name."""
-    parameters = _signature(fn).parameters.values()
-    given = (*TOTALS, *EXTRAS)
-    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
-
-
-def _signature(fn: PolicyLossFn) -> inspect.Signature:
-    """With annotations as types, which `from __future__ import annotations` leaves as text.
-
-    They stay text if one of them is of names that exist for type checkers only; such arguments are not checked.
-    """
-    try:
-        return inspect.signature(fn, eval_str=True)
-    except (NameError, AttributeError, TypeError, SyntaxError):
-        return inspect.signature(fn)
 
 
 def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the extras that the loss has an argument for."""
     parameters = inspect.signature(fn).parameters
     return {name: value for name, value in extras.items() if name in parameters}
-
-
-def _check_type(argument: str, value: object, annotation: Any) -> None:
-    """TypeError if the annotation is of plain types and the value of none of them."""
-    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
-    known = [each for each in plain if each is not None]
-    if len(known) < len(plain) or any(_fits(value, types) for types, _ in known):
-        return
-    raise TypeError(f"{argument} is {value!r}; give {' or '.join(words for _, words in known)}.")
-
-
-def _fits(value: object, types: tuple[type, ...]) -> bool:
-    return isinstance(value, types) and (not isinstance(value, bool) or bool in types)  # True is an int to Python
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     measured_tokens,
     token_share,
 )
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.config.values import number
 
 
 def ppo(
@@ -35,7 +35,7 @@ def ppo(
     to 0.28 (arXiv 2503.14476). Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
 
     Args:
-        clip_range_low: how far below 1 the ratio counts.
+        clip_range_low: how far below 1 the ratio counts; 1 or more: no bound.
         clip_range_high: how far above 1 the ratio counts.
         dual_clip: c, above 1; None: no dual clip.
         loss_agg_mode: see `aggregate`.
@@ -50,11 +50,10 @@ def ppo(
         - pg_clipfrac_dual: share of tokens whose loss the dual clip bounds (A < 0 and r > c).
 
     Raises:
-        ConfigError: a range is negative, dual_clip is not above 1, or the mode is unknown.
+        ConfigError: a range is negative or not finite, dual_clip is not above 1, or the mode is unknown.
     """
     check_clip_range(clip_range_low, clip_range_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError(f"algorithm.policy_loss.args.dual_clip must be above 1 (or null, for none), not {dual_clip}.")
+    number("algorithm.policy_loss.args.dual_clip", dual_clip, above=1, optional=True)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.exp()
     clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
@@ -76,10 +75,9 @@ def ppo(
 
 
 def check_clip_range(low: float, high: float) -> None:
-    """Refuse negative clip ranges with a ConfigError."""
-    for name, value in (("clip_range_low", low), ("clip_range_high", high)):
-        if not value >= 0:
-            raise ConfigError(f"algorithm.policy_loss.args.{name} must be at least 0, not {value}.")
+    """Refuse negative clip ranges with a ConfigError; one of 1 or more below means no bound there."""
+    number("algorithm.policy_loss.args.clip_range_low", low, least=0)
+    number("algorithm.policy_loss.args.clip_range_high", high, least=0)
 
 
 def clipped_shares(

@@ -16,6 +16,8 @@ from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range, clippe
 from trinity_lightning.config.values import number
 from trinity_lightning.errors import ConfigError
 
+CISPO_RANGE = (1.0, 0.28)
+
 
 def gspo(
     logprobs: Tensor,
@@ -39,7 +41,7 @@ def gspo(
         The loss, and pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_low, pg_clipfrac_high as in `ppo`.
 
     Raises:
-        ConfigError: a range is negative, or the mode is unknown.
+        ConfigError: a range is negative or not finite, or the mode is unknown.
     """
     check_clip_range(clip_range_low, clip_range_high)
     mask = action_mask.bool()
@@ -67,8 +69,8 @@ def cispo(
     *,
     ref_logprobs: Tensor | None = None,
     num_computed_tokens: int | None = None,
-    clip_range_low: float = 1.0,
-    clip_range_high: float = 0.28,
+    clip_range_low: float = CISPO_RANGE[0],
+    clip_range_high: float = CISPO_RANGE[1],
     absolute_cap: float | None = None,
     loss_agg_mode: str = "token-mean",
     **totals: Unpack[BatchTotals],
@@ -84,12 +86,15 @@ def cispo(
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of trained tokens whose ratio is clipped.
 
     Raises:
-        ConfigError: a range is negative, the cap is not above 0, or the mode is unknown.
+        ConfigError: a range is negative or not finite, or given with the cap, the cap is not above 0, or the mode is
+            unknown.
     """
     check_clip_range(clip_range_low, clip_range_high)
-    if absolute_cap is not None and not absolute_cap > 0:
+    number("algorithm.policy_loss.args.absolute_cap", absolute_cap, above=0, optional=True)
+    if absolute_cap is not None and (clip_range_low, clip_range_high) != CISPO_RANGE:
         raise ConfigError(
-            f"algorithm.policy_loss.args.absolute_cap must be above 0 (or null, for none), not {absolute_cap}."
+            "algorithm.policy_loss.args.absolute_cap takes the place of clip_range_low and clip_range_high: leave "
+            "them out."
         )
     log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
     ratio = log_r.exp()

@@ -99,7 +99,7 @@ class JudgeOperator(ExperienceOperatorV1):
         for exp, result in zip(exps, results, strict=True):
             if isinstance(result, float):
                 exp.info["judge_score"] = result
-                exp.reward = (exp.reward or 0.0) + self.weight * result
+                exp.reward = self.weight * result + (0.0 if exp.reward is None else exp.reward)
                 scores.append(result)
         failures = Counter(result for result in results if isinstance(result, str))
         for reason, count in failures.most_common(MAX_REASONS):

@@ -12,6 +12,7 @@ import torch
 from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.runs import is_valid_reward, last_step, raw_reward, runs_of
+from trinity_lightning.common.spread import spread
 from trinity_lightning.config.values import number, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -88,7 +89,7 @@ class RewardShapingMapper(ExperienceOperatorV1):
             skipped += not complete
             differences.append(reward - exp.reward)
             exp.reward = reward
-        return exps, {"skipped_count": skipped} | _spread("reward_diff", differences)
+        return exps, {"skipped_count": skipped} | spread("reward_diff", differences)
 
     def _shaped(self, exp: Experience, reward: float) -> tuple[float, bool]:
         """The reward after all rules that apply, and whether all did."""
@@ -185,7 +186,7 @@ class PassRateCalculator(ExperienceOperatorV1):
             "selection/task_count": len(rates),
             "selection/skipped_count": skipped,
         }
-        return exps, metrics | _spread("selection/pass_rate", rates)
+        return exps, metrics | spread("selection/pass_rate", rates)
 
 
 def _task_index(exp: Experience) -> tuple[Any, Any]:
@@ -196,9 +197,3 @@ def _task_index(exp: Experience) -> tuple[Any, Any]:
             f"{found!r:.80}. Tasksets of this library give it; a workflow of your own has to pass it on."
         )
     return found["taskset_id"], found["index"]
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, least and greatest of some values; nothing without any."""
-    named = (("mean", statistics.fmean), ("min", min), ("max", max))
-    return {f"{name}/{how}": of(values) for how, of in named} if values else {}

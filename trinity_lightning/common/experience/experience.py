@@ -1,6 +1,5 @@
-"""`Experience`: the result of one rollout, unpadded; its identity, its equality, and the rules that it keeps."""
+"""`Experience`: the result of one rollout, unpadded; its identity, and the rules that it keeps."""
 
-import dataclasses
 import math
 import numbers
 import secrets
@@ -258,7 +257,9 @@ class Experience:
         """Field by field; tensors by dtype, shape and values, NaN equal to NaN."""
         if not isinstance(other, Experience):
             return NotImplemented
-        return _same(vars(self), vars(other))
+        from trinity_lightning.common.experience.equality import same
+
+        return same(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]  # experiences are mutable
 
@@ -466,33 +467,6 @@ def _tensor_dict(value: Any, name: str) -> dict[str, Tensor] | None:
 def _optional(convert: Callable[[Any, str], Tensor], value: Any, name: str) -> Tensor | None:
     """`convert(value, name)`, or None for None."""
     return None if value is None else convert(value, name)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values are equal: `==` all the way down, except that NaN equals NaN.
-
-    Tensors and arrays must agree in dtype, shape and values; a list never equals a tuple, nor a tensor an array.
-    """
-    for kind in (Tensor, np.ndarray):
-        if isinstance(a, kind) or isinstance(b, kind):
-            return isinstance(a, kind) and isinstance(b, kind) and _same_numbers(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
-    if (isinstance(a, list) and isinstance(b, list)) or (isinstance(a, tuple) and isinstance(b, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
-        return _same(vars(a), vars(b))
-    return bool(a == b) or bool(a != a and b != b)
-
-
-def _same_numbers(a: Any, b: Any) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if isinstance(a, Tensor):
-        b = b.to(a.device)
-        if torch.equal(a, b):
-            return True
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is what differs from itself
 
 
 _ID_OF = {"task": "tid", "run": "rid", "step": "sid"}

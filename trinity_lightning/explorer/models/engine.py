@@ -29,15 +29,22 @@ class Engine(ABC):
     as `MyEngine(model, config)`, of the policy's name and the run's `EngineConfig`, whose `args` are the engine's own;
     what is heavy waits for `load`. It implements
 
-    - `load` and `shutdown`, and has a `tokenizer`, a `dtype` and `weight_shapes`;
+    - `load` and `shutdown`, and has a `tokenizer` and a `dtype`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
-      it was drawn from (temperature applied). Sample i is drawn with `seed` + i, independently of other requests;
+      it was drawn from (temperature applied). `sampling` has names of vLLM's SamplingParams. Of a run's rollouts it
+      always has `seed`, `temperature` and `max_tokens`, and the others that `sampling` of the configuration sets; a
+      call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i, independently of other requests;
     - `_logprobs`: of every token but the first, given those before it, at temperature 1;
-    - `_take`: weights by their names in a Hugging Face checkpoint, a tied head as a tensor of its own. What the old
-      ones have computed is forgotten, and `_model_version` is set together with the new ones.
+    - `weight_shapes` and `_take`: the weights that it wants, by their names in a Hugging Face checkpoint, a tied head
+      as a tensor of its own, and taking them. What the old ones have computed is forgotten, and `_model_version` is
+      set together with the new ones. With `shares_weights` nothing is sent: `bind` gives the engine the model that is
+      trained, `_take` has the version to set, and `weight_shapes` is not read, but has to be there ({}, say).
 
-    These are coroutines of one event loop, on which many requests wait at once: long computations belong in a thread,
-    or in an `InProcessEngine`, which the main thread drives in turns with the trainer.
+    The coroutines run on one event loop, in a thread of its own, on which many requests wait at once: long computations
+    belong in a thread, or in an `InProcessEngine`. `bind`, `attach`, `detach`, `pump` and `run_commands` are called by
+    the main thread, which trains, too, but never while it pumps. It does not change modes: the model that `bind` gave
+    is in training mode and gradients are on. An engine that computes with it sets evaluation mode and `torch.no_grad`
+    itself, and puts back what it found.
 
     Whether weights arrive is proven with `logprobs` of a fixed text. The drill, once a run, sends perturbed weights;
     the probe, after the first sync and every synchronizer.check_interval syncs, follows the trainer's own. Each time
@@ -217,7 +224,8 @@ class InProcessEngine(Engine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
     An engine implements `_load`, `_add`, `_add_scoring`, `_abort`, `_abort_all`, `_has_work`, `_step`,
-    `_take_weights`, `_free`: all are called on the driving thread, never at the same time.
+    `_take_weights`, `_free`: all are called by one thread, never two at a time. In a run that is the main thread;
+    without a `Driver` it is the thread of the event loop, on which the coroutines that wait call `pump` themselves.
     """
 
     def __init__(self, max_model_len: int) -> None:

@@ -35,8 +35,13 @@ class ServerClient:
 
     def __init__(self, where: str, why: Callable[[], Awaitable[str]] = _nothing) -> None:
         is_url = where.startswith(("http://", "https://"))
-        # No limit of connections: how many requests are decoded at once is the server's to decide.
-        connector = aiohttp.TCPConnector(limit=0) if is_url else aiohttp.UnixConnector(where, limit=0)
+        # No limit of connections: how many requests are decoded at once is the server's to decide. And none is kept for
+        # the next request: vLLM closes idle ones after 5 s, which goes unnoticed while training holds the event loop.
+        connector = (
+            aiohttp.TCPConnector(limit=0, force_close=True)
+            if is_url
+            else aiohttp.UnixConnector(where, limit=0, force_close=True)
+        )
         self._session = aiohttp.ClientSession(
             where if is_url else "http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )

@@ -6,7 +6,8 @@ log-probabilities of prompts, which probes ask for.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +15,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from trinity_lightning.config.adapters import RANKS, SET
+from trinity_lightning.config.adapters import MERGE, SET, room_for
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
@@ -41,6 +43,9 @@ class VLLMAdapterEngine(VLLMEngine):
     Args:
         model, config: as of a VLLMEngine.
         shapes: of all tensors that it is going to be sent: A [rank, input] and s B [output, rank] of each layer.
+
+    Raises:
+        ConfigError: (at the first use) vLLM has no adapters for a model of this kind.
     """
 
     def __init__(self, model: str, config: EngineConfig, shapes: Mapping[str, Shape]) -> None:
@@ -51,6 +56,10 @@ class VLLMAdapterEngine(VLLMEngine):
     def weight_shapes(self) -> dict[str, Shape]:
         """Those of the adapters."""
         return self._shapes
+
+    def _load(self) -> None:
+        with _refused_by_name(self._model):
+            super()._load()
 
     def _packed_weights(self) -> None:
         return None
@@ -72,7 +81,7 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     Args:
         model, config, others: as of a VLLMServerEngine, of a server that is started here.
-        shapes: as of a VLLMAdapterEngine.
+        shapes: as of a VLLMAdapterEngine, and so are errors.
     """
 
     def __init__(self, model: str, config: EngineConfig, *, shapes: Mapping[str, Shape], **others: Any) -> None:
@@ -87,6 +96,10 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_holder": None}
+
+    async def _load(self) -> None:
+        with _refused_by_name(self._model, self._log):
+            await super()._load()
 
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -113,11 +126,22 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
         await self._changed(version)
 
 
+@contextmanager
+def _refused_by_name(model: str, log: Path | None = None) -> Iterator[None]:
+    """A ConfigError if vLLM has no adapters for the model, as its error or its server's log says."""
+    try:
+        yield
+    except ModelLoadError as error:
+        written = log.read_text(errors="replace") if log is not None and log.exists() else ""
+        if "does not support LoRA" not in f"{error}{written}":
+            raise
+        raise ConfigError(f"vLLM has no adapters for models such as '{model}': {MERGE}.") from error
+
+
 def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfig:
     """The same engine, with room for these adapters."""
     rank, layers = _rank_and_layers(shapes)
-    room = next(each for each in RANKS if each >= rank)
-    return replace(config, args={**config.args, **dict(zip(SET, (True, room, layers), strict=True))})
+    return replace(config, args={**config.args, **dict(zip(SET, (True, room_for(rank), layers), strict=True))})
 
 
 def _describe(folder: Path, shapes: Mapping[str, Shape]) -> None:

@@ -18,8 +18,6 @@ from trinity_lightning.config.engines import (
     EngineConfig,
     EngineDtype,
     EngineSleep,
-    check_one_device,
-    check_speculation,
     require_vllm,
 )
 from trinity_lightning.config.models import resolve_model
@@ -74,11 +72,6 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     return arguments | dict(config.args)
 
 
-def is_quantized(config: EngineConfig) -> bool:
-    """Whether vLLM is asked to quantise the weights that it loads."""
-    return config.args.get("quantization") is not None
-
-
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
@@ -106,8 +99,10 @@ class VLLMEngine(InProcessEngine):
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
-        check_one_device(self._config.args)
-        check_speculation("engine", self._config)
+        if self._config.args or self._config.speculative:
+            from trinity_lightning.config.vllm_args import check_vllm_args
+
+            check_vllm_args("engine", self._config, in_process=True)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._engine: Any = None
@@ -160,7 +155,7 @@ class VLLMEngine(InProcessEngine):
     @property
     def quantized(self) -> bool:
         """Whether vLLM rounds the weights further than to its dtype."""
-        return is_quantized(self._config)
+        return self._config.quantizes
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
@@ -184,8 +179,13 @@ class VLLMEngine(InProcessEngine):
         except ConfigError:
             raise
         except Exception as error:
+            from pydantic import ValidationError  # which vLLM brings
+
             self._close()
-            raise ModelLoadError(f"vLLM cannot load '{path}': {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
+                reason = error.errors()[0]["msg"]
+            raise ModelLoadError(f"vLLM cannot load '{path}': {reason}") from error
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
 

@@ -18,20 +18,19 @@ from transformers import AutoConfig
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import (
     CAPABILITIES,
-    PARALLEL,
     EngineConfig,
     EngineDtype,
-    check_speculation,
     require_vllm,
 )
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import visible_gpus
 from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
-from trinity_lightning.explorer.models.vllm_engine import engine_args, is_quantized
+from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.sync.folder import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
@@ -134,7 +133,7 @@ class VLLMServerEngine(Engine):
         if url is None:
             require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
-        check_speculation("engine", self._config)
+        check_vllm_args("engine", self._config, in_process=False)
         super().__init__(self._config.max_model_len)
         self._model = model
         self._url = url
@@ -373,7 +372,7 @@ class VLLMServerEngine(Engine):
     @property
     def quantized(self) -> bool:
         """Whether a server started here rounds the weights further than to its dtype."""
-        return is_quantized(self._config)
+        return self._config.quantizes
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
@@ -490,10 +489,15 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            flags += [f"--{flag}", *map(str, value)]
+            flags += [f"--{flag}", *map(_word, value)]
         else:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+            flags += [f"--{flag}", _word(value)]
     return flags
+
+
+def _word(value: Any) -> str:
+    """A value, or an entry of a list, as vLLM's command line reads it: what has parts is JSON."""
+    return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[str, Task], RewardValue | Awaitable[RewardValue]]
 
+_MOST = 3.4028234663852886e38  # float32's largest, in which advantages are computed
 REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 
@@ -78,7 +79,7 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
     "reward/<name>/<part>": before weighting.
 
     Raises:
-        RewardError: a function raised, or returned something that is not a finite number; the message names it.
+        RewardError: a function raised, or returned what is no finite number of float32; the message names it.
     """
     if not rewards:
         return None, {}
@@ -98,10 +99,12 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     """What a response is worth by what the function returned, before weighting, and its metrics.
 
     Raises:
-        RewardError: it is no finite number, nor a dict of such.
+        RewardError: it is no finite number, nor a dict of at least one.
     """
     metrics = {}
     if isinstance(returned, Mapping):
+        if not returned:
+            raise RewardError(f"reward function '{reward.name}' returned {{}}, expected a finite number, or parts.")
         parts = {str(part): _number(reward, f"'{part}': ", number) for part, number in returned.items()}
         metrics |= {f"reward/{reward.name}/{part}": number for part, number in parts.items()}
         returned = sum(parts.values())
@@ -128,9 +131,11 @@ async def _call(reward: Reward, response: str, task: Task) -> Any:
 def _number(reward: Reward, part: str, value: Any) -> float:
     # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
     number = value.item() if hasattr(value, "shape") and math.prod(value.shape) == 1 else value
-    if not isinstance(number, Real) or not math.isfinite(number):
-        raise RewardError(f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number")
-    return float(number)
+    if isinstance(number, Real) and abs(found := float(number)) <= _MOST:
+        return found
+    raise RewardError(
+        f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number (in float32)"
+    )
 
 
 def _reward(entry: Any, weight: Any) -> Reward:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.taskset import Entries, TaskSelection, Taskset
+from trinity_lightning.explorer.tasks.taskset import Entries, TaskSelection, Taskset, place_of
 
 # -- tasks by how difficult their entries say they are ----------------------------------------------------------------
 
@@ -24,7 +24,8 @@ def ranking(entries: Entries, name: str, field: str | None) -> list[int]:
     for index in range(len(entries)):
         value = entries[index].get(field)
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise ConfigError(f"taskset '{name}', entry {index}: '{field}' is {value!r}, expected a finite number.")
+            where = place_of(entries, index)
+            raise ConfigError(f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.")
         difficulties.append(float(value))
     return sorted(range(len(difficulties)), key=lambda index: difficulties[index])
 

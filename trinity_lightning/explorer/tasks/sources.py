@@ -2,15 +2,20 @@
 
 import dataclasses
 import itertools
-import json
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.tasks.files import SUFFIXES, FileEntries
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from trinity_lightning.config.schema import TasksetConfig
     from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
 
 FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
@@ -63,7 +68,7 @@ class ReasoningGymEntries:
         }
 
 
-def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
+def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = False) -> "Entries":
     """One split of a file, of a folder, or of a dataset on the hub.
 
     Args:
@@ -71,6 +76,7 @@ def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
             hub name.
         split: name of the split, or a slice of it ("train[:100]"); a file has one: train. What was saved has no slices.
         subset: name of the dataset's configuration on the hub ("main" of gsm8k).
+        as_text: leave every cell of CSV text, as in examples to imitate, which are text.
 
     Raises:
         ConfigError: nothing there, an unknown format, split or subset, or content that cannot be read.
@@ -84,30 +90,57 @@ def dataset_entries(path: str, split: str, subset: str | None) -> "Entries":
     import datasets  # a second to import
     from datasets.exceptions import DatasetsError
 
+    # It logs errors, and raises them, too: they are in the sentence below.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
-        if local.is_file():
-            entries = datasets.load_dataset(FILE_FORMATS[local.suffix], data_files=str(local), split=split)
-        elif (local / "state.json").is_file():
+        if (local / "state.json").is_file():
             entries = _split_of({"train": datasets.load_from_disk(local)}, split)
         elif (local / "dataset_dict.json").is_file():
             entries = _split_of(datasets.load_from_disk(local), split)
+        elif files := _files_of(local, subset):
+            entries = _rows_of(files, split, as_text)
+        elif local.is_file():
+            entries = datasets.load_dataset(FILE_FORMATS[local.suffix], data_files=str(local), split=split)
         else:
             entries = datasets.load_dataset(str(local) if local.is_dir() else path, subset, split=split)
+    except ConfigError:
+        raise
     except (DatasetsError, OSError, ValueError) as error:
-        reason = _wrong_line(local) or (f"{error} ({error.__cause__})" if error.__cause__ else f"{error}")
+        reason = f"{error} ({error.__cause__})" if error.__cause__ else f"{error}"
         raise ConfigError(f"cannot load split '{split}' of dataset '{path}': {reason}") from error
     return entries  # pyright: ignore[reportReturnType]
 
 
-def _wrong_line(file: Path) -> str:
-    """The first line of a JSONL file that is no JSON object; nothing if there is none, and for other files."""
-    lines = file.read_bytes().splitlines() if file.suffix == ".jsonl" and file.is_file() else ()
-    for number, line in enumerate(lines, start=1):
-        try:
-            json.loads(line.strip() or "{}").items()
-        except (AttributeError, ValueError):
-            return f"line {number} is no JSON object, which every line has to be."
-    return ""
+def _files_of(local: Path, subset: str | None) -> dict[str, list[Path]]:
+    """The files of each split that are read here, since `datasets` guesses the types of their values; nothing if none.
+
+    Which files of a folder are of which split is what `datasets` says.
+    """
+    from datasets import load_dataset_builder
+
+    if not local.is_dir():
+        return {"train": [local]} if local.suffix in SUFFIXES and local.is_file() else {}
+    found = load_dataset_builder(str(local), subset).config.data_files or {}
+    files = {str(split): [Path(each) for each in paths] for split, paths in found.items()}
+    return files if all(each.suffix in SUFFIXES for paths in files.values() for each in paths) else {}
+
+
+def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEntries:
+    from datasets import ReadInstruction
+
+    names = _names(split)
+    used = {name: paths for name, paths in files.items() if name in names}
+    entries = FileEntries([file for paths in used.values() for file in paths], as_text)
+    counts = iter(entries.counts)
+    sizes = {name: sum(itertools.islice(counts, len(paths))) for name, paths in used.items()}
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    parts = ReadInstruction.from_spec(split).to_absolute(dict.fromkeys(files, 0) | sizes)
+    return entries.chosen([slice(starts[one.splitname] + one.from_, starts[one.splitname] + one.to) for one in parts])
+
+
+def _names(split: str) -> set[str]:
+    """The names of splits in a slice, or in a sum of several."""
+    return {name.partition("[")[0].strip() for name in split.split("+")}
 
 
 def _split_of(splits: Any, split: str) -> "Entries":
@@ -116,19 +149,32 @@ def _split_of(splits: Any, split: str) -> "Entries":
     return splits[split]
 
 
-def check_first_entries(taskset: "Taskset", path: str, split: str) -> None:
+def warn_of_trained_entries(trained: Iterable["TasksetConfig"], evaluated: Iterable["TasksetConfig"]) -> None:
+    """Warn of entries of datasets that are both trained on and evaluated on, as of overlapping slices of one split."""
+    for own, other in itertools.product(evaluated, trained):
+        if own.source == other.source == "dataset" and _place(own) == _place(other):
+            rows = _rows(own)
+            if both := len(rows & _rows(other)):
+                logger.warning("%d of %d tasks of eval_tasksets '%s' (split %s) are trained on, too (split %s).",
+                               both, len(rows), own.name, own.split, other.split)  # fmt: skip
+
+
+def _place(taskset: "TasksetConfig") -> tuple[str, str | None]:
+    local = Path(str(taskset.path)).expanduser()
+    return str(local.resolve() if local.exists() else taskset.path), taskset.args.get("subset")
+
+
+def _rows(taskset: "TasksetConfig") -> set[tuple[str, int]]:
+    """The entries of a dataset's split or slices of it, each by the split's name and its place there."""
+    from datasets import ReadInstruction
+
+    path, subset = str(taskset.path), taskset.args.get("subset")
+    sizes = {name: len(dataset_entries(path, name, subset)) for name in _names(taskset.split)}
+    slices = ReadInstruction.from_spec(taskset.split).to_absolute(sizes)
+    return {(each.splitname, row) for each in slices for row in range(each.from_, each.to)}
+
+
+def check_first_entries(taskset: "Taskset") -> None:
     """Refuse entries without a prompt before an engine is loaded; a ConfigError that names file and line."""
     for index in range(min(len(taskset), FIRST_ENTRIES)):
-        try:
-            taskset[index]
-        except ConfigError as error:
-            raise ConfigError(f"{path}{_line(path, split, index)}: {error}") from error
-
-
-def _line(path: str, split: str, index: int) -> str:
-    """The line of an entry in a JSONL file, whose blank lines are no entries; nothing for other files and slices."""
-    if not path.endswith(".jsonl") or "[" in split:
-        return ""
-    with Path(path).open(encoding="utf-8") as file:
-        lines = (number for number, line in enumerate(file, start=1) if line.strip())
-        return f", line {next(itertools.islice(lines, index, None))}"
+        taskset[index]

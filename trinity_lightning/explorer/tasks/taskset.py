@@ -35,6 +35,11 @@ class Entries(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+def place_of(entries: Any, index: int) -> str:
+    """Where an entry is, for messages: its line if it is of a file with lines, from 1; otherwise its number, from 0."""
+    return entries.place(index) if hasattr(entries, "place") else f"entry {index}"
+
+
 def addition_entries(split: str, low: int, high: int, heldout: int) -> list[dict[str, Any]]:
     """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart.
 
@@ -271,7 +276,7 @@ class Taskset(TaskSelection):
 
         common["difficulty_field"] = config.difficulty_field
         taskset = cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
-        check_first_entries(taskset, config.path, config.split)
+        check_first_entries(taskset)
         return taskset
 
     @property
@@ -288,8 +293,12 @@ class Taskset(TaskSelection):
         try:
             task = self._formatter(self._entries[index])
         except ConfigError as error:
-            raise ConfigError(f"taskset '{self.name}', entry {index}: {error}") from error
+            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}") from error
         return task | {"task_index": {"taskset_id": self.name, "index": index}}
+
+    def place(self, index: int) -> str:
+        """Where entry `index` is, for messages; see `place_of`."""
+        return place_of(self._entries, index)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every raw task once, in the source's order; the cursor stays where it is."""

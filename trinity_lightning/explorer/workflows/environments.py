@@ -168,8 +168,7 @@ class Retry:
 
     async def step(self, response: str) -> StepResult:
         """Score an answer."""
-        value, _ = await score(self._verifier, response, self._task)
-        value = value or 0.0
+        value = cast("float", (await score(self._verifier, response, self._task))[0])  # None: without a verifier
         worth = value * self._decay**self._turn
         gained = max(worth - self._best, 0.0)
         self._best += gained

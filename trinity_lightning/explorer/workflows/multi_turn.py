@@ -3,7 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -134,8 +134,14 @@ async def _take_turn(environment: Environment, completion: Completion, asked: li
             f"{type(environment).__name__}.step returned {result!r}: expected (observation, reward, done, info)."
         )
     observation, reward, done, info = result
+    try:
+        worth = float(reward)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{type(environment).__name__}.step returned reward {reward!r}: expected a number."
+        ) from error
     answered = [] if done else as_messages(observation)
-    return Turn(completion, asked, answered, float(reward), bool(done), dict(info or {}))
+    return Turn(completion, asked, answered, worth, bool(done), dict(info or {}))
 
 
 def single_experience(episode: Episode) -> Experience:
@@ -292,18 +298,15 @@ class EpisodeWorkflow(RewardedWorkflow):
         text = episode.turns[-1].completion.text
         final_text = getattr(environment, "final_text", None)
         reward, metrics = await score(self.rewards, final_text(text) if final_text else text, self.task)
-        return self._experiences(episode, reward or 0.0, metrics)
-
-    def _experiences(self, episode: Episode, reward: float, metrics: dict[str, float]) -> list[Experience]:
+        metrics["reward/environment"] = episode.total_reward
+        if reward is not None:  # of the last response, and so of the last step
+            last = episode.turns[-1]
+            episode.turns[-1] = replace(last, reward=last.reward + reward)
         if self.arguments.mode == "single":
             experiences = [single_experience(episode)]
         else:
             experiences = step_experiences(episode, own_rewards=self.arguments.step_reward == "own")
-        last = experiences[-1]
-        last.metrics |= metrics | {"reward/environment": episode.total_reward}
-        everyone = self.arguments.mode == "single" or self.arguments.step_reward == "return"
-        for experience in experiences if everyone else [last]:
-            experience.reward = (experience.reward or 0.0) + reward
+        experiences[-1].metrics |= metrics
         return experiences
 
 

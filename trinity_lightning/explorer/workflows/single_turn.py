@@ -24,8 +24,9 @@ class SimpleWorkflow(RewardedWorkflow):
 
     @classmethod
     def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
-        """As of every workflow; those of this file have one argument, subclasses elsewhere may read others."""
-        for name in workflow_args if cls.__module__ == __name__ else ():
+        """As of every workflow; built-in ones without settings have one argument, one's own may read others."""
+        built_in = cls.__module__.startswith(f"{__package__}.")
+        for name in workflow_args if built_in and cls.arguments_class is None else ():
             if name != "system_prompt":
                 raise ConfigError(unknown_name(f"workflow.args of {cls.__name__}:", name, ["system_prompt"]))
         return super().check_args(workflow_args)
@@ -69,31 +70,3 @@ class MathWorkflow(SimpleWorkflow):
     """Single turn, judged by the boxed answer or the last number if the task names no reward function."""
 
     default_reward = "math"
-
-
-# -- measured and never trained on ------------------------------------------------------------------------------------
-
-
-class EvaluationWorkflow(SimpleWorkflow):
-    """Single turn, for evaluation tasks: it also measures `accuracy` (1 if the reward is at least 1),
-    `truncated` (1 if the token limit ended the response) and `response_tokens`.
-
-    With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.
-    """
-
-    default_reward = "math"
-
-    def reset(self, task: Task) -> None:
-        """Take another task; ConfigError for one to train on."""
-        if not task.is_eval:
-            raise ConfigError("workflow 'evaluation' is for evaluation tasks: give it as eval_workflow.")
-        super().reset(task)
-
-    async def _experience(self, completion: Completion, run: int) -> Experience:
-        experience = await super()._experience(completion, run)
-        experience.metrics |= {
-            "accuracy": float(experience.reward is not None and experience.reward >= 1.0),
-            "truncated": float(completion.finish_reason == "length"),
-            "response_tokens": float(len(completion.token_ids)),
-        }
-        return experience

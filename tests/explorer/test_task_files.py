@@ -1,0 +1,128 @@
+"""Rows of local files: their values are those that the file has, and what is wrong is named by its line."""
+
+import csv
+import json
+from typing import Any
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.tasks import files
+from trinity_lightning.explorer.tasks.files import FileEntries
+from trinity_lightning.explorer.tasks.sources import dataset_entries
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+MIXED = ["1.50", "true", "null", '{"a":1}', 3, "007", "1e3", "x", "2024-01-01", None, 0.1, True, 10**39]
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Equal with the same types: 1, 1.0 and True are not."""
+    return repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_values_reach_a_task_as_the_file_has_them(suffix, folder, tmp_path):
+    rows = [{"prompt": "p", "answer": value} for value in MIXED]
+    text = json.dumps(rows, indent=1) if suffix == "json" else "\n".join(map(json.dumps, rows))
+    (tmp_path / f"train.{suffix}").write_text(text)
+    taskset = Taskset.from_dataset(tmp_path if folder else tmp_path / f"train.{suffix}", order="sequential")
+    assert equal([task.get("answer") for task in taskset], MIXED)
+
+
+NESTED = [[], [1, 1.0, "1"], {}, {"b": None, "a": [{"c": 1}, {"c": "1"}]}]
+ROW = st.dictionaries(
+    st.sampled_from("abc"), st.sampled_from([*MIXED, *NESTED]) | st.text('a"\\\r\n\x85\u2028é😀', max_size=3)
+)
+
+
+@given(rows=st.lists(ROW, min_size=1, max_size=5), ascii_only=st.booleans())
+def test_rows_of_json_are_exact(rows, ascii_only, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    text = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
+    (folder / "lines.jsonl").write_bytes("\r\n\n".join(text).encode("utf-8-sig"))
+    (folder / "array.json").write_bytes(json.dumps(rows, indent=2, ensure_ascii=ascii_only).encode("utf-8-sig"))
+    lines, array = FileEntries([folder / "lines.jsonl"]), FileEntries([folder / "array.json"])
+    columns = dict.fromkeys(name for row in rows for name in row)
+    assert equal(list(lines), [columns | row for row in rows])
+    assert equal(list(array), list(lines))
+    assert lines.place(len(rows) - 1).startswith(f"line {2 * len(rows) - 1} of ")
+
+
+def test_columns_of_csv_are_numbers_only_if_nothing_is_lost(tmp_path):
+    columns = {
+        "whole": ["1", "-2", "", "30"],
+        "number": ["0.5", "1", "1e-05", "2.25"],
+        "code": ["007", "1", "2", "3"],
+        "decimal": ["1.50", "2.25", "3.10", "4.20"],
+        "truth": ["True", "False", "", "True"],
+        "word": ["None", "nan", "a\n,b", "true"],
+    }
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+    entries = FileEntries([tmp_path / "rows.csv"])
+    read = {name: [row[name] for row in entries] for name in columns}
+    assert equal(read["whole"], [1, -2, None, 30])
+    assert equal(read["number"], [0.5, 1, 1e-05, 2.25])
+    assert equal(read["truth"], [True, False, None, True])
+    assert all(read[name] == columns[name] for name in ("code", "decimal", "word"))
+    assert [entries.place(index).split(" of ")[0] for index in range(4)] == ["line 2", "line 3", "line 4", "line 6"]
+    as_text = FileEntries([tmp_path / "rows.csv"], as_text=True)
+    assert [row["whole"] for row in as_text] == ["1", "-2", None, "30"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[1, 2]", "line 3 of .*rows.jsonl is no JSON object"),
+        (b'{"a": ', "line 3 of .*rows.jsonl is no JSON object.*column"),
+        (b'"text"', "line 3 of .*rows.jsonl is no JSON object"),
+        ('{"a": "é"}'.encode("latin1"), "line 3 of .*rows.jsonl is no UTF-8.*iconv"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "line 3 of .*rows.jsonl has the key 'c' twice.*leave one"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(content, words, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n\n' + content)
+    with pytest.raises(ConfigError, match=words):
+        dataset_entries(str(tmp_path / "rows.jsonl"), "train", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.json", '[\n{"a": 1},\n{"a" 2}]', "line 3 of .*rows.json is no JSON"),
+        ("rows.json", '[\n{"a": 1},\n7]', "line 3 of .*rows.json is no JSON object"),
+        ("rows.json", '[\n{"a": 1}\n', "line 3 of .*rows.json is no JSON: Expecting"),
+        ("rows.csv", "a,b\n1,2\n1,2,3\n", "line 3 of .*rows.csv has 3 cells, and the header 2"),
+        ("rows.csv", 'a,b\n1,2\n1,"2\n', "line 3 of .*rows.csv is no CSV"),
+        ("rows.csv", "a,a\n1,2\n", "line 1 of .*rows.csv: there are two columns 'a'"),
+    ],
+)
+def test_an_array_or_table_that_cannot_be_read_is_named(name, content, words, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        FileEntries([tmp_path / name])
+
+
+def test_slices_of_folders_are_those_of_their_splits(tmp_path):
+    for split, rows in (("train", range(4)), ("test", range(10, 13))):
+        (tmp_path / f"{split}.jsonl").write_text("".join(f'{{"row": {row}}}\n' for row in rows))
+    for split in ("train", "test[1:]", "train[-1:]+test[:50%]"):
+        expected = datasets.load_dataset(str(tmp_path), split=split)["row"]
+        assert [row["row"] for row in dataset_entries(str(tmp_path), split, None)] == list(expected)  # type: ignore[arg-type]
+
+
+def test_a_file_that_changes_while_it_is_used(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2}\n')
+    held = FileEntries([file])
+    monkeypatch.setattr(files, "HELD_BYTES", 0)
+    entries = FileEntries([file])
+    file.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n')
+    assert list(held) == [{"a": 1}, {"a": 2}]
+    assert (len(entries), entries[0]) == (2, {"a": 1})
+    with pytest.raises(ConfigError, match=r"line 2 of .* has changed"):
+        entries[1]

@@ -1,0 +1,42 @@
+"""Rules of vLLM's own arguments (engine.args), and of speculative decoding; imported by runs that set any of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_lightning.config.engines import EngineConfig, gpu_count
+from trinity_lightning.errors import ConfigError
+
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
+
+
+def check_vllm_args(key: str, engine: EngineConfig, in_process: bool) -> None:
+    """Refuse what vLLM would do wrong, or could not do within this process; a ConfigError. `key`: of the engine."""
+    _check_speculation(key, engine)
+    if in_process:
+        check_one_device(engine.args)
+
+
+def check_one_device(args: Mapping[str, Any]) -> None:
+    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
+    for name in PARALLEL:
+        if args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
+
+
+def _check_speculation(key: str, engine: EngineConfig) -> None:
+    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
+
+    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
+    the log-probability 0; only greedy decoding was exact.
+    """
+    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
+    asked = [name for name, value in names.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{key}.speculative is of n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and not gpu_count():
+        raise ConfigError(
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+        )

@@ -1,0 +1,121 @@
+"""The checkpoint of a run that stops early: what is whole is saved, and how to go on is said."""
+
+import copy
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trinity_lightning.common.random_state import restore_random_state
+from trinity_lightning.config.checkpoints import checkpoints_in
+from trinity_lightning.errors import TrinityError
+
+logger = logging.getLogger(__name__)
+
+FILE = "interrupted.ckpt"
+
+
+@dataclass
+class BeforeItem:
+    """Where a run stood before the item under way, to which it goes back if that is not whole.
+
+    Attributes:
+        optimizer_steps: how many had begun.
+        loader_states: loaders that cannot rewind, and where they stood.
+        random_state: when the item began; None: none is under way.
+    """
+
+    optimizer_steps: int = 0
+    loader_states: list[tuple[Any, Any]] = field(default_factory=list)
+    random_state: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> "BeforeItem":
+        """Of the next item."""
+        return cls(_optimizer_steps_begun(trainer), _states_of_loaders(trainer))
+
+
+def save_stopped(trainer: Any, before: BeforeItem, folder: Path | None, command: str | None) -> None:
+    """Write the checkpoint, unless the weights are not whole; what goes wrong is logged: another error is on its way.
+
+    Args:
+        trainer: Lightning's.
+        before: where it stood before the item under way.
+        folder, command: as of `StopCheckpoint`.
+    """
+    where = folder or getattr(trainer.checkpoint_callback, "dirpath", None)
+    if where is None:
+        logger.warning("stopped without a checkpoint: there is no ModelCheckpoint.")
+        return
+    path = Path(str(where)) / FILE
+    try:
+        if _cut_short(trainer, before):
+            earlier = _earlier(path, command)
+            logger.error("stopped within an optimizer step: the weights are not whole, and not saved. %s", earlier)
+            return
+        _back_to_whole_items(trainer, before)
+        trainer.save_checkpoint(path)
+        logger.warning("stopped in step %d, with a checkpoint. %s", trainer.current_epoch + 1, _resume(path, command))
+    except Exception as error:
+        why = error if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}."
+        logger.error("the checkpoint could not be written: %s %s", why, _earlier(path, command))
+
+
+def _resume(path: Path, command: str | None) -> str:
+    return f"Resume with: {command}" if command else f"Resume with ckpt_path='{path}'."
+
+
+def _earlier(path: Path, command: str | None) -> str:
+    """What to go on with if nothing was saved now; nothing if there is none."""
+    checkpoints = checkpoints_in(path.parent)
+    return f"The last checkpoint before it stands. {_resume(checkpoints[-1], command)}" if checkpoints else ""
+
+
+def _cut_short(trainer: Any, before: BeforeItem) -> bool:
+    """Whether the item under way has begun to change the weights, and did not come to its end."""
+    items = trainer.fit_loop.epoch_loop.batch_progress.current
+    return items.processed < items.ready and _optimizer_steps_begun(trainer) > before.optimizer_steps
+
+
+def _back_to_whole_items(trainer: Any, before: BeforeItem) -> None:
+    """Let Lightning's counters and the loaders say what was trained on: a resumed run would skip the rest."""
+    loop = trainer.fit_loop.epoch_loop
+    epoch = trainer.fit_loop.epoch_progress
+    items = loop.batch_progress
+    if epoch.current.started > epoch.current.processed:  # within an epoch: the items counted are its own
+        if items.current.processed < items.current.ready:
+            if before.random_state is not None:
+                restore_random_state(before.random_state)
+            for loader, state in before.loader_states:
+                loader.load_state_dict(state)
+        for each in (items.total, items.current):
+            each.ready = each.started = each.completed = each.processed
+        for loader in loaders_of(trainer):
+            if hasattr(loader, "rewind"):
+                loader.rewind(items.current.processed)
+        items.is_last_batch = False
+        if items.current.processed == trainer.num_training_batches:
+            epoch.increment_processed()
+    if epoch.current.started == epoch.current.processed:
+        items.reset_on_run()
+        # An epoch that was about to start is saved as not begun. Lightning would go on with it by leaving
+        # `current.ready` one behind, and would then take checkpoints of later epochs' ends for unfinished epochs.
+        for each in (epoch.total, epoch.current):
+            each.ready = each.started
+    loop._batches_that_stepped = items.total.completed
+
+
+def _optimizer_steps_begun(trainer: Any) -> int:
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready
+
+
+def loaders_of(trainer: Any) -> list[Any]:
+    loaders = trainer.fit_loop._combined_loader
+    return [] if loaders is None else list(loaders.flattened)
+
+
+def _states_of_loaders(trainer: Any) -> list[tuple[Any, Any]]:
+    """Those of the training data whose state Lightning saves and which cannot rewind, each with a copy of its state."""
+    others = [each for each in loaders_of(trainer) if not hasattr(each, "rewind")]
+    stateful = [each for each in others if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+    return [(each, copy.deepcopy(each.state_dict())) for each in stateful]

@@ -1,0 +1,31 @@
+"""With explorer.dynamic_timeout: a time-out of train tasks that follows how long they take."""
+
+from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.explorer.runner import Status
+
+
+class TaskTimes:
+    """How long train tasks take, for their time-out: min(max_timeout, ratio * average) after a warm-up.
+
+    Attributes:
+        steps: of training that have ended.
+    """
+
+    def __init__(self, config: ExplorerConfig) -> None:
+        self._config = config
+        self._total = 0.0
+        self._count = 0
+        self.steps = 0
+
+    def add(self, status: Status) -> None:
+        """Count a task that took its time to the end: a failure may have been cut short."""
+        if status.ok:
+            self._total += status.metric["time_per_task"]
+            self._count += 1
+
+    def limit(self) -> float:
+        """Seconds that an attempt at a task may take."""
+        dynamic = self._config.dynamic_timeout
+        if not self._count or self.steps < dynamic.warmup_min_steps:
+            return self._config.max_timeout
+        return min(self._config.max_timeout, dynamic.ratio * self._total / self._count)
