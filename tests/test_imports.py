@@ -93,8 +93,8 @@ DEFAULT_RUN = (
     "common.experience.payload",
     "trainer.lean_layers",
 )
-MAX_DEFAULT_RUN = 8_968  # lines of code
-MAX_FILES, MAX_LINES = 221, 35_839  # of the package
+MAX_DEFAULT_RUN = 9_400  # lines of code
+MAX_FILES, MAX_LINES = 250, 40_000  # of the package
 
 
 @functools.cache
