@@ -135,7 +135,7 @@ EXAMPLES = """## Examples of a dataset
 | `sft` | `messages` (or `conversations`) | every turn of the assistant, as by `assistant_only_loss` of TRL |
 | `sft` | `text` | all of it but the first token |
 | `dpo` | `prompt`, `chosen`, `rejected` | that the first response is better than the second |
-| `dpo` | `chosen`, `rejected` | the same: the prompt is what both begin with |
+| `dpo` | `chosen`, `rejected` | the same: the prompt is what both begin with, less an answer that is in both |
 
 Of an entry with several of these, `prompt` and `completion` come first, then `messages`, then `text`, as in TRL; a
 warning names what has no effect. Roles are system, developer, user, assistant, tool and function, and others that the

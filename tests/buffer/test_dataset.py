@@ -151,8 +151,15 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
         (
             Example.pair,
             {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]},
-            "nothing that both chosen and rejected begin with",
+            "nothing before their answers that both chosen and rejected begin with: give the prompt",
         ),
+        (
+            Example.pair,
+            {"chosen": [assistant("b")], "rejected": [assistant("b"), user("c"), assistant("d")]},
+            "there is no prompt",
+        ),
+        (Example.pair, {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("b")]}, "the same"),
+        (Example.pair, {"chosen": "", "rejected": "b"}, "there is no prompt"),
         (
             Example.response,
             {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {"tokenize": False}},

@@ -147,6 +147,11 @@ PREFERENCES: dict[str, list[dict[str, Any]]] = {
     "text with an implicit prompt": [{"chosen": "Is it so? yes", "rejected": "Is it so? no"}],
     "messages": [{"prompt": asked(1), "chosen": [assistant("1")], "rejected": [assistant("2")]}],
     "messages with an implicit prompt": [{"chosen": asked(1, "a", "b", "1"), "rejected": asked(1, "a", "b", "2")}],
+    "messages of which one conversation begins with the other": [
+        {"chosen": asked(1, "a"), "rejected": asked(1, "a", "b", "c")},
+        {"chosen": asked(1, "a", "b", "c"), "rejected": asked(1, "a")},
+    ],
+    "text of which one begins with the other": [{"chosen": "6 times 7? 42", "rejected": "6 times 7? 42, or 43"}],
     "an empty turn in the prompt": [{"chosen": asked(1, "", "b", "1"), "rejected": asked(1, "", "b", "2")}],
     "several turns behind the prompt": [
         {"prompt": asked(1), "chosen": asked(2, "1", "why?", "so")[1:], "rejected": asked(2, "2", "why?", "no")[1:]}

@@ -71,6 +71,7 @@ class Example:
         """The preference pair of prompt, chosen and rejected.
 
         Without a prompt it is what these begin with; so it is if it is text and they are messages, which contain it.
+        Of one that is what the other begins with, the last turn or letter is the answer, as in TRL.
 
         Raises:
             ConfigError: there is none, chosen and rejected are the same, chosen is empty, or rejected adds nothing.
@@ -82,11 +83,16 @@ class Example:
         chosen, rejected = (self._column(name, str, list) for name in ("chosen", "rejected"))
         prompt = self._fields.get("prompt")
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
-            length = _common(chosen, rejected)
-            if isinstance(chosen, str) and chosen[length - 1 : length] == " ":
+            shorter, length = min(chosen, rejected, key=len), _common(chosen, rejected)
+            if shorter and length == len(shorter):  # what the other begins with, too
+                length -= isinstance(shorter, str) or shorter[-1].get("role") == "assistant"
+            elif isinstance(chosen, str) and chosen[length - 1 : length] == " ":
                 length -= 1  # words have their space before them
             if length == 0:
-                raise ConfigError("there is no prompt, and nothing that both chosen and rejected begin with.")
+                raise ConfigError(
+                    "there is no prompt, and nothing before their answers that both chosen and rejected begin with: "
+                    "give the prompt, or leave the entry out."
+                )
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         self._check_learned("chosen", chosen)
         (begin, good), (other, bad) = (self._rendered(prompt, each) for each in (chosen, rejected))
