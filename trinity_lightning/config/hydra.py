@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -166,11 +167,23 @@ def check_overrides(config: DictConfig) -> None:
 
 
 def check_read(config: DictConfig) -> None:
-    """Refuse keys of rollouts that the command line gives to training without any; a ConfigError."""
-    if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
-        from trinity_lightning.config.stored import check_given
+    """Refuse keys of rollouts that the command line gives to training without any, or a recipe of one's own for it.
 
-        check_given(storage, HydraConfig.get().overrides.task)
+    Raises:
+        ConfigError: names the keys.
+    """
+    if (storage := OmegaConf.select(config, "buffer.storage")) == "memory":
+        return
+    from trinity_lightning.config.stored import check_given, keys_of, keys_of_recipe
+
+    overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
+    given = [key for each in overrides if not each.is_delete() for key in keys_of(each.value(), each.key_or_group)]
+    check_given(storage, given)
+    if not {"buffer", "buffer.storage"} & {*given}:  # else a recipe with rollouts is used without
+        name, runtime = HydraConfig.get().runtime.choices.get("recipe"), HydraConfig.get().runtime
+        for folder in (Path(each.path) for each in runtime.config_sources if each.schema == "file"):
+            if (recipe := folder / "recipe" / f"{name}.yaml").is_file():
+                check_given(storage, keys_of_recipe(recipe), f"recipe/{name}.yaml: ")
 
 
 def check_processes(config: DictConfig) -> None:

@@ -369,8 +369,8 @@ class BufferConfig(Section, key="buffer"):
     reuse_limit: int | None = checked(1, only_with="order", among=("priority", "random"))
     decay: float = checked(1.0, only_with="order", among=("priority",))
     use_decay: float = checked(1.0, only_with="order", among=("priority",))
-    batch_size: int = checked(64, whole_number, least=1)
-    repeat: bool = True
+    batch_size: int = checked(64, whole_number, least=1, only_with="storage", among=BUFFER_STORAGES[1:])
+    repeat: bool = checked(True, only_with="storage", among=BUFFER_STORAGES[1:])
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
 

@@ -1,7 +1,10 @@
 """Rules of runs that read what they train on, or a part of it: stored experiences, and examples of a dataset."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import BUFFER_STORAGES, BufferConfig, ExpertConfig, TrainConfig
@@ -42,26 +45,40 @@ def check_without_rollouts(run: TrainConfig) -> None:
         )
 
 
-def check_given(storage: str, overrides: Iterable[str]) -> None:
-    """Refuse keys of a command line that training which reads from this storage does not read; a ConfigError.
-
-    What a recipe sets stays: it may build on one with rollouts. So does what is left out by `~`.
-    """
+def check_given(storage: str, keys: Iterable[str], where: str = "") -> None:
+    """Refuse keys, given at one place, that training which reads from this storage does not read; a ConfigError."""
     if storage not in BUFFER_STORAGES:
         return  # which is refused by name
-    keys = [each.lstrip("+").partition("=")[0] for each in overrides if not each.startswith("~")]
     examples = storage == "dataset"
     read = READ_BY_ALL if examples else (*READ_BY_ALL, *OF_STORED)
     others = (*OF_ROLLOUTS, *OF_STORED) if examples else OF_ROLLOUTS
     unread = [key for key in keys if _is_within(key, others) and not _is_within(key, read)]
     if unread:
         raise ConfigError(
-            f"{', '.join(unread)}: without rollouts (buffer.storage={storage}) this has no effect, leave it out."
+            f"{where}{', '.join(unread)}: without rollouts (buffer.storage={storage}) this has no effect, leave it out."
         )
 
 
+def keys_of(value: Any, key: str = "") -> Iterator[str]:
+    """The keys, dotted, of the values in a mapping, however deep; `key` itself if there is none."""
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from keys_of(inner, f"{key}.{name}" if key else str(name))
+
+
+def keys_of_recipe(path: Path) -> Iterator[str]:
+    """The keys and groups that a recipe sets itself: not what it builds on sets, which may have rollouts."""
+    recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
+    for entry in recipe.pop("defaults", []):
+        for group in entry if isinstance(entry, dict) else ():
+            yield str(group).removeprefix("override").strip().removeprefix("/").partition("@")[0]
+    yield from keys_of(recipe)
+
+
 def _is_within(key: str, sections: Iterable[str]) -> bool:
-    return any(key == section or key.startswith((f"{section}.", f"{section}@")) for section in sections)
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def check_steps(folder: Path) -> None:
