@@ -1,9 +1,11 @@
 """A run that stops early: Ctrl-C and SIGTERM end it between two items, and what is whole is saved."""
 
+import copy
 import logging
 import signal
 import threading
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,9 +16,44 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.random_state import random_state
-from trinity_lightning.explorer.stopped import BeforeItem, loaders_of, save_stopped
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BeforeItem:
+    """Where a run stood before the item under way, to which it goes back if that is not whole.
+
+    Attributes:
+        optimizer_steps: how many had begun.
+        loader_states: loaders that cannot rewind, and where they stood.
+        random_state: when the item began; None: none is under way.
+    """
+
+    optimizer_steps: int = 0
+    loader_states: list[tuple[Any, Any]] = field(default_factory=list)
+    random_state: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> "BeforeItem":
+        """Of the next item."""
+        return cls(optimizer_steps_begun(trainer), _states_of_loaders(trainer))
+
+
+def optimizer_steps_begun(trainer: Any) -> int:
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready
+
+
+def loaders_of(trainer: Any) -> list[Any]:
+    loaders = trainer.fit_loop._combined_loader
+    return [] if loaders is None else list(loaders.flattened)
+
+
+def _states_of_loaders(trainer: Any) -> list[tuple[Any, Any]]:
+    """Those of the training data whose state Lightning saves and which cannot rewind, each with a copy of its state."""
+    others = [each for each in loaders_of(trainer) if not hasattr(each, "rewind")]
+    stateful = [each for each in others if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+    return [(each, copy.deepcopy(each.state_dict())) for each in stateful]
 
 
 class StopCheckpoint(L.Callback):
@@ -101,6 +138,8 @@ class StopCheckpoint(L.Callback):
         """Save what is whole."""
         try:
             if self.wanted:
+                from trinity_lightning.explorer.stopped import save_stopped
+
                 save_stopped(trainer, self._before, self._folder, self._command)
         finally:
             self._end()

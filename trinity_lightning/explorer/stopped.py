@@ -1,38 +1,17 @@
 """The checkpoint of a run that stops early: what is whole is saved, and how to go on is said."""
 
-import copy
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.errors import TrinityError
+from trinity_lightning.explorer.interruption import BeforeItem, loaders_of, optimizer_steps_begun
 
 logger = logging.getLogger(__name__)
 
 FILE = "interrupted.ckpt"
-
-
-@dataclass
-class BeforeItem:
-    """Where a run stood before the item under way, to which it goes back if that is not whole.
-
-    Attributes:
-        optimizer_steps: how many had begun.
-        loader_states: loaders that cannot rewind, and where they stood.
-        random_state: when the item began; None: none is under way.
-    """
-
-    optimizer_steps: int = 0
-    loader_states: list[tuple[Any, Any]] = field(default_factory=list)
-    random_state: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, trainer: Any) -> "BeforeItem":
-        """Of the next item."""
-        return cls(_optimizer_steps_begun(trainer), _states_of_loaders(trainer))
 
 
 def save_stopped(trainer: Any, before: BeforeItem, folder: Path | None, command: str | None) -> None:
@@ -74,7 +53,7 @@ def _earlier(path: Path, command: str | None) -> str:
 def _cut_short(trainer: Any, before: BeforeItem) -> bool:
     """Whether the item under way has begun to change the weights, and did not come to its end."""
     items = trainer.fit_loop.epoch_loop.batch_progress.current
-    return items.processed < items.ready and _optimizer_steps_begun(trainer) > before.optimizer_steps
+    return items.processed < items.ready and optimizer_steps_begun(trainer) > before.optimizer_steps
 
 
 def _back_to_whole_items(trainer: Any, before: BeforeItem) -> None:
@@ -103,19 +82,3 @@ def _back_to_whole_items(trainer: Any, before: BeforeItem) -> None:
         for each in (epoch.total, epoch.current):
             each.ready = each.started
     loop._batches_that_stepped = items.total.completed
-
-
-def _optimizer_steps_begun(trainer: Any) -> int:
-    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready
-
-
-def loaders_of(trainer: Any) -> list[Any]:
-    loaders = trainer.fit_loop._combined_loader
-    return [] if loaders is None else list(loaders.flattened)
-
-
-def _states_of_loaders(trainer: Any) -> list[tuple[Any, Any]]:
-    """Those of the training data whose state Lightning saves and which cannot rewind, each with a copy of its state."""
-    others = [each for each in loaders_of(trainer) if not hasattr(each, "rewind")]
-    stateful = [each for each in others if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
-    return [(each, copy.deepcopy(each.state_dict())) for each in stateful]
