@@ -24,10 +24,11 @@ from trinity_lightning.config.schema import (
     TrainConfig,
     check_seed,
     check_trained_sampling,
+    config_dir,
     typed_config,
 )
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
-from trinity_lightning.config.training import SHARDS, Layout, check_settings_of_a_run, strategy_of, trains_together
+from trinity_lightning.config.training import Layout
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -46,7 +47,10 @@ def validate(config: DictConfig) -> TrainConfig:
         from trinity_lightning.config.stored import check_steps
 
         check_steps(Path(run.buffer.path or ""))
-    _check_accelerator(config.trainer or {})
+    if _has_own_trainer(config):
+        from trinity_lightning.config.trainer_settings import check_devices
+
+        check_devices(config.trainer or {})
     return run
 
 
@@ -78,7 +82,10 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
 
         check_teachers(run)
     _check_sampling(run)
-    _check_trainer(config, run)
+    if _has_own_trainer(config):
+        from trinity_lightning.config.trainer_settings import check_trainer
+
+        check_trainer(run, config.trainer or {})
     return run
 
 
@@ -180,24 +187,10 @@ def _check_sampling(run: TrainConfig) -> None:
         )
 
 
-def _check_trainer(config: DictConfig, run: TrainConfig) -> None:
-    trainer: Any = config.trainer or {}
-    check_settings_of_a_run(trainer, config.steps)
-    if strategy_of(trainer) == SHARDS:
-        from trinity_lightning.config.processes import check_shards
-
-        check_shards(run, trainer)
-
-
-def _check_accelerator(trainer: Mapping[str, Any]) -> None:
-    if trainer.get("accelerator") in ("gpu", "cuda") and not gpu_count():
-        raise ConfigError(
-            f"trainer.accelerator is {trainer['accelerator']}, and this process sees no GPU: set trainer=cpu, or auto."
-        )
-    if trains_together(trainer):
-        from trinity_lightning.config.processes import check_processes_here
-
-        check_processes_here(trainer)
+def _has_own_trainer(config: DictConfig) -> bool:
+    """Whether Lightning's Trainer has other settings than those of trainer=auto, which every run may have."""
+    plain = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
+    return not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(plain)
 
 
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------
