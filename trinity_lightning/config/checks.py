@@ -14,7 +14,6 @@ from trinity_lightning.config.engines import (
     Capabilities,
     EngineSleep,
     capabilities_of,
-    gpu_count,
     require_vllm,
 )
 from trinity_lightning.config.models import BUILT_IN_MODELS, check_model_name
@@ -29,7 +28,6 @@ from trinity_lightning.config.schema import (
 )
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.training import Layout
-from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
 
@@ -202,7 +200,14 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     if can.is_vllm and not run.engine.urls:
         require_vllm()
     _check_engine(run, can)
-    _check_synchronizer(run, can)
+    if run.synchronizer.method != "auto" or run.synchronizer.folder is not None:
+        from trinity_lightning.config.servers import check_synchronizer
+
+        check_synchronizer(run, can)
+    if run.synchronizer.lora == "adapter":
+        from trinity_lightning.config.adapters import check_adapters
+
+        check_adapters(run)
     if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or sent:
         from trinity_lightning.config.servers import check_servers
 
@@ -211,11 +216,7 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     workflow_arguments(run.workflow.name, run.workflow.args, models)
     if run.eval_workflow is not None:
         workflow_arguments(run.eval_workflow, {}, models, "eval_workflow")
-    for operator in run.operators.values():
-        if operator.name == "judge" and operator.args.get("model") not in models:
-            message = unknown_name("auxiliary model", str(operator.args.get("model")), models)
-            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
-    if models:
+    if models or run.operators:
         from trinity_lightning.config.servers import check_asked
 
         check_asked(run)
@@ -228,35 +229,14 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
         owners = [name for name, each in CAPABILITIES.items() if given[0] in each.keys]
         owner = f"engine={owners[0]}" if len(owners) == 1 else "vLLM"
         raise ConfigError(f"engine.{given[0]} is of {owner}, and {label} does not read it: leave the key out.")
-    run.explorer.check_engine(label, can)
-    run.explorer.check_runners(label, can)
-    if can.is_vllm and (engine.args or engine.speculative):
-        from trinity_lightning.config.vllm_args import check_vllm_args
+    if run.explorer.samples_older_weights:
+        from trinity_lightning.config.older_weights import check_engine
 
-        check_vllm_args("engine", engine, in_process=not can.overlaps_training)
-    if engine.speculative and run.eval_sampling.min_p:
-        raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
-    if engine.sleep is EngineSleep.always and not gpu_count():
-        raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
+        check_engine(run.explorer, label, can)
+    if can.is_vllm and (engine.args or engine.speculative or engine.sleep is EngineSleep.always):
+        from trinity_lightning.config.vllm_args import check_vllm
 
-
-def _check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
-    """Refuse a way of sending weights that the engine does not take."""
-    synchronizer, engine = run.synchronizer, run.engine
-    method, methods = synchronizer.method, can.sync_methods
-    if method not in ("auto", *methods):
-        raise ConfigError(
-            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}: set "
-            f"synchronizer={methods[0]}, or auto."
-        )
-    if synchronizer.folder is not None and "checkpoint" not in methods:
-        raise ConfigError(
-            f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
-        )
-    if synchronizer.lora == "adapter":
-        from trinity_lightning.config.adapters import check_adapters
-
-        check_adapters(run)
+        check_vllm(run, in_process=not can.overlaps_training)
 
 
 def workflow_arguments(

@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -214,3 +214,25 @@ def _not_there(key: str, parent: Any) -> str:
     if OmegaConf.get_type(parent) is dict:
         return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
     return unknown_key(key, siblings)
+
+
+# -- sections that do not stand under their class's own key ------------------------------------------------------------
+
+
+def check_sections_by_other_names(config: DictConfig) -> None:
+    """Refuse them as a section refuses itself, which does not know under what name it stands; a ConfigError."""
+    for key, name, section in _sections_by_other_names(config):
+        try:
+            OmegaConf.to_object(section)
+        except ConfigError as error:
+            said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
+            raise ConfigError(said) from error
+
+
+def _sections_by_other_names(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
+    """Key, name in messages, and content of each."""
+    yield "eval_sampling", "sampling", config.eval_sampling
+    yield "buffer.expert.dataset", "taskset", config.buffer.expert.dataset
+    for group in ("tasksets", "eval_tasksets"):
+        for name, taskset in config[group].items():
+            yield f"{group}.{name}", "taskset", taskset

@@ -1,6 +1,8 @@
 """Rules of experiences that weights before the present ones sampled: of some steps ago, or of another run."""
 
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
+from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 
@@ -28,4 +30,27 @@ def check_corrected(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             "nothing corrects for experiences of older weights (explorer.sync_interval, sync_offset or stored): "
             "set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
+        )
+
+
+def check_engine(explorer: ExplorerConfig, engine: str, can: Capabilities) -> None:
+    """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
+
+    Args:
+        explorer: how explore steps are run.
+        engine: what to call it in the message.
+        can: what it can do.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if explorer.sync_interval > 1 and can.shares_weights:
+        raise ConfigError(
+            f"explorer.sync_interval is {explorer.sync_interval}, and {engine} generates with the training model "
+            "itself: leave the key out, or choose another engine."
+        )
+    if explorer.sync_offset > 0 and not can.overlaps_training:
+        raise ConfigError(
+            f"explorer.sync_offset is {explorer.sync_offset}, and {engine} cannot generate while the trainer trains. "
+            "Choose engine=vllm_server."
         )

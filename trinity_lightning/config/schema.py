@@ -3,15 +3,14 @@
 Lightning's own objects (trainer, loggers, callbacks) are free `_target_` nodes and have no schema here.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trinity_lightning.config.engines import Capabilities, EngineConfig, SynchronizerConfig
+from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, operator_configs, strategies
 from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, ModelConfig, OptimizerConfig
@@ -131,16 +130,10 @@ class TasksetConfig(Section, key="taskset"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        path = self.path if self.source == "dataset" else None
-        if path is not None:
-            from trinity_lightning.config.stored import check_dataset_path
+        if self.source == "reasoning_gym" or self.path is not None or self.size is not None:
+            from trinity_lightning.config.stored import check_taskset
 
-            check_dataset_path("taskset.path", path)
-        if self.size is not None and self.source != "reasoning_gym":
-            part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
-            raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {self.source}{part}.")
-        if self.split != "train" and self.source == "reasoning_gym":
-            raise ConfigError(f"taskset.split is {self.split}, and reasoning_gym has no splits: leave it out.")
+            check_taskset(self)
 
 
 @dataclass
@@ -237,40 +230,10 @@ class ExplorerConfig(Section, key="explorer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runner == "local" and self.ray_address is not None:
-            raise ConfigError(f"explorer.ray_address is {self.ray_address}, and needs explorer.runner=ray: set that.")
-        if self.ray_address is not None and "://" in self.ray_address:
-            raise ConfigError(f"explorer.ray_address is {self.ray_address!r}; give HOST:PORT, or auto.")
-        if self.reward_workers and self.runner == "ray":
-            raise ConfigError(
-                "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out."
-            )
+        if self.runner == "ray" or self.ray_address is not None:
+            from trinity_lightning.config.servers import check_runner
 
-    def check_engine(self, engine: str, can: Capabilities) -> None:
-        """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
-
-        Args:
-            engine: what to call it in the message.
-            can: what it can do.
-
-        Raises:
-            ConfigError: it cannot.
-        """
-        if self.sync_interval > 1 and can.shares_weights:
-            raise ConfigError(
-                f"explorer.sync_interval is {self.sync_interval}, and {engine} generates with the training model "
-                "itself: leave the key out, or choose another engine."
-            )
-        if self.sync_offset > 0 and not can.overlaps_training:
-            raise ConfigError(
-                f"explorer.sync_offset is {self.sync_offset}, and {engine} cannot generate while the trainer trains. "
-                "Choose engine=vllm_server."
-            )
-
-    def check_runners(self, engine: str, can: Capabilities) -> None:
-        """Refuse an engine that the runners cannot reach; a ConfigError. Arguments as `check_engine`."""
-        if self.runner == "ray" and not can.picklable:
-            raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
+            check_runner(self)
 
     @property
     def runners(self) -> int:
@@ -376,21 +339,11 @@ class BufferConfig(Section, key="buffer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.keep, bool) and self.keep != "sql":
-            raise ConfigError(f"buffer.keep is {self.keep!r}; give true, false or sql.")
-        if self.keep == "sql" or not self.has_rollouts:
+        plain = self.has_rollouts and self.keep is False and self.order == "fifo" and self.dataset == DatasetConfig()
+        if not plain or self.path or self.url:
             from trinity_lightning.config.stored import check_buffer
 
             check_buffer(self)
-        elif self.path or self.url:
-            raise ConfigError(
-                "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql): "
-                "leave them out."
-            )
-        if self.storage != "dataset" and self.dataset != DatasetConfig():
-            raise ConfigError(f"buffer.dataset has no effect with buffer.storage={self.storage}: set buffer=dataset.")
-        if self.order != "fifo" and self.storage != "sql":
-            raise ConfigError(f"buffer.order={self.order} needs buffer.storage=sql, not {self.storage}.")
 
     @property
     def has_rollouts(self) -> bool:
@@ -493,22 +446,13 @@ def typed_config(config: DictConfig) -> TrainConfig:
         ConfigError: a section refuses a value.
         OmegaConfBaseException: a value is missing.
     """
-    for key, name, section in _sections_by_other_names(config):
-        try:
-            OmegaConf.to_object(section)
-        except ConfigError as error:  # which does not know under what name it stands
-            said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
-            raise ConfigError(said) from error
-    return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
+    except ConfigError:
+        from trinity_lightning.config.explain import check_sections_by_other_names
 
-
-def _sections_by_other_names(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
-    """Key, name in messages, and content of the sections that do not stand under their class's own key."""
-    yield "eval_sampling", "sampling", config.eval_sampling
-    yield "buffer.expert.dataset", "taskset", config.buffer.expert.dataset
-    for group in ("tasksets", "eval_tasksets"):
-        for name, taskset in config[group].items():
-            yield f"{group}.{name}", "taskset", taskset
+        check_sections_by_other_names(config)
+        raise
 
 
 def config_dir(name: str) -> Path:

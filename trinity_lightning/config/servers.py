@@ -26,7 +26,7 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import check_model_name, load_tokenizer, resolve_model
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.registry import ASKING_WORKFLOWS
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.sections import OperatorConfig, Section, section_of
 from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
@@ -207,8 +207,12 @@ def _check_weighed(run: TrainConfig) -> None:
 
 
 def check_asked(run: TrainConfig) -> None:
-    """Refuse an auxiliary model that nothing asks, unless an operator or a workflow of your own may; a ConfigError."""
+    """Refuse a judge that is not there, and a model that nothing asks, as parts of your own may; a ConfigError."""
     models, operators = list(map(str, run.auxiliary_models)), list(run.operators.values())
+    for operator in operators:
+        if operator.name == "judge" and operator.args.get("model") not in models:
+            message = unknown_name("auxiliary model", str(operator.args.get("model")), models)
+            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
     workflows = {run.workflow.name: run.workflow.args}
     if run.eval_workflow is not None:
         workflows.setdefault(run.eval_workflow, {})
@@ -266,6 +270,7 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
         ConfigError: names the key and the fix.
     """
     if run.explorer.runner == "ray":
+        check_engine_for_ray(f"engine={run.engine.name}", can)
         require_ray()
         _check_ray(run)
     for name, model in run.auxiliary_models.items():
@@ -278,6 +283,21 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
             check_gpus_apart(key, engine.gpus, gpus_that_train(trainer, gpu_count()), gpu_count())
     if run.synchronizer.method in SENT:
         _check_gpu_to_gpu(run.synchronizer.method, run.engine, can, trainer.get("accelerator", AUTO))
+
+
+def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
+    """Refuse a way of sending weights that the engine does not take; a ConfigError."""
+    synchronizer, engine = run.synchronizer, run.engine
+    method, methods = synchronizer.method, can.sync_methods
+    if method not in ("auto", *methods):
+        raise ConfigError(
+            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}: set "
+            f"synchronizer={methods[0]}, or auto."
+        )
+    if synchronizer.folder is not None and "checkpoint" not in methods:
+        raise ConfigError(
+            f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
+        )
 
 
 def _check_policy_servers(run: TrainConfig) -> None:
@@ -427,6 +447,24 @@ def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int) -
             f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
             "key, or leave api_key_env out for a server that needs none."
         )
+
+
+def check_runner(explorer: ExplorerConfig) -> None:
+    """Refuse what the runners of explorer.runner do not use; a ConfigError."""
+    if explorer.runner == "local":
+        raise ConfigError(f"explorer.ray_address is {explorer.ray_address}, and needs explorer.runner=ray: set that.")
+    if explorer.ray_address is not None and "://" in explorer.ray_address:
+        raise ConfigError(f"explorer.ray_address is {explorer.ray_address!r}; give HOST:PORT, or auto.")
+    if explorer.reward_workers:
+        raise ConfigError(
+            "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out."
+        )
+
+
+def check_engine_for_ray(engine: str, can: Capabilities) -> None:
+    """Refuse an engine, of that name in the message, that runners in other processes cannot reach; a ConfigError."""
+    if not can.picklable:
+        raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
 
 
 def _check_ray(run: TrainConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import BUFFER_STORAGES, BufferConfig, ExpertConfig, TrainConfig
+from trinity_lightning.config.schema import BUFFER_STORAGES, BufferConfig, ExpertConfig, TasksetConfig, TrainConfig
 from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
 from trinity_lightning.config.values import nearest, number, whole_number
 from trinity_lightning.errors import ConfigError
@@ -102,7 +102,35 @@ def check_dataset_path(key: str, path: str | None) -> None:
         raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}")
 
 
+def check_taskset(taskset: TasksetConfig) -> None:
+    """Refuse what the source of a taskset does not have; a ConfigError."""
+    path = taskset.path if taskset.source == "dataset" else None
+    check_dataset_path("taskset.path", path)
+    if taskset.size is not None and taskset.source != "reasoning_gym":
+        part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
+        raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {taskset.source}{part}.")
+    if taskset.split != "train" and taskset.source == "reasoning_gym":
+        raise ConfigError(f"taskset.split is {taskset.split}, and reasoning_gym has no splits: leave it out.")
+
+
 def check_buffer(buffer: BufferConfig) -> None:
+    """Refuse a place to read from, or to keep rollouts in, that is none, and what a storage has not; a ConfigError."""
+    if not isinstance(buffer.keep, bool) and buffer.keep != "sql":
+        raise ConfigError(f"buffer.keep is {buffer.keep!r}; give true, false or sql.")
+    if buffer.keep == "sql" or not buffer.has_rollouts:
+        _check_places(buffer)
+    elif buffer.path or buffer.url:
+        raise ConfigError(
+            "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql): "
+            "leave them out."
+        )
+    if buffer.storage != "dataset" and buffer.dataset != DatasetConfig():
+        raise ConfigError(f"buffer.dataset has no effect with buffer.storage={buffer.storage}: set buffer=dataset.")
+    if buffer.order != "fifo" and buffer.storage != "sql":
+        raise ConfigError(f"buffer.order={buffer.order} needs buffer.storage=sql, not {buffer.storage}.")
+
+
+def _check_places(buffer: BufferConfig) -> None:
     """Refuse a place to read from, or to keep rollouts in, that is none; a ConfigError."""
     if buffer.has_rollouts:
         check_place("buffer", buffer.path, buffer.url)

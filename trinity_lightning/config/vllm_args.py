@@ -1,12 +1,22 @@
-"""Rules of vLLM's own arguments (engine.args), and of speculative decoding; imported by runs that set any of them."""
+"""Rules of vLLM's own arguments (engine.args), of speculative decoding and of sleep; imported by runs that set one."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_lightning.config.engines import EngineConfig, gpu_count
+from trinity_lightning.config.engines import EngineConfig, EngineSleep, gpu_count
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
+
+
+def check_vllm(run: TrainConfig, in_process: bool) -> None:
+    """Refuse settings of the policy's vLLM that cannot work with others, or on this machine; a ConfigError."""
+    check_vllm_args("engine", run.engine, in_process)
+    if run.engine.speculative and run.eval_sampling.min_p:
+        raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
+    if run.engine.sleep is EngineSleep.always and not gpu_count():
+        raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
 
 
 def check_vllm_args(key: str, engine: EngineConfig, in_process: bool) -> None:

@@ -260,7 +260,10 @@ class Explorer:
                     f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
                     f"make it a subclass of {Engine.__module__}.Engine."
                 )
-            config.check_engine(type(model).__name__, model.capabilities)
+            if config.samples_older_weights:
+                from trinity_lightning.config.older_weights import check_engine
+
+                check_engine(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
             from trinity_lightning.explorer.rewards.workers import check_all_importable
 

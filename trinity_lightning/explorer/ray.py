@@ -17,7 +17,7 @@ from typing import Any, cast
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import HeldModel, InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.config.servers import require_ray
+from trinity_lightning.config.servers import check_engine_for_ray, require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt, WorkflowRunner
@@ -436,7 +436,7 @@ def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
     require_ray()
     for model in models:
         if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
-            config.check_runners(type(model).__name__, model.capabilities)
+            check_engine_for_ray(type(model).__name__, model.capabilities)
 
 
 def _check_reachable(address: str) -> None:
