@@ -11,12 +11,12 @@ from torch import Tensor
 from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.sections import OperatorConfig
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.refill import MoreRollouts
+    from trinity_lightning.config.operators import OperatorConfig
 
 # Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.
 StepKeeper = Callable[[int, list[Experience]], object]
@@ -63,7 +63,7 @@ class ExperienceDataModule(UnmovedDataModule):
         optimizer_steps: int = 1,
         inner_epochs: int = 1,
         seed: int = 0,
-        operators: Sequence[OperatorConfig] = (),
+        operators: "Sequence[OperatorConfig]" = (),
         auxiliary_models: "AuxiliaryModels | None" = None,
         folder: str | Path | None = None,
         keep: StepKeeper | None = None,

@@ -10,12 +10,12 @@ from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.runs import Untrained, forget_raw_reward, forget_reason
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.sections import OperatorConfig
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.operators.experience_operator import OperatorChain
     from trinity_lightning.buffer.refill import MoreRollouts
+    from trinity_lightning.config.operators import OperatorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ExperiencePipeline:
         self,
         add_strategy: StrategySpec,
         writer: BufferWriter,
-        operators: Sequence[OperatorConfig] = (),
+        operators: "Sequence[OperatorConfig]" = (),
         *,
         auxiliary_models: "AuxiliaryModels | None" = None,
         folder: str | Path | None = None,
@@ -146,7 +146,7 @@ class ExperiencePipeline:
 
 
 def _chain(
-    operators: Sequence[OperatorConfig], auxiliary_models: "AuxiliaryModels | None", folder: str | Path | None
+    operators: "Sequence[OperatorConfig]", auxiliary_models: "AuxiliaryModels | None", folder: str | Path | None
 ) -> "OperatorChain":
     from trinity_lightning.buffer.operators.experience_operator import OperatorChain  # an option
 

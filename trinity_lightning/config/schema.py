@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.sections import Section, checked, operator_configs, strategies
+from trinity_lightning.config.sections import Section, checked, strategies
 from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
@@ -419,7 +419,10 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seed(self.seed)
-        self.operators = operator_configs(self.operators)
+        if self.operators:
+            from trinity_lightning.config.operators import operator_configs
+
+            self.operators = operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         if self.auxiliary_models:
             from trinity_lightning.config.servers import auxiliary_configs

@@ -156,25 +156,6 @@ class PartConfig:
     args: dict[str, Any] = field(default_factory=dict)
 
 
-class OnError(Enum):
-    """What follows when an operator fails: `stop` the run, or `skip` the operator for this explore step."""
-
-    stop = "stop"
-    skip = "skip"
-
-
-@dataclass
-class OperatorConfig(PartConfig):
-    """One experience operator.
-
-    Attributes:
-        on_error: `stop`, with the step's experiences saved to `rejected/`; or `skip`: the step goes on as if the
-            operator were not there.
-    """
-
-    on_error: OnError = OnError.stop
-
-
 P = TypeVar("P", bound=PartConfig)
 
 
@@ -207,21 +188,6 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
     if not isinstance(args, Mapping):
         raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
     return kind(**{**entry, "name": name, "args": dict(args)})
-
-
-def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
-    """The operators of {label: {name, args, on_error}}, in order.
-
-    Raises:
-        ConfigError: an unknown operator or key, or a value of the wrong kind.
-    """
-    operators = {label: part_config(f"operators.{label}", it, label, OperatorConfig) for label, it in group.items()}
-    for label, operator in operators.items():
-        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
-        if not isinstance(operator.on_error, OnError):
-            one_of(f"operators.{label}.on_error", operator.on_error, [each.value for each in OnError])
-            operator.on_error = OnError(operator.on_error)
-    return operators
 
 
 def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:

@@ -24,10 +24,11 @@ from trinity_lightning.config.engines import (
     require_vllm,
 )
 from trinity_lightning.config.models import check_model_name, load_tokenizer, resolve_model
+from trinity_lightning.config.operators import OperatorConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.sections import OperatorConfig, Section, section_of
+from trinity_lightning.config.sections import Section, section_of
 from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
 from trinity_lightning.errors import ConfigError

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trinity_lightning.config.operators import OnError
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import OnError, Section, checked
+from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.servers import TEACHER_OPERATOR
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.config.values import number, one_of

@@ -21,8 +21,8 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import Untrained, keep_raw_reward
+from trinity_lightning.config.operators import OnError, OperatorConfig
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.sections import OnError, OperatorConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, OperatorError
 
