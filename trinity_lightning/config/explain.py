@@ -1,13 +1,15 @@
 """Errors of Hydra, OmegaConf and YAML as one sentence: the file or the key, what is allowed, the nearest match."""
 
 import argparse
+import logging
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
@@ -18,7 +20,7 @@ from trinity_lightning.config.hydra import CONFIG_ERRORS
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.values import nearest, unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
@@ -62,7 +64,7 @@ def explain(error: BaseException) -> str:
     return place + (_explain_choice(root) or sentence_of(root))
 
 
-def explain_composition(error: ValueError | OSError | RecursionError) -> str | None:
+def explain_composition(error: Exception) -> str | None:
     """One sentence for what Python raised while Hydra composed, or made the run's folder; None if anybody else did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
@@ -153,6 +155,44 @@ def _root(error: BaseException) -> BaseException:
         cause = error.__context__
     wrapped = isinstance(error, ConfigCompositionException | OmegaConfBaseException)
     return _root(cause) if wrapped and isinstance(cause, CONFIG_ERRORS) else error
+
+
+# -- how a command ends -----------------------------------------------------------------------------------------------
+
+
+def end_run(error: TrinityError | OmegaConfBaseException, folder: str | Path | None) -> NoReturn:
+    """Say what ended a run, to its log with the traceback, and exit: 2 for the configuration, 143 for SIGTERM, else 1.
+
+    Args:
+        error: what ended it.
+        folder: the run's, if this process made it: removed if a wrong configuration left nothing in it.
+    """
+    sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
+    record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, sentence, None, sys.exc_info())
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+    print(f"trinity-lightning: {sentence}", file=sys.stderr)
+    if not isinstance(error, CONFIG_ERRORS):
+        sys.exit(143 if isinstance(error, RankTerminatedError) else 1)
+    if folder is not None:
+        _discard_unused(Path(folder))
+    sys.exit(2)
+
+
+def _discard_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it wrote more than its log."""
+    inside = [path for path in folder.rglob("*") if path.is_file()]
+    if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_command(error: Exception) -> None:
+    """Say what ended a command before its run began, and exit; nothing if it was neither Hydra nor one of ours."""
+    sentence = explain(error) if isinstance(error, CONFIG_ERRORS) else explain_composition(error)
+    if sentence is not None:
+        print(f"trinity-lightning: {sentence}", file=sys.stderr)
+        sys.exit(2)
 
 
 # -- what OmegaConf says of a value -----------------------------------------------------------------------------------

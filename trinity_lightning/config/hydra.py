@@ -1,10 +1,8 @@
 """Hydra's side of the configuration: what is registered with it, folders of runs, and commands."""
 
-import logging
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from yaml import YAMLError
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
-from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
+from trinity_lightning.errors import ConfigError, TrinityError
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
@@ -104,15 +102,6 @@ def _new_folder(folder: Path) -> Path:
             folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
         except OSError as error:
             raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
-
-
-def discard_unused(folder: str | Path) -> None:
-    """Remove the folder, made by this process, of a run that was refused before it wrote more than its log."""
-    if Path(folder).resolve() not in _made:
-        return
-    inside = [path for path in Path(folder).rglob("*") if path.is_file()]
-    if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:
@@ -208,19 +197,9 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     except (TrinityError, OmegaConfBaseException) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
-        sentence = str(error)
-        if isinstance(error, OmegaConfBaseException):
-            from trinity_lightning.config.explain import explain
+        from trinity_lightning.config.explain import end_run
 
-            sentence = explain(error)
-        record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, sentence, None, sys.exc_info())
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.FileHandler):
-                handler.handle(record)
-        print(f"trinity-lightning: {sentence}", file=sys.stderr)
-        if isinstance(error, CONFIG_ERRORS):
-            discard_unused(folder)
-        sys.exit(2 if isinstance(error, CONFIG_ERRORS) else 143 if isinstance(error, RankTerminatedError) else 1)
+        end_run(error, folder if Path(folder).resolve() in _made else None)
 
 
 def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
@@ -241,13 +220,10 @@ def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
             OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
         command()
     except (*CONFIG_ERRORS, ValueError, OSError, RecursionError) as error:
-        from trinity_lightning.config.explain import explain, explain_composition
+        from trinity_lightning.config.explain import end_command
 
-        sentence = explain(error) if isinstance(error, CONFIG_ERRORS) else explain_composition(error)
-        if sentence is None:
-            raise
-        print(f"trinity-lightning: {sentence}", file=sys.stderr)
-        sys.exit(2)
+        end_command(error)
+        raise
     except KeyboardInterrupt:
         print("trinity-lightning: interrupted.", file=sys.stderr)
         sys.exit(130)
