@@ -11,23 +11,33 @@ import numpy as np
 
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.taskset import Entries, TaskSelection, Taskset, place_of
+from trinity_lightning.explorer.tasks.taskset import Entries, Order, TaskSelection, Taskset, place_of
 
 # -- tasks by how difficult their entries say they are ----------------------------------------------------------------
 
 
-def ranking(entries: Entries, name: str, field: str | None) -> list[int]:
-    """Positions of the entries by the number in a field, lowest first; equal ones in their own order."""
-    if field is None:
-        raise ConfigError(f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.")
-    difficulties: list[float] = []
-    for index in range(len(entries)):
-        value = entries[index].get(field)
-        if not isinstance(value, Real) or not math.isfinite(value):
-            where = place_of(entries, index)
-            raise ConfigError(f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.")
-        difficulties.append(float(value))
-    return sorted(range(len(difficulties)), key=lambda index: difficulties[index])
+class Ranking(Order):
+    """`easy_to_hard`: the entries by the number in a field, lowest first; equal ones in their own order.
+
+    Raises:
+        ConfigError: no field, or an entry whose field is no number.
+    """
+
+    def __init__(self, entries: Entries, name: str, field: str | None) -> None:
+        super().__init__(len(entries), None)
+        if field is None:
+            raise ConfigError(f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.")
+        difficulties: list[float] = []
+        for index in range(len(entries)):
+            value = entries[index].get(field)
+            if not isinstance(value, Real) or not math.isfinite(value):
+                where = place_of(entries, index)
+                raise ConfigError(f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.")
+            difficulties.append(float(value))
+        self._ranking = sorted(range(len(difficulties)), key=lambda index: difficulties[index])
+
+    def _at(self, epoch: int, offset: int) -> int:
+        return self._ranking[offset]
 
 
 # -- tasks by how often they are solved -------------------------------------------------------------------------------
@@ -39,8 +49,8 @@ TARGET_PASS_RATE = 0.5
 MEMORY = 0.8
 
 
-class DifficultySelector:
-    """Picks the tasks whose pass rate is likely to be nearest to one half.
+class DifficultySelector(Order):
+    """`by_difficulty`: picks the tasks whose pass rate is likely to be nearest to one half.
 
     Every task's pass rate has a Beta distribution, uniform at first, of its rollouts so far; each pick draws a rate for
     every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the nearest ones, so that tasks which were
@@ -52,31 +62,21 @@ class DifficultySelector:
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        self._seed = seed
+        super().__init__(size, None)
+        self._draws = seed
         self._passes = np.zeros(size)
         self._fails = np.zeros(size)
 
-    def pick(self, n: int, position: int) -> list[int]:
-        """n tasks, each once if there are as many.
-
-        Args:
-            n: how many.
-            position: tasks picked before, for draws of its own.
-        """
-        rates = np.random.default_rng([self._seed, position]).beta(1 + self._passes, 1 + self._fails)
+    def indices(self, begin: int, end: int) -> list[int]:
+        """So many tasks, each once if there are as many; those picked before make the draws these ones' own."""
+        rates = np.random.default_rng([self._draws, begin]).beta(1 + self._passes, 1 + self._fails)
         nearest = np.argsort(np.abs(rates - TARGET_PASS_RATE), kind="stable").tolist()
-        return [nearest[i % len(nearest)] for i in range(n)]
+        return [nearest[i % len(nearest)] for i in range(end - begin)]
 
-    def update(self, indices: Sequence[int], pass_rates: Sequence[float], rollouts: Sequence[int]) -> None:
-        """Take note of tried tasks.
-
-        Args:
-            indices: which tasks.
-            pass_rates: mean reward of each, clipped to [0, 1].
-            rollouts: how many rollouts each mean is of.
-        """
-        for index, rate, count in zip(indices, pass_rates, rollouts, strict=True):
-            rate = min(max(rate, 0.0), 1.0)
+    def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
+        """Take note of tried tasks: by entry the mean reward, clipped to [0, 1], and how many rollouts it is of."""
+        for index, (mean, count) in sorted(pass_rates.items()):
+            rate = min(max(mean, 0.0), 1.0)
             self._passes[index] = MEMORY * self._passes[index] + rate * count
             self._fails[index] = MEMORY * self._fails[index] + (1 - rate) * count
 
@@ -89,6 +89,11 @@ class DifficultySelector:
         """Restore what `state_dict` returned."""
         self._passes[:], self._fails[:] = 0.0, 0.0
         self._passes[state["tried"]], self._fails[state["tried"]] = state["passes"], state["fails"]
+
+
+def order_by_difficulty(order: str, entries: Entries, name: str, seed: int, field: str | None) -> Order:
+    """The order of that name, `easy_to_hard` or `by_difficulty`, of a taskset's entries."""
+    return Ranking(entries, name, field) if order == "easy_to_hard" else DifficultySelector(len(entries), seed)
 
 
 # -- several of them --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,29 @@ def _rows(taskset: "TasksetConfig") -> set[tuple[str, int]]:
     return {(each.splitname, row) for each in slices for row in range(each.from_, each.to)}
 
 
-def check_first_entries(taskset: "Taskset") -> None:
-    """Refuse entries without a prompt before an engine is loaded; a ConfigError that names file and line."""
+def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset":
+    """The taskset that a configuration describes, of reasoning-gym or of a dataset.
+
+    The first entries of a dataset are looked at, for one without a prompt to be refused by file and line before an
+    engine is loaded.
+
+    Args:
+        config: the configuration.
+        settings: what tasksets of every source take, see `TasksetOptions`.
+
+    Raises:
+        ConfigError: a path or size that is missing, or as the source says.
+    """
+    from trinity_lightning.explorer.tasks.taskset import Taskset
+
+    if config.path is None:
+        raise ConfigError(f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.")
+    if config.source == "reasoning_gym":
+        if config.size is None:
+            raise ConfigError(f"taskset.size of '{config.name}' is not given: say how many entries.")
+        return Taskset.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **settings, **config.args)
+    settings = {**settings, "difficulty_field": config.difficulty_field}
+    taskset = Taskset.from_dataset(config.path, config.split, name=config.name, **settings, **config.args)
     for index in range(min(len(taskset), FIRST_ENTRIES)):
         taskset[index]
+    return taskset

@@ -6,19 +6,18 @@ import functools
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
 from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.task import Formatter
+from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
-if TYPE_CHECKING:
-    from trinity_lightning.explorer.tasks.selection import DifficultySelector
+Format = Callable[[Mapping[str, Any]], dict[str, Any]]  # from an entry to a raw task
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
@@ -95,6 +94,43 @@ class TaskSelection(ABC):
         """Go on where `state_dict` was taken."""
 
 
+# -- the order of one taskset -----------------------------------------------------------------------------------------
+
+
+class Order:
+    """Which entries follow each other: `sequential` or `shuffled`. Others are in `selection`.
+
+    Args:
+        size: how many entries there are.
+        seed: of the permutations, each of which depends on size, seed and epoch alone; None: as the source has them.
+    """
+
+    def __init__(self, size: int, seed: int | None) -> None:
+        self._size, self._seed = size, seed
+
+    def indices(self, begin: int, end: int) -> list[int]:
+        """The entries at these positions, counted since the first epoch began."""
+        return [self._at(*divmod(position, self._size)) for position in range(begin, end)]
+
+    def _at(self, epoch: int, offset: int) -> int:
+        return offset if self._seed is None else int(_permutation(self._size, self._seed, epoch)[offset])
+
+    def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
+        """Take note of mean rewards, and of how many rollouts, by entry; only `by_difficulty` makes use of it."""
+
+    def state_dict(self) -> Any:
+        """What is known besides the position."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what `state_dict` returned."""
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of one epoch, as positions in the source, [size]."""
+    return np.random.default_rng([seed, epoch]).permutation(size)
+
+
 # -- one taskset ------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +140,7 @@ SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 class TasksetOptions(TypedDict, total=False):
     """What tasksets of every source take; see `Taskset`."""
 
-    formatter: Formatter | None
+    formatter: Format | None
     order: str
     epochs: int | None
     difficulty_field: str | None
@@ -139,7 +175,7 @@ class Taskset(TaskSelection):
         entries: Entries,
         *,
         name: str = "taskset",
-        formatter: Formatter | None = None,
+        formatter: Format | None = None,
         order: str = "shuffled",
         seed: int = 0,
         epochs: int | None = None,
@@ -155,18 +191,18 @@ class Taskset(TaskSelection):
         self.seed = seed
         self.epochs = epochs
         self._entries = entries
-        self._formatter = formatter or Formatter()
+        if formatter is None:
+            from trinity_lightning.explorer.tasks.formatter import Formatter
+
+            formatter = Formatter()
+        self._formatter = formatter
         self._position = 0  # raw tasks handed out since the first epoch began
-        self._ranking: list[int] | None = None
-        self._selector: DifficultySelector | None = None
-        if order == "easy_to_hard":
-            from trinity_lightning.explorer.tasks.selection import ranking
+        if order in ("sequential", "shuffled"):
+            self._order = Order(len(entries), seed if order == "shuffled" else None)
+        else:
+            from trinity_lightning.explorer.tasks.selection import order_by_difficulty
 
-            self._ranking = ranking(entries, name, difficulty_field)
-        elif order == "by_difficulty":
-            from trinity_lightning.explorer.tasks.selection import DifficultySelector
-
-            self._selector = DifficultySelector(len(entries), seed)
+            self._order = order_by_difficulty(order, entries, name, seed, difficulty_field)
         self[0]  # a wrong field name shows now, not in the middle of a run
 
     @classmethod
@@ -188,7 +224,8 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
         """
-        return cls(addition_entries(split, low, high, heldout), name=name, seed=seed, **options)
+        raw_tasks = addition_entries(split, low, high, heldout)
+        return cls(raw_tasks, name=name, seed=seed, **{"formatter": dict, **options})
 
     @classmethod
     def from_reasoning_gym(
@@ -198,7 +235,7 @@ class Taskset(TaskSelection):
         seed: int = 0,
         *,
         taskset_name: str | None = None,
-        formatter: Formatter | None = None,
+        formatter: Format | None = None,
         order: str = "shuffled",
         epochs: int | None = None,
         **kwargs: Any,
@@ -262,22 +299,17 @@ class Taskset(TaskSelection):
         for key in config.args:
             if key not in known:
                 raise ConfigError(unknown_name(f"argument of source '{config.source}'", key, known))
-        formatter = Formatter(config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
-        common: dict[str, Any] = {"formatter": formatter, "order": config.order, "seed": config.seed, "epochs": epochs}
-        if config.source == "addition":
-            return cls.addition(config.split, name=config.name, **common, **config.args)
-        if config.path is None:
-            raise ConfigError(f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.")
-        if config.source == "reasoning_gym":
-            if config.size is None:
-                raise ConfigError(f"taskset.size of '{config.name}' is not given: say how many entries.")
-            return cls.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **common, **config.args)
-        from trinity_lightning.explorer.tasks.sources import check_first_entries
+        settings: dict[str, Any] = {"order": config.order, "seed": config.seed, "epochs": epochs}
+        fields = (config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
+        if fields != (PROMPT, ANSWER, MESSAGES, None):
+            from trinity_lightning.explorer.tasks.formatter import Formatter
 
-        common["difficulty_field"] = config.difficulty_field
-        taskset = cls.from_dataset(config.path, config.split, name=config.name, **common, **config.args)
-        check_first_entries(taskset)
-        return taskset
+            settings["formatter"] = Formatter(*fields)
+        if config.source == "addition":
+            return cls.addition(config.split, name=config.name, **settings, **config.args)
+        from trinity_lightning.explorer.tasks.sources import taskset_of
+
+        return taskset_of(config, settings)
 
     @property
     def tasksets(self) -> Mapping[str, Taskset]:
@@ -313,25 +345,14 @@ class Taskset(TaskSelection):
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))
-        if self._selector is not None:
-            indices = self._selector.pick(end - self._position, self._position)
-        else:
-            indices = [self._index_at(position) for position in range(self._position, end)]
+        indices = self._order.indices(self._position, end)
         batch = [self[index] for index in indices]
         self._position = end
         return batch
 
-    def _index_at(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self))
-        if self._ranking is not None:
-            return self._ranking[offset]
-        return offset if self.order == "sequential" else int(_permutation(len(self), self.seed, epoch)[offset])
-
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
-        """See `TaskSelection.update`; only the order `by_difficulty` makes use of it."""
-        if self._selector is not None and (own := pass_rates.get(self.name)):
-            indices = sorted(own)
-            self._selector.update(indices, [own[i][0] for i in indices], [own[i][1] for i in indices])
+        """See `TaskSelection.update`."""
+        self._order.update(pass_rates.get(self.name, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor of."""
@@ -341,7 +362,7 @@ class Taskset(TaskSelection):
             "seed": self.seed,
             "order": self.order,
             "position": self._position,
-            "difficulty": None if self._selector is None else self._selector.state_dict(),
+            "difficulty": self._order.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -364,11 +385,4 @@ class Taskset(TaskSelection):
                 "at other tasks. Resume with the saved taskset, or start a new run."
             )
         self._position = state["position"]
-        if self._selector is not None:
-            self._selector.load_state_dict(state["difficulty"])
-
-
-@functools.lru_cache(maxsize=8)
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of one epoch, as positions in the source, [size]."""
-    return np.random.default_rng([seed, epoch]).permutation(size)
+        self._order.load_state_dict(state["difficulty"])
