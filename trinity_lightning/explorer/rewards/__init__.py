@@ -32,14 +32,14 @@ class Reward:
         name: what its metrics carry.
         function: what is called.
         weight: its share in the sum.
-        path: the dotted path at which other processes find the function; None for one that belongs in this process: a
-            judge that asks the run's models, or a coroutine function, which waits on the event loop.
+        given: what stands for the function in the configuration, or the function itself; None for one that belongs in
+            this process, such as a judge that asks the run's models.
     """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
-    path: str | None = None
+    given: Any = None
 
 
 # The processes that call the reward functions of the rollouts in this context; None: this one does.
@@ -86,13 +86,15 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
     scorer = SCORER.get()
     total, metrics = 0.0, {}
     for reward in rewards:
-        if scorer is None or reward.path is None:
-            value, its_metrics = worth(reward, await _call(reward, response, task))
-        else:
-            value, its_metrics = await scorer.worth(reward, response, task)
+        value, its_metrics = await (worth_here if scorer is None else scorer.worth)(reward, response, task)
         metrics |= its_metrics
         total += reward.weight * value
     return total, metrics
+
+
+async def worth_here(reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
+    """What a response is worth by one reward function, called in this process; see `worth`."""
+    return worth(reward, await _call(reward, response, task))
 
 
 def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
@@ -119,7 +121,7 @@ def raised(name: str, error: BaseException) -> RewardError:
 
 async def _call(reward: Reward, response: str, task: Task) -> Any:
     try:
-        if _is_async(reward.function):
+        if is_async(reward.function):
             return await cast("Awaitable[Any]", reward.function(response, task))
         # In a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out.
         value = await run_in_thread(lambda: reward.function(response, task))
@@ -143,7 +145,7 @@ def _reward(entry: Any, weight: Any) -> Reward:
         return entry
     function = _function(entry)
     number(f"weight of reward function {entry!r}", weight)
-    return Reward(_name(entry, function), function, float(weight), _path(entry, function))
+    return Reward(_name(entry, function), function, float(weight), entry)
 
 
 def _function(entry: Any) -> RewardFunction:
@@ -161,7 +163,7 @@ def _function(entry: Any) -> RewardFunction:
     return cast("RewardFunction", function)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     """Whether it is a coroutine function, or an object whose call is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
@@ -170,16 +172,6 @@ def _name(entry: Any, function: Any) -> str:
     if isinstance(entry, str):
         return entry.rpartition(".")[2]
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _path(entry: Any, function: Any) -> str | None:
-    """Where the function is found by import; of a lambda, say, where it should be. None: see `Reward`."""
-    if _is_async(function):
-        return None
-    if isinstance(entry, str) and entry not in REWARDS:
-        return entry
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _is_pair(entry: Any) -> bool:

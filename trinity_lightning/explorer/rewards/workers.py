@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import Reward, raised, worth
+from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, raised, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -76,14 +76,16 @@ class RewardWorkers:
         await run_in_thread(self._end)
 
     async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
-        """What a response is worth by one reward function, before weighting, and its metrics.
+        """What a response is worth by one reward function, before weighting, and its metrics; see `_path_of`.
 
         Raises:
             ConfigError: the function cannot be imported, or the task cannot be sent.
             RewardError: the function raised or returned no finite number, took too long, or ended its process.
             RolloutError: the processes ended before they called it.
         """
-        arguments = (reward.name, check_importable(reward), response, _sendable(reward, task))
+        if (path := check_importable(reward)) is None:
+            return await worth_here(reward, response, task)
+        arguments = (reward.name, path, response, _sendable(reward, task))
         pool = await self._running()
         try:
             future = pool.schedule(_call, args=arguments, timeout=self._timeout)
@@ -135,9 +137,25 @@ def _sendable(reward: Reward, task: Task) -> bytes:
         ) from error
 
 
-def check_importable(reward: Reward) -> str:
-    """The path by which another process finds the function; a ConfigError if it does not."""
-    path = reward.path or ""
+def _path_of(reward: Reward) -> str | None:
+    """The dotted path at which other processes find the function; of a lambda, say, where it should be.
+
+    None for one that belongs in this process: a judge that asks the run's models, or a coroutine function, which waits
+    on the event loop.
+    """
+    given, function = reward.given, reward.function
+    if given is None or is_async(function):
+        return None
+    if isinstance(given, str) and given not in REWARDS:
+        return given
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def check_importable(reward: Reward) -> str | None:
+    """See `_path_of`; a ConfigError if another process does not find the function there."""
+    if (path := _path_of(reward)) is None:
+        return None
     try:
         found = import_object(path) is reward.function
     except ValueError:
@@ -154,8 +172,7 @@ def check_importable(reward: Reward) -> str:
 def check_all_importable(rewards: Iterable[Reward]) -> None:
     """Refuse functions that only this process has, unless they are made for it; a ConfigError."""
     for reward in rewards:
-        if reward.path is not None:
-            check_importable(reward)
+        check_importable(reward)
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------

@@ -7,13 +7,27 @@ from typing import Any
 import torch
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.judge import check_prompt, filled, read_score
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.workflows.single_turn import SimpleWorkflow
+
+
+class AskingWorkflow(SimpleWorkflow):
+    """Base of the workflows that ask an auxiliary model."""
+
+    def auxiliary_model(self, index: int) -> InferenceModel:
+        """One of the auxiliary models; ConfigError if there are not so many."""
+        if not 0 <= index < len(self.auxiliary_models):
+            raise ConfigError(
+                f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}: "
+                "give the explorer auxiliary models."
+            )
+        return self.auxiliary_models[index]
+
 
 # -- judged by another model ------------------------------------------------------------------------------------------
 
@@ -55,7 +69,7 @@ class JudgeArguments:
         whole_number("judge", self.judge, least=0)
 
 
-class JudgeWorkflow(SimpleWorkflow):
+class JudgeWorkflow(AskingWorkflow):
     """Single turn; the reward is an auxiliary model's score from 0 to 1 (metric `reward/judge`), added to what the
     task's reward functions give.
 
@@ -101,7 +115,7 @@ class DistillArguments:
         whole_number("teacher", self.teacher, least=0)
 
 
-class OnPolicyDistillWorkflow(SimpleWorkflow):
+class OnPolicyDistillWorkflow(AskingWorkflow):
     """Single turn; `teacher_logprobs` of each Experience are an auxiliary model's, for the add strategy of that name.
 
     The teacher reads the policy's own token ids: it must have the same vocabulary, and a context longer than the

@@ -1,6 +1,5 @@
 """How to try a task: the base classes of workflows, and their names."""
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task, prompt_text_of
@@ -142,26 +140,9 @@ class RewardedWorkflow(Workflow):
         """
         if cls.arguments_class is None:
             return None
-        fields = dataclasses.fields(cls.arguments_class)
-        names = [field.name for field in fields]
-        for name in workflow_args:
-            if name not in names:
-                raise ConfigError(unknown_name(f"argument of workflow '{cls.name}'", name, names))
-        missing = dataclasses.MISSING
-        for field in fields:
-            required = field.default is missing and field.default_factory is missing
-            if required and workflow_args.get(field.name) is None:
-                raise ConfigError(f"workflow '{cls.name}' needs workflow.args.{field.name}.")
-        return cls.arguments_class(**workflow_args)
+        from trinity_lightning.explorer.workflows.arguments import arguments_of
 
-    def auxiliary_model(self, index: int) -> InferenceModel:
-        """One of the auxiliary models; ConfigError if there are not so many."""
-        if not 0 <= index < len(self.auxiliary_models):
-            raise ConfigError(
-                f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}: "
-                "give the explorer auxiliary models."
-            )
-        return self.auxiliary_models[index]
+        return arguments_of(cls.name, cls.arguments_class, workflow_args)
 
 
 WORKFLOWS: Registry[type[Workflow]] = Registry("workflow")
