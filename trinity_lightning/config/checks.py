@@ -160,7 +160,7 @@ def _check_training(run: TrainConfig) -> None:
     if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
     if run.optimizer.warmup_steps or run.optimizer.total_steps:
-        from trinity_lightning.config.schedules import check_schedule  # an option
+        from trinity_lightning.config.optimizers import check_schedule  # an option
 
         check_schedule(run.optimizer, run.steps * run.items)
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":

@@ -7,13 +7,12 @@ from typing import Any
 
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.sections import Section, checked
-from trinity_lightning.config.values import number, one_of, url, whole_number
+from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
 # Ways by which weights are sent to servers without a file, and the arguments of vLLM that each sets.
 SET_BY = {"nccl": ("weight_transfer_config",), "ipc": ("weight_transfer_config", "worker_extension_cls")}
 SENT = tuple(SET_BY)
-SYNC_METHODS = ("auto", "memory", "checkpoint", *SENT)
 TRAINER_GPU = 0  # Lightning trains on the first of one
 
 
@@ -154,11 +153,10 @@ class EngineConfig(Section, key="engine"):
     def __post_init__(self) -> None:
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         super().__post_init__()
-        for each in self.urls:
-            url("engine.urls", each, "http://node7:8000")
-        gpus = list(self.gpus or ())
-        if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
-            raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
+        if self.urls or self.gpus:
+            from trinity_lightning.config.servers import check_places
+
+            check_places(self)
 
     @property
     def quantizes(self) -> bool:
@@ -200,13 +198,10 @@ class SynchronizerConfig(Section, key="synchronizer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method == "tcp":
-            raise ConfigError("synchronizer.method=tcp is no more: set synchronizer=checkpoint, or nccl between GPUs.")
-        one_of("synchronizer.method", self.method, SYNC_METHODS)
-        if self.folder is not None and self.method in SENT:
-            raise ConfigError(
-                f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={self.method}: leave it out."
-            )
+        if self.method != "auto":
+            from trinity_lightning.config.servers import check_method
+
+            check_method(self)
 
 
 def gpu_count() -> int:

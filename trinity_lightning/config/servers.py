@@ -20,6 +20,7 @@ from trinity_lightning.config.engines import (
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
+    SynchronizerConfig,
     gpu_count,
     require_vllm,
 )
@@ -29,12 +30,33 @@ from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.sections import Section, section_of
-from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
+from trinity_lightning.config.values import AUTO, one_of, unknown_name, url, whole_number
 from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
 from trinity_lightning.errors import ConfigError
 
 TEACHER_OPERATOR, TEACHER_WORKFLOW = "teacher_top_k", "on_policy_distill"  # they ask a teacher
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
+
+
+def check_places(engine: EngineConfig) -> None:
+    """Refuse URLs and GPUs of servers that are none; a ConfigError."""
+    for each in engine.urls:
+        url("engine.urls", each, "http://node7:8000")
+    gpus = list(engine.gpus or ())
+    if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+        raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
+
+
+def check_method(synchronizer: SynchronizerConfig) -> None:
+    """Refuse a way of sending weights that there is not, and a folder that it does not write to; a ConfigError."""
+    method, folder = synchronizer.method, synchronizer.folder
+    if method == "tcp":
+        raise ConfigError("synchronizer.method=tcp is no more: set synchronizer=checkpoint, or nccl between GPUs.")
+    one_of("synchronizer.method", method, ("auto", "memory", "checkpoint", *SENT))
+    if folder is not None and method in SENT:
+        raise ConfigError(
+            f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={method}: leave it out."
+        )
 
 
 def visible_gpus() -> list[str] | None:

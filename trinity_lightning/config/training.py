@@ -1,6 +1,5 @@
 """The typed sections that say what is trained and how, and the settings of Lightning's Trainer that go with them."""
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -336,20 +335,12 @@ class OptimizerConfig(Section, key="optimizer"):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
-        self._check_name()
+        if self.name != "adamw" or self.args:
+            from trinity_lightning.config.optimizers import check_optimizer
+
+            check_optimizer(self)
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
         one_of("optimizer.lr_scheduler", self.lr_scheduler.name, PARTS["schedule"], with_paths=True)
-
-    def _check_name(self) -> None:
-        """Refuse an optimizer whose package is missing, and settings of another; a ConfigError."""
-        if self.name in ADAM and self.args:
-            raise ConfigError(f"optimizer.args are of your own optimizer: {self.name} has betas, eps and weight_decay.")
-        if self.name not in ADAM and (list(self.betas), self.eps) != (BETAS, EPS):
-            raise ConfigError(f"optimizer.betas and eps are of {' and '.join(ADAM)}: {self.name} has optimizer.args.")
-        if taken := sorted({"lr", "weight_decay"} & self.args.keys()):
-            raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
-        if self.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise ConfigError("optimizer.name=adamw_8bit needs torchao: pip install 'trinity-lightning[optim]'.")
 
 
 # Each precision that a policy trains in, by Lightning's names of it.
