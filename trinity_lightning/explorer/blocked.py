@@ -1,6 +1,7 @@
-"""What blocks an event loop that runs in another thread, for messages."""
+"""What blocks an event loop that runs in another thread, and what is said of it."""
 
 import asyncio
+import logging
 import sys
 import sysconfig
 import threading
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.workflows.workflow import Workflow
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
@@ -25,9 +29,20 @@ def blocker_of(thread: threading.Thread) -> str | None:
     return None if place is None else place + workflow
 
 
-def stack_of(thread: threading.Thread) -> str:
-    """Where the thread stands."""
-    return "".join(traceback.format_stack(_frame_of(thread)))
+def log_block(thread: threading.Thread, seconds: float) -> None:
+    """Log what blocks the thread's loop for so long, and where the thread stands."""
+    what, stack = blocker_of(thread) or "something", "".join(traceback.format_stack(_frame_of(thread)))
+    logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", what, seconds, stack)
+
+
+def refuse_block(thread: threading.Thread, seconds: float, why: str) -> None:
+    """WorkflowBlockedError if anything blocks the loop of the thread, after so long; `why`: what sets that time."""
+    if (blocker := blocker_of(thread)) is not None:
+        raise WorkflowBlockedError(
+            f"{blocker} has blocked all rollouts for {seconds:.3g} s ({why}): an `async def` calls "
+            "something that waits without `await`. Call it by `await asyncio.to_thread(...)`; a workflow may be a "
+            "`def run`, which runs in a thread."
+        )
 
 
 def _running(thread: threading.Thread) -> Iterator[FrameType]:

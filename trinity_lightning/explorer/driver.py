@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from trinity_lightning.common.hardware import compute_on_one_thread
-from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -288,19 +287,13 @@ class LoopWatch:
         silent = self.silent()
         if silent <= min(self.warn_after, self.fail_after):
             return
-        from trinity_lightning.explorer.blocked import stack_of
+        from trinity_lightning.explorer.blocked import log_block, refuse_block
 
-        blocker = self.blocker()
         if not self._warned and silent > self.warn_after:
             self._warned = True
-            what, stack = blocker or "something", stack_of(self._thread)
-            logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", what, silent, stack)
-        if blocker is not None and silent > self.fail_after:
-            raise WorkflowBlockedError(
-                f"{blocker} has blocked all rollouts for {silent:.3g} s ({self.why}): an `async def` calls "
-                "something that waits without `await`. Call it by `await asyncio.to_thread(...)`; a workflow may be a "
-                "`def run`, which runs in a thread."
-            )
+            log_block(self._thread, silent)
+        if silent > self.fail_after:
+            refuse_block(self._thread, silent, self.why)
 
     def blocker(self) -> str | None:
         """What the loop is busy with; None while it waits."""
