@@ -178,6 +178,25 @@ def test_a_7b_model_fits_one_gpu_by_adapters(folder: Any) -> None:
         assert found.seconds["weight sync"] == pytest.approx(2 * sent / 10e9)
 
 
+def test_a_7b_model_fits_one_gpu_with_its_optimizer_on_the_host(folder: Any) -> None:
+    given = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB", "model.gradient_checkpointing=true")
+    given += ("optimizer.name=adamw_offload",)
+    [share] = (found := planned(*given, "plan.host_gb=135")).shares
+    assert {POLICY: 2 * found.parameters, GRADIENTS: 4 * found.parameters}.items() <= share.memory.training.items()
+    assert not {MASTERS, MOMENTS} & share.memory.training.keys()
+    assert share.memory.left >= 0
+    text = as_text(found)
+    assert "on the host: 117.1 GiB: masters 28.4, Adam's moments 56.7, copies of gradients 32.0" in text
+    assert "the optimizer's steps in the host's memory are not counted (optimizer.name)" in text
+    assert json.loads(as_json(found))["memory"][0]["on_host"] == share.memory.on_host
+    two = planned(*given, "trainer=ddp", "trainer.devices=2", "plan.host_gb=249").shares[0].memory.on_host
+    assert two == {name: 2 * size for name, size in share.memory.on_host.items()}
+    with pytest.raises(ConfigError, match=r"the 200\.0 GiB .* of the host's memory: all trainers need 234\.2 GiB"):
+        planned(*given, "trainer=ddp", "trainer.devices=2", "plan.host_gb=200")
+    with pytest.raises(ConfigError, match=r"optimizer\.name=adamw_offload, .* takes \d\d\.\d GiB less"):
+        planned(*given[:-1])
+
+
 def test_a_70b_model_on_paper(folder: Any) -> None:
     """64 devices of 80 GB train it, 8 do not; an engine of it is split over 2 GPUs at least."""
     shape = ModelShape.of(skeleton(folder(LLAMA_70B)))

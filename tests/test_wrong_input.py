@@ -388,6 +388,10 @@ REFUSED = {
         ["+recipe=grpo", "trainer=fsdp2", "+trainer.precision=bf16-mixed"],
         ["trainer.precision is bf16-mixed", "model.dtype=bf16"],
     ),
+    "the host's optimizer of shards": (
+        ["+recipe=grpo", "trainer=fsdp2", "optimizer.name=adamw_offload"],
+        ["optimizer.name=adamw_offload: trainer=fsdp2 puts the state of adamw together"],
+    ),
     "compiled shards": (["+recipe=grpo", "trainer=fsdp2", "model.compile=true"], ["model.compile=true", "trainer=ddp"]),
     "checkpoints in shards": (
         ["+recipe=grpo", "trainer=fsdp2", "trainer.strategy.save_distributed_checkpoint=always"],

@@ -31,7 +31,7 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import gpus_that_train
-from trinity_lightning.config.training import MIXED, SHARDS, WeightDtype, strategy_of, trains_together
+from trinity_lightning.config.training import MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of, trains_together
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
@@ -209,6 +209,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         adapter_width=adapter_width,
         moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # of one's own unknown: taken to be Adam's
         value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
+        on_host=_trainers_here(settings, gpus) if config.optimizer.name == OFFLOADED else 0,
     )
 
 
@@ -238,8 +239,12 @@ def adapters_of(config: TrainConfig) -> tuple[int, int]:
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
     """How many devices train together, on machines of so many GPUs; on a CPU each process counts as a device."""
-    here = gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
-    return here * int(settings.get("num_nodes", 1))
+    return _trainers_here(settings, gpus) * int(settings.get("num_nodes", 1))
+
+
+def _trainers_here(settings: Mapping[str, Any], gpus: int) -> int:
+    """How many of them are of each machine."""
+    return gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
 
 
 def rollouts_of(config: TrainConfig) -> Rollouts:

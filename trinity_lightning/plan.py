@@ -61,6 +61,7 @@ def as_text(found: "RunPlan") -> str:
             *table(["GiB of a device", *(name for name, _ in phases)], rows),
             "",
             *(f"{each.name}: {each.memory.rows()[0][1]}" for each in found.shares),
+            *(f"{name}: {said}" for name, said in found.shares[0].memory.rows()[3:]),
             "",
             *table(["tokens of a step", ""], [[name, f"{tokens:,}"] for name, tokens in found.tokens.items()]),
             "",
@@ -82,6 +83,7 @@ def as_json(found: "RunPlan") -> str:
             "left": each.memory.left,
             "training": each.memory.training,
             "generating": each.memory.generating,
+            "on_host": each.memory.on_host,
         }
         for each in found.shares
     ]

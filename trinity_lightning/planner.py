@@ -26,7 +26,7 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server, gpus_that_train
-from trinity_lightning.config.training import Layout, WeightDtype, compute_dtype, trains_together
+from trinity_lightning.config.training import OFFLOADED, Layout, WeightDtype, compute_dtype, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.config.vllm_args import check_one_device
 from trinity_lightning.engines import settle_dtypes
@@ -458,6 +458,8 @@ def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[st
         "plan.response_tokens": f"every response has {step.response} tokens",
         **_servers_left_out(run, hardware),
     }
+    if run.optimizer.name == OFFLOADED:
+        lengths["optimizer.name"] = "the optimizer's steps in the host's memory are not counted"
     if run.buffer.storage == "dataset" and run.buffer.dataset.max_length is None:
         lengths["buffer.dataset.max_length"] = "no example, or pair, is longer than a micro-batch"
     if hardware.flops is None:

@@ -15,17 +15,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.memory_plan import (
     CACHE,
+    COPIES,
     CUDA_CONTEXT,
     GATHERED,
     GRADIENTS,
     MASTERS,
     MOMENTS,
     POLICY,
+    VALUE_MODEL,
     WORKSPACES,
     Rollouts,
     auxiliary_server,
+    engine_weights,
     micro_batch_tokens,
     plan,
+    states_on_host,
     weight_states,
 )
 from trinity_lightning.common.model_memory import ModelShape, Training, activations, layer_bytes
@@ -138,6 +142,34 @@ def test_states_are_18_bytes_a_parameter_and_split_over_devices() -> None:
         GRADIENTS: 4 * 100,
         GATHERED: 2 * (QWEN_1_5B.outside + 2 * layer),
     }
+
+
+def test_masters_and_moments_of_all_trainers_of_a_machine_are_in_its_memory_or_refused() -> None:
+    shape, parameters = replace(QWEN_1_5B, parameters=3 << 28), 3 << 28
+    training = Training(2, 1024, on_host=2, value_model=replace(shape, parameters=1 << 28))
+    assert weight_states(shape, training) == {
+        POLICY: 2 * parameters,
+        GRADIENTS: 4 * parameters,
+        VALUE_MODEL: (2 + 4) << 28,
+    }
+    on_host = {MASTERS: 2 * 4 << 30, MOMENTS: 2 * 8 << 30, COPIES: 2 * 4 << 30}  # of 1 << 30 parameters, a power of two
+    found = plan(shape, training, Rollouts(2, 1024, 512), 78 * GIB, sum(on_host.values()))
+    assert (found.on_host, found.offload) == (on_host, False)
+    assert found.rows()[-1] == ("on the host", "32.0 GiB: masters 8.0, Adam's moments 16.0, copies of gradients 8.0")
+    with pytest.raises(ConfigError, match=r"adamw_offload does not fit into the 31\.9 GiB that are free of the host's"):
+        plan(shape, training, Rollouts(2, 1024, 512), 78 * GIB, int(31.9 * GIB))
+    one_more = replace(training, on_host=1, value_model=replace(shape, parameters=(1 << 28) + 1))
+    assert states_on_host(shape, one_more)[COPIES] == 8 << 30
+    on_cpu = weight_states(shape, Training(4, 1024, on_host=2, on_cpu=True))
+    assert sum(on_cpu.values()) == (4 + 4 + 4 + 8 + 4) * parameters
+
+
+def test_vllm_sleeps_in_what_the_optimizer_leaves_of_the_host() -> None:
+    training, rollouts = Training(2, 1024, on_host=1, checkpointing=True), Rollouts(2, 1024, 512)
+    needed = sum(states_on_host(QWEN_1_5B, training).values()) + engine_weights(QWEN_1_5B, rollouts)
+    assert plan(QWEN_1_5B, training, rollouts, 16 * GIB, needed).sleep
+    with pytest.raises(ConfigError, match=r"does not fit into the 16\.0 GiB"):
+        plan(QWEN_1_5B, training, rollouts, 16 * GIB, needed - 1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ Pure functions of numbers: bytes unless a name says otherwise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
@@ -44,6 +44,7 @@ REFERENCE, GATHERED, VALUE_MODEL = "reference", "gathered layers and gradients",
 ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights", "key-value cache"
 GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
 CONTEXTS, RESERVE = "servers' contexts", "libraries, workspaces and fragments"
+COPIES = "copies of gradients"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class MemoryPlan:
         max_num_seqs: requests that an engine decodes at once.
         sleep: whether vLLM sleeps while the trainer trains.
         offload: whether masters and moments are on the host while vLLM generates.
+        on_host: bytes by name that all processes of a machine keep in its memory, if their optimizers are there.
     """
 
     device: int
@@ -121,6 +123,7 @@ class MemoryPlan:
     max_num_seqs: int = 0
     sleep: bool = False
     offload: bool = False
+    on_host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def left(self) -> int:
@@ -146,6 +149,7 @@ class MemoryPlan:
             ("device memory", f"{gib(self.device)} free: {self.way}, leaves {gib(self.left)}"),
             ("while training", _listed(self.training)),
             ("while generating", _listed(self.generating)),
+            *([("on the host", _listed(self.on_host))] if self.on_host else []),
         ]
 
 
@@ -169,19 +173,32 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """
     each, width = -(-shape.parameters // training.shards), training.width
     trained = -(-(training.adapters or shape.parameters) // training.shards)
-    in_training = width + (FLOAT if width < FLOAT else 0) + training.moments + FLOAT  # all of it stays on the device
+    here = not training.on_host  # masters and moments; else see `states_on_host`
+    in_training = width + here * ((FLOAT if width < FLOAT else 0) + training.moments) + FLOAT  # all of it stays
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
     gradients = 0 if training.adapters else 2 * FLOAT * shape.outside + (width + FLOAT) * layer
     states = {
         POLICY: (FLOAT if split else width) * trained + (width * each if training.adapters else 0),
-        MASTERS: FLOAT * trained if width < FLOAT and not split else 0,
-        MOMENTS: training.moments * trained,
+        MASTERS: FLOAT * trained if here and width < FLOAT and not split else 0,
+        MOMENTS: here * training.moments * trained,
         GRADIENTS: FLOAT * trained,
         REFERENCE: width * each if training.reference else 0,
         VALUE_MODEL: 0 if training.value_model is None else in_training * training.value_model.parameters,
         GATHERED: width * (shape.outside + 2 * layer) + gradients if split else 0,
+        **(states_on_host(shape, replace(training, on_host=1)) if training.on_cpu and training.on_host else {}),
     }
     return {name: size for name, size in states.items() if size}
+
+
+def states_on_host(shape: ModelShape, training: Training) -> dict[str, int]:
+    """Bytes that all processes of a machine keep in its memory of what they train (`trainer.host_masters`), if they do.
+
+    Copies of gradients are pinned for a GPU: torch makes such memory as large as the next power of two.
+    """
+    trained = (training.adapters or shape.parameters) + getattr(training.value_model, "parameters", 0)
+    copies = FLOAT * trained if training.on_cpu else 1 << (FLOAT * trained - 1).bit_length()
+    each = {MASTERS: FLOAT * trained, MOMENTS: training.moments * trained, COPIES: copies}
+    return {name: training.on_host * size for name, size in each.items()} if training.on_host else {}
 
 
 def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
@@ -201,12 +218,20 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
         host: bytes of the host's memory that are free.
 
     Raises:
-        ConfigError: no way has room for a micro-batch and for one request; with numbers and the knobs that help.
+        ConfigError: no way has room for a micro-batch and for one request, or the host none for the optimizers that are
+            to be there; with numbers and the knobs that help.
     """
-    ways = list(_ways(shape, training, rollouts, device, host))
+    on_host = {} if training.on_cpu else states_on_host(shape, training)
+    if (needed := sum(on_host.values())) > host:
+        raise ConfigError(
+            f"optimizer.name=adamw_offload does not fit into the {gib(host)} that are free of the host's memory: all "
+            f"trainers need {_listed(on_host)}. Choose adamw or adamw_8bit, fewer trainer.devices, or a host with more."
+        )
+    ways = [replace(way, on_host=on_host) for way in _ways(shape, training, rollouts, device, host - needed)]
     fitting = _fitting(shape, rollouts, ways)
     if not fitting and not ways[-1].sleep:  # a way in turns needs less than any side by side
-        ways = [_way(shape, training, rollouts, device, tokens) for tokens in _budgets(training, TOKENS)]
+        budgets = _budgets(training, TOKENS)
+        ways = [replace(_way(shape, training, rollouts, device, each), on_host=on_host) for each in budgets]
         fitting = _fitting(shape, rollouts, ways)[:1]
     if not fitting:
         raise ConfigError(_refusal(shape, training, rollouts, ways[-1]))
@@ -241,8 +266,8 @@ def _ways(
     if rollouts is None or rollouts.sleep is False or rollouts.servers or training.on_cpu:
         return
     states = weight_states(shape, training)
-    moved = states.get(MASTERS, 0) + states[MOMENTS]
-    for offload in (False, True):
+    moved = states.get(MASTERS, 0) + states.get(MOMENTS, 0)
+    for offload in (False, True) if moved else (False,):
         if host >= engine_weights(shape, rollouts) + (moved if offload else 0) or (rollouts.sleep and not offload):
             free = device - sum(states.values()) - CUDA_GRAPHS - sum(_others(training, rollouts, device).values())
             tokens = max(training.tokens or micro_batch_tokens(shape, training, free), training.longest_row)
@@ -408,6 +433,9 @@ def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way
     ]
     if not training.adapters:
         options.append(_more_shards(training, rollouts, tokens))
+    if training.shards == 1 and not training.on_cpu:
+        on_host = "optimizer.name=adamw_offload, with masters and moments in the host's memory, takes {} less"
+        options.append((on_host, replace(training, on_host=1), rollouts, tokens))
     if training.tokens:
         fewer = "algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens take up to {} less"
         options.append((fewer, training, rollouts, training.longest_row))

@@ -96,6 +96,8 @@ class Training:
         adapter_width: numbers of each token that adapters keep for the backward pass, all layers together.
         moments: bytes that the optimizer keeps of a parameter, besides a float32 master.
         value_model: of a critic that is a model of its own; None: there is none.
+        on_host: processes of a machine that keep masters and moments in its memory (optimizer.name=adamw_offload);
+            0: they are on the devices.
     """
 
     width: int
@@ -110,6 +112,7 @@ class Training:
     adapter_width: int = 0
     moments: int = 2 * FLOAT
     value_model: ModelShape | None = None
+    on_host: int = 0
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> int:

@@ -29,7 +29,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     if name in ADAM and args:
         raise ConfigError(f"optimizer.args are of your own optimizer: {name} has betas, eps and weight_decay.")
     if name not in ADAM and (list(optimizer.betas), optimizer.eps) != (BETAS, EPS):
-        raise ConfigError(f"optimizer.betas and eps are of {' and '.join(ADAM)}: {name} has optimizer.args.")
+        raise ConfigError(f"optimizer.betas and eps are of {', '.join(ADAM)}: {name} has optimizer.args.")
     if taken := sorted({"lr", "weight_decay"} & args.keys()):
         raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
     if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:

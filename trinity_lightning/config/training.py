@@ -296,7 +296,8 @@ class DatasetConfig(Section, key="buffer.dataset"):
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
 
 
-ADAM = ("adamw", "adamw_8bit")  # which `betas` and `eps` are of
+OFFLOADED = "adamw_offload"
+ADAM = ("adamw", "adamw_8bit", OFFLOADED)  # which `betas` and `eps` are of
 BETAS, EPS = [0.9, 0.999], 1e-8
 
 
@@ -305,11 +306,12 @@ class OptimizerConfig(Section, key="optimizer"):
     """The optimizer and its learning rate.
 
     Attributes:
-        name: adamw; adamw_8bit, whose moments have 8 bits (torchao: the extra `optim`); or any
+        name: adamw; adamw_8bit, whose moments have 8 bits (torchao: the extra `optim`); adamw_offload, whose moments
+            and float32 masters are in the host's memory, where it computes the same as adamw does there; or any
             `torch.optim.Optimizer` by its dotted path, such as torch.optim.SGD.
         args: its arguments, of one by its dotted path.
         lr: peak learning rate.
-        betas, eps: of adamw and adamw_8bit.
+        betas, eps: of adamw, adamw_8bit and adamw_offload.
         weight_decay: of matrices alone: embeddings, norms and biases do not decay.
         lr_scheduler: {name, args}: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, a class of
             torch.optim.lr_scheduler by its dotted path, or your own function of (optimizer, num_warmup_steps,

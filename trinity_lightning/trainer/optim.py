@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.config.registry import PARTS, Registry
-from trinity_lightning.config.training import ADAM, OptimizerConfig
+from trinity_lightning.config.training import ADAM, OFFLOADED, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 
 OPTIMIZER: Registry[Callable[..., Optimizer]] = Registry("optimizer")
@@ -60,6 +60,23 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
     beta1, beta2 = config.betas
     settings = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps, "weight_decay": config.weight_decay}
     return partial(OPTIMIZER.get(config.name), **settings)
+
+
+def make_optimizer(groups: list[dict[str, Any]], factory: Callable[[Any], Optimizer], name: str) -> Optimizer:
+    """The factory's optimizer of the groups: over float32 masters where weights are rounded.
+
+    With the name adamw_offload it is over masters in the host's memory, whatever the weights are.
+    """
+    if name == OFFLOADED:
+        from trinity_lightning.trainer.host_masters import HostMasters
+
+        return HostMasters(groups, factory)
+    return MasterWeights(groups, factory) if are_rounded(groups) else factory(groups)
+
+
+def are_rounded(groups: Iterable[dict[str, Any]]) -> bool:
+    """Whether some weights of these groups have too few bits to be trained without masters."""
+    return any(each.dtype in (torch.bfloat16, torch.float16) for group in groups for each in group["params"])
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
@@ -137,20 +154,24 @@ class MasterWeights(Optimizer):
 
     Gradients are accumulated in float32 too (`Tensor.grad_dtype`), so that summing micro-batches loses nothing.
     Learning rate and the like are set on this optimizer's `param_groups`, as schedulers do.
-    `factory` makes the `inner` optimizer, of the float32 parameters or groups.
+    `factory` makes the `inner` optimizer, of the float32 parameters or groups, which are on `device`; None: on that of
+    the weights.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], factory: Callable[[Any], Optimizer]
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        factory: Callable[[Any], Optimizer],
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(params, defaults={})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad_dtype = torch.float32
-        masters = [
-            {**group, "params": [nn.Parameter(p.detach().float().clone()) for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        for weight in self.weights:
+            weight.grad_dtype = torch.float32
+
+        def master(weight: Tensor) -> nn.Parameter:
+            return nn.Parameter(weight.detach().to(device or weight.device, torch.float32, copy=True))
+
+        masters = [{**group, "params": [master(each) for each in group["params"]]} for group in self.param_groups]
         self.inner = factory(masters)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
@@ -163,10 +184,8 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
-            for parameter, master in zip(group["params"], inner["params"], strict=True):
-                master.grad = parameter.grad
+        self._hand_on_settings()
+        self._hand_on_gradients()
         self.inner.step()
         for master in self.masters:
             master.grad = None
@@ -195,7 +214,19 @@ class MasterWeights(Optimizer):
         """The float32 copies, in the order of the parameters."""
         return [master for group in self.inner.param_groups for master in group["params"]]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """The parameters, in the order of their masters."""
+        return [weight for group in self.param_groups for weight in group["params"]]
+
+    def _hand_on_settings(self) -> None:
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+
+    def _hand_on_gradients(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = weight.grad
+
     def _round(self) -> None:
         """Make the weights their masters, rounded: all tensors of a device in one go."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        torch._foreach_copy_(parameters, self.masters)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(self.weights, self.masters)  # pyright: ignore[reportPrivateImportUsage]

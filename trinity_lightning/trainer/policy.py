@@ -53,11 +53,11 @@ from trinity_lightning.trainer.model import (
 from trinity_lightning.trainer.no_critic import NoCritic
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
-    MasterWeights,
     check_optimizer,
     configure_again,
     configured_settings,
     learning_rate_schedule,
+    make_optimizer,
     optimizer_factory,
     parameter_groups,
     peak_learning_rates,
@@ -230,8 +230,7 @@ class PolicyModule(L.LightningModule):
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
         groups = [*parameter_groups(self.policy), *self.critic.groups()]
         factory = self._optimizer_factory or optimizer_factory(self.optimizer_config)
-        rounded = any(each.dtype in (torch.bfloat16, torch.float16) for group in groups for each in group["params"])
-        optimizer = MasterWeights(groups, factory) if rounded else factory(groups)
+        optimizer = make_optimizer(groups, factory, self.optimizer_config.name)
         self._optimizer_settings = configured_settings(optimizer, self.optimizer_config)
         schedule = learning_rate_schedule(optimizer, self.optimizer_config)
         self._peak_rates = peak_learning_rates(optimizer)

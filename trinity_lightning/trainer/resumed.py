@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.training import LoRAConfig, OptimizerConfig
+from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, schedule_settings
 
@@ -33,7 +33,7 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
             "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
         )
     before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # earlier versions had that alone
-    if optimizers and before != config.name:
+    if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # of the same state
         raise ConfigError(f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}: choose that.")
 
 

@@ -1,0 +1,164 @@
+"""adamw_offload: masters and moments on the host give the bits of adamw, and no copy is read before it is there."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.policy import batch_of, fit, make_experiences, make_policy, optimizer_of
+from support.runs import RunTrain, equal, only, rows
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.trainer.host_masters import HostMasters
+from trinity_lightning.trainer.optim import make_optimizer, optimizer_factory
+
+LR = 1e-2
+ROUNDED, EXACT, MIXED = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+)
+
+
+def made(name: str, dtypes: Sequence[torch.dtype]) -> tuple[list[nn.Parameter], Any]:
+    """A matrix of columns, a vector and one that never has a gradient in two groups, as of policy and critic."""
+    generator = torch.Generator().manual_seed(0)
+    shapes, dtypes = ((33, 17), (1001,), (5,)), (*dtypes, dtypes[0])
+    matrix, vector, idle = (torch.randn(*s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True))
+    parameters = [nn.Parameter(each) for each in (matrix.t(), vector, idle)]
+    groups = [{"params": [parameters[0], parameters[2]]}, {"params": parameters[1:2], "lr": LR / 3, "weight_decay": 0}]
+    factory = optimizer_factory(OptimizerConfig(name=name, lr=LR, weight_decay=0.1, betas=[0.8, 0.95]))
+    return parameters, make_optimizer(groups, factory, name)
+
+
+def train(parameters: list[nn.Parameter], optimizer: Optimizer, schedule: Any, steps: range) -> None:
+    """Steps along clipped gradients, which are gone after each."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters[:2]:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.empty_like(parameter, dtype=torch.float32).copy_(gradient)
+        assert float(torch.nn.utils.clip_grad_norm_(parameters[:2], 1.0)) > 10
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def scheduled(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def same(one: Any, other: Any) -> None:
+    """The same structure with the same bits."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtypes", [ROUNDED, EXACT, MIXED])
+def test_steps_and_state_are_those_of_adamw(dtypes: Sequence[torch.dtype]) -> None:
+    (plain, adamw), (offloaded, offload) = (made(name, dtypes) for name in ("adamw", "adamw_offload"))
+    assert isinstance(offload, HostMasters)
+    for parameters, optimizer in ((plain, adamw), (offloaded, offload)):
+        train(parameters, optimizer, scheduled(optimizer), range(20))
+    same(offloaded, plain)
+    same(offload.state_dict(), adamw.state_dict())
+    assert {tensor.device.type for tensor in tree_leaves(offload.state_dict()) if isinstance(tensor, Tensor)} == {"cpu"}
+    assert all(master.grad is None for master in offload.masters)
+
+
+@pytest.mark.parametrize("dtypes", [ROUNDED, EXACT, MIXED])
+@pytest.mark.parametrize("names", [("adamw", "adamw_offload"), ("adamw_offload", "adamw"), ("adamw_offload",) * 2])
+def test_a_state_goes_on_by_either(names: tuple[str, str], dtypes: Sequence[torch.dtype]) -> None:
+    whole, uninterrupted = made("adamw", dtypes)
+    train(whole, uninterrupted, scheduled(uninterrupted), range(6))
+    (first, before), (second, after) = (made(name, dtypes) for name in names)
+    train(first, before, schedule := scheduled(before), range(3))
+    with torch.no_grad():
+        for own, saved in zip(second, first, strict=True):
+            own.copy_(saved)
+    resumed = scheduled(after)
+    after.load_state_dict(before.state_dict())
+    resumed.load_state_dict(schedule.state_dict())
+    train(second, after, resumed, range(3, 6))
+    same(second, whole)
+    same(after.state_dict(), uninterrupted.state_dict())
+
+
+class Stream(TorchDispatchMode):
+    """A GPU's stream: copies that are not waited for are made, in their order, only when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Callable[[], Any]] = []
+        self.waits: list[int] = []
+        self.waiting = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[2:] == (True,) and not self.waiting:
+            self.pending.append(lambda: func(*args))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def wait(self, _: Any = None) -> None:
+        self.waits.append(len(self.pending))
+        self.waiting = True
+        while self.pending:
+            self.pending.pop(0)()
+        self.waiting = False
+
+
+@pytest.mark.parametrize("dtypes", [ROUNDED, EXACT, MIXED])
+def test_nothing_is_read_before_it_has_arrived_nor_overwritten_before_it_has_left(
+    dtypes: Sequence[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain, adamw), (offloaded, offload) = (made(name, dtypes) for name in ("adamw", "adamw_offload"))
+    train(plain, adamw, scheduled(adamw), range(5))
+    stream = Stream()
+    monkeypatch.setattr(HostMasters, "_wait", stream.wait)
+    with stream:
+        train(offloaded, offload, scheduled(offload), range(5))
+    assert stream.waits == [2, *4 * [3 + 2]]  # once a step: for weights of the last one, and for gradients
+    stream.wait()
+    same(offloaded, plain)
+
+
+# -- a policy, and a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("names", [("adamw", "adamw_offload"), ("adamw_offload", "adamw"), ("adamw_offload",) * 2])
+def test_a_policy_goes_on_from_a_checkpoint_of_either_to_the_bit(
+    names: tuple[str, str], dtype: str, tmp_path: Path
+) -> None:
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
+
+    def policy(name: str) -> Any:
+        config = OptimizerConfig(name=name, lr=LR, lr_scheduler="linear", total_steps=8, weight_decay=0.1)
+        return make_policy(config, dtype, max_grad_norm=0.1)
+
+    fit(whole := policy("adamw"), batches, max_epochs=2)
+    fit(policy(names[0]), batches).save_checkpoint(tmp_path / "it.ckpt")
+    fit(resumed := policy(names[1]), batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    same(list(resumed.policy.parameters()), list(whole.policy.parameters()))
+    same(optimizer_of(resumed).state_dict(), optimizer_of(whole).state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_is_that_of_adamw(dtype: str, run_train: RunTrain, tmp_path: Path) -> None:
+    arguments = ("+recipe=grpo", "model=tiny", f"model.dtype={dtype}", "reward=contains_digits", "steps=3")
+    arguments += ("explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=12", "logger=csv")
+    arguments += ("algorithm.max_grad_norm=0.01",)
+    for name in ("adamw", "adamw_offload"):
+        done = run_train(tmp_path, *arguments, f"optimizer.name={name}", f"name={name}")
+        assert done.returncode == 0, done.stdout[-4000:]
+    plain, offloaded = (only(tmp_path, f"outputs/{name}/*") for name in ("adamw", "adamw_offload"))
+    equal(offloaded, plain)
+    assert any(float(row["actor/grad_norm"] or 0) > 0.01 for row in rows(plain))
