@@ -1,12 +1,41 @@
 """A gradient that is not finite: what of the optimizer batch it came from."""
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.errors import TrinityError
+from trinity_lightning.trainer.layout import Part
+from trinity_lightning.trainer.policy import PolicyModule
 
+logger = logging.getLogger(__name__)
 MAX_NAMED = 5
+
+
+def count_bad_step(
+    policy: PolicyModule, batch: OptimizerBatch, norm: float, parts: Sequence[Part], losses: Tensor
+) -> None:
+    """Count a step without a finite gradient, and log what is at fault.
+
+    Raises:
+        TrinityError: too many come in a row.
+    """
+    faulty = policy.placement.faulty_gradients(policy.policy)
+    for part, each in policy.critic.trained.items():
+        faulty += [f"{part}.{name}" for name in policy.placement.faulty_gradients(each)]
+    fault = describe_fault(batch, [part.rows for part in parts], losses, faulty)
+    in_a_row = policy.bad_steps_in_a_row + 1
+    what = f"the gradient of explore step {batch.explore_step} has norm {norm} ({fault})"
+    if in_a_row >= policy.algorithm.max_bad_steps:
+        policy.bad_steps_in_a_row = 0  # a resumed run begins with this item, and may skip as many again
+        raise TrinityError(
+            f"{what}, optimizer step {in_a_row} of this kind in a row (algorithm.max_bad_steps). "
+            "Look at these experiences and at the learning rate; the weights are those of the last good step."
+        )
+    policy.bad_steps, policy.bad_steps_in_a_row = policy.bad_steps + 1, in_a_row
+    logger.warning("%s: no optimizer step was taken, %d so far.", what, policy.bad_steps)
 
 
 def describe_fault(

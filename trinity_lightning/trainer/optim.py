@@ -138,12 +138,6 @@ def configured_settings(optimizer: Optimizer, config: OptimizerConfig) -> list[d
     return [{key: copy.deepcopy(group[key]) for key in names if key in group} for group in optimizer.param_groups]
 
 
-def configure_again(optimizer: Optimizer, made: list[dict[str, Any]]) -> None:
-    """Give groups that were read from a checkpoint their configured settings, but for those that schedules change."""
-    for group, settings in zip(optimizer.param_groups, made, strict=True):
-        group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
-
-
 # -- float32 masters ---------------------------------------------------------------------------------------------------
 # bfloat16 has 8 bits of precision: an update below 1/256 of a weight would be lost. The optimizer therefore updates
 # float32 copies, and the policy's weights are those copies rounded.

@@ -26,7 +26,7 @@ from trinity_lightning.common.alone import Alone, ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
@@ -38,8 +38,8 @@ from trinity_lightning.config.training import (
     WeightDtype,
     check_trainer_settings,
 )
-from trinity_lightning.config.values import AUTO, check_version
-from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
+from trinity_lightning.config.values import AUTO
+from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, trained_tokens
 from trinity_lightning.trainer.logprobs import lean_embeddings
@@ -54,7 +54,6 @@ from trinity_lightning.trainer.no_critic import NoCritic
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
-    configure_again,
     configured_settings,
     learning_rate_schedule,
     make_optimizer,
@@ -67,6 +66,7 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.adapter import Adapter
+    from trinity_lightning.trainer.resumed import Resumption
 
 logger = logging.getLogger(__name__)
 
@@ -147,12 +147,11 @@ class PolicyModule(L.LightningModule):
         if WeightDtype(dtype) is WeightDtype.auto:
             raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
-        self._random_state: dict[str, Any] | None = None
+        self._resumption: Resumption | None = None  # until training goes on
         self._peak: float | None = None
         self._heap = HeapBound()
         self._optimizer_settings: list[dict[str, Any]] = []  # `optim.configured_settings`
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
-        self._schedule_changed = False  # since the checkpoint
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._passes: Passes | None = None
@@ -370,7 +369,10 @@ class PolicyModule(L.LightningModule):
             losses, metrics = self._accumulate(batch, parts, self.placement.passes(shares))
             norms = self._clip_gradients()
             if not math.isfinite(norm := math.hypot(*norms.values())):
-                self._skip_bad_step(batch, norm, parts, losses)
+                from trinity_lightning.trainer.faults import count_bad_step
+
+                count_bad_step(self, batch, norm, parts, losses)
+                self._log(self._counts([]), batch)
                 return None
             metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
             metrics |= self.critic.metrics(batch) | {"actor/lr": optimizer.param_groups[0]["lr"]}
@@ -392,26 +394,6 @@ class PolicyModule(L.LightningModule):
         """Norms of the gradients before they are clipped, of policy and critic each."""
         parts, limit = {"actor": self.policy, **self.critic.trained}, self.algorithm.max_grad_norm
         return {name: self.placement.clip(part.parameters(), limit) for name, part in parts.items()}
-
-    def _skip_bad_step(self, batch: OptimizerBatch, norm: float, parts: list[Part], losses: Tensor) -> None:
-        """Count a step without a finite gradient, and log what is at fault; an error if too many come in a row."""
-        from trinity_lightning.trainer.faults import describe_fault
-
-        faulty = self.placement.faulty_gradients(self.policy)
-        for part, each in self.critic.trained.items():
-            faulty += [f"{part}.{name}" for name in self.placement.faulty_gradients(each)]
-        fault = describe_fault(batch, [part.rows for part in parts], losses, faulty)
-        in_a_row = self.bad_steps_in_a_row + 1
-        what = f"the gradient of explore step {batch.explore_step} has norm {norm} ({fault})"
-        if in_a_row >= self.algorithm.max_bad_steps:
-            self.bad_steps_in_a_row = 0  # a resumed run begins with this item, and may skip as many again
-            raise TrinityError(
-                f"{what}, optimizer step {in_a_row} of this kind in a row (algorithm.max_bad_steps). "
-                "Look at these experiences and at the learning rate; the weights are those of the last good step."
-            )
-        self.bad_steps, self.bad_steps_in_a_row = self.bad_steps + 1, in_a_row
-        logger.warning("%s: no optimizer step was taken, %d so far.", what, self.bad_steps)
-        self._log(self._counts([]), batch)
 
     def _accumulate(
         self, batch: OptimizerBatch, parts: list[Part], own: list[Part | None]
@@ -525,26 +507,11 @@ class PolicyModule(L.LightningModule):
             ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as
                 one group; or its adapters are not this policy's.
         """
-        if "adapter" in checkpoint or self.lora.r is not None:
-            from trinity_lightning.trainer.adapter import put_base_in
+        from trinity_lightning.trainer.resumed import Resumption
 
-            put_base_in(checkpoint, self)
-        state = checkpoint["policy"]
-        check_version(state, (*COUNTERS, BUDGET), "the policy")
-        if self._optimizer_factory is None:
-            from trinity_lightning.trainer.resumed import check_resumed
-
-            check_resumed(checkpoint, self.optimizer_config)
-        from trinity_lightning.trainer.resumed import schedule_changed
-
-        self._schedule_changed = schedule_changed(checkpoint, self.optimizer_config)
-        if self._schedule_changed:
-            checkpoint["lr_schedulers"] = []  # the state of another is not to be loaded
-        for name in COUNTERS:
-            setattr(self, name, state[name])
+        self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
         if self.algorithm.max_tokens_per_micro_batch == AUTO:
-            self._given_tokens, self._passes = state[BUDGET], None
-        self._random_state = state["rng"]
+            self._given_tokens, self._passes = self._resumption.max_tokens, None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As of every module; a ConfigError if the weights are of another model."""
@@ -578,21 +545,12 @@ class PolicyModule(L.LightningModule):
 
             for model in (self.policy, *self._reference, *self.critic.models):
                 compile_layers_of(model)
-        self._restore_random_state()
+        if self._resumption is not None:
+            self._resumption.restore_random_state()
 
     def on_train_start(self) -> None:
         """The same, for strategies that read the checkpoint only after `on_fit_start`; and what is configured."""
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        configure_again(optimizer, self._optimizer_settings)
-        if self._schedule_changed or peak_learning_rates(optimizer) != self._peak_rates:
-            from trinity_lightning.trainer.resumed import rescheduled
-
-            schedule = rescheduled(optimizer, self.optimizer_config, self._optimizer_settings, self.global_step)
-            self.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
-            self._schedule_changed = False
-        self._restore_random_state()
-
-    def _restore_random_state(self) -> None:
-        if self._random_state is not None:
-            restore_random_state(self._random_state)
-            self._random_state = None
+        if self._resumption is not None:
+            self._resumption.configure(self._optimizer_settings, self._peak_rates)
+            self._resumption.restore_random_state()
+            self._resumption = None

@@ -8,10 +8,71 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
+from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import learning_rate_schedule, schedule_settings
+from trinity_lightning.trainer.optim import SCHEDULED, learning_rate_schedule, peak_learning_rates, schedule_settings
+from trinity_lightning.trainer.policy import BUDGET, COUNTERS, PolicyModule
+
+
+class Resumption:
+    """What is left to be done for a policy that goes on from a checkpoint, until it trains.
+
+    Its counters are restored at once.
+
+    Args:
+        policy: that is to go on; not trained yet.
+        checkpoint: Lightning's, from which what is not to be loaded is removed.
+        own_optimizer: whether an `optimizer_factory` made the policy's optimizer, of which nothing is known here.
+
+    Attributes:
+        max_tokens: most computed tokens of a micro-batch, as it was.
+
+    Raises:
+        ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as one
+            group; or its adapters are not this policy's.
+    """
+
+    def __init__(self, policy: PolicyModule, checkpoint: dict[str, Any], own_optimizer: bool) -> None:
+        if "adapter" in checkpoint or policy.lora.r is not None:
+            from trinity_lightning.trainer.adapter import put_base_in
+
+            put_base_in(checkpoint, policy)
+        state = checkpoint["policy"]
+        check_version(state, (*COUNTERS, BUDGET), "the policy")
+        if not own_optimizer:
+            check_resumed(checkpoint, policy.optimizer_config)
+        self._schedule_changed = schedule_changed(checkpoint, policy.optimizer_config)
+        if self._schedule_changed:
+            checkpoint["lr_schedulers"] = []  # the state of another is not to be loaded
+        for name in COUNTERS:
+            setattr(policy, name, state[name])
+        self._policy = policy
+        self._random_state: dict[str, Any] | None = state["rng"]
+        self.max_tokens: int = state[BUDGET]
+
+    def restore_random_state(self) -> None:
+        """Set the random states, the first time."""
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    def configure(self, made: list[dict[str, Any]], peak_rates: list[Any]) -> None:
+        """Give the optimizer, which has the checkpoint's state, what is configured; its schedule too, if that changed.
+
+        Args:
+            made: by group, its settings as the optimizer was made (`optim.configured_settings`).
+            peak_rates: the learning rates of its groups, likewise (`optim.peak_learning_rates`).
+        """
+        policy = self._policy
+        optimizer: Any = policy.optimizers(use_pl_optimizer=False)
+        for group, settings in zip(optimizer.param_groups, made, strict=True):
+            group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
+        if self._schedule_changed or peak_learning_rates(optimizer) != peak_rates:
+            schedule = rescheduled(optimizer, policy.optimizer_config, made, policy.global_step)
+            policy.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
