@@ -9,21 +9,15 @@ from torch import Tensor
 from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
-from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
-from trinity_lightning.config.registry import OFF_POLICY_LOSSES
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.micro_batch import MicroBatch
-from trinity_lightning.trainer.trials import check_result, has_gradient_without_advantage, has_ratio, is_weighed
+from trinity_lightning.trainer.trials import check_result, has_gradient_without_advantage, is_weighed
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.streams import Streams
 
-K1_AS_A_LOSS = (
-    "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
-    "or k3."
-)
 PARTLY_CORRECTED = (
     "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
     "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
@@ -67,7 +61,10 @@ class Objective:
         self._mode = _aggregation((of_rollouts or losses)[0])
         self._has_kl = config.kl.coef != 0
         self._against_engine = config.old_logprobs == "engine"
-        self._check_loss(losses)
+        if self.pairs or self._against_engine or self._ignores_advantages:
+            from trinity_lightning.trainer.objective_checks import check_settings  # no usual loss
+
+            check_settings(config, losses, self.pairs, self._ignores_advantages)
 
         # what it needs
         kl_in_reward = config.critic is not None and config.critic.kl_coef != 0
@@ -76,37 +73,14 @@ class Objective:
         self.needs_reference = self._has_kl or any(map(_requires_reference, losses)) or kl_in_reward
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
         self._needs_engine = self._against_engine
-        self.caveats = [K1_AS_A_LOSS] if self._has_kl and config.kl.name == "k1" else []
-        if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
-            self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
+        self.caveats = []
         if self._has_kl or self.needs_entropy:
-            from trinity_lightning.algorithm.kl import entropy_loss, kl_loss  # an option
+            from trinity_lightning.algorithm.kl import K1_AS_A_LOSS, entropy_loss, kl_loss  # an option
 
             self._kl_loss, self._entropy_loss = kl_loss, entropy_loss
-
-    def _check_loss(self, losses: list[PolicyLossFn]) -> None:
-        """Refuse settings that the loss, which is made of these, has no use for; a ConfigError."""
-        config, name = self._config, self._config.policy_loss.name
-        if self.pairs and self._has_kl:
-            raise ConfigError(
-                f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{name}' itself holds the policy near the "
-                "reference (or, with reference_free, has none): set algorithm.kl.coef=0."
-            )
-        if self._against_engine and not any(map(has_ratio, losses)):
-            raise ConfigError(
-                f"algorithm.old_logprobs=engine, and policy loss '{name}' has no ratio to them: set "
-                "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
-            )
-        if config.off_policy_mask_threshold is not None and self._ignores_advantages:
-            raise ConfigError(
-                "algorithm.off_policy_mask_threshold leaves out tokens of negative advantage, and policy loss "
-                f"'{name}' trains on all, whatever their advantage: leave it out."
-            )
-        if config.critic is not None and self._ignores_advantages:
-            raise ConfigError(
-                f"algorithm.critic goes with a loss by advantages alone, and policy loss '{name}' trains without them, "
-                "too: choose algorithm.policy_loss=ppo, or set algorithm.critic=null."
-            )
+            self.caveats += [K1_AS_A_LOSS] if self._has_kl and config.kl.name == "k1" else []
+        if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
+            self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
 
     def _take_terms(self) -> tuple[list[PolicyLossFn], list[PolicyLossFn]]:
         """The losses of all terms, which are made here once, and of those that are not an expert's, rollouts first."""
@@ -206,26 +180,10 @@ class Objective:
 
     def check(self, batch: OptimizerBatch) -> None:
         """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience."""
-        if self.pairs != (batch.unit == 2):
-            found, fit = ("no preference pairs", "another loss") if self.pairs else ("preference pairs", "dpo")
-            raise ExperienceError(
-                f"policy loss '{self._config.policy_loss.name}' does not fit experience {batch.experiences[0].eid}, "
-                f"which is one of {found}: choose algorithm.policy_loss={fit}."
-            )
-        if not self._needs_engine:
-            return
-        if self._against_engine:
-            need = "algorithm.old_logprobs=engine needs: choose algorithm.old_logprobs=trainer."
-        else:
-            need = (
-                "algorithm.rollout_correction needs for experiences of older weights: let the workflow record them, or "
-                f"choose a loss for experiences of any policy ({', '.join(OFF_POLICY_LOSSES)})."
-            )
-        for each in batch.experiences:
-            if each.logprobs is None and not is_expert(each) and trained_mask(each).any():
-                raise ExperienceError(
-                    f"experience {each.eid} has no log-probabilities of the engine that sampled it, which {need}"
-                )
+        if self._needs_engine or self.pairs != (batch.unit == 2):
+            from trinity_lightning.trainer.objective_checks import check_batch
+
+            check_batch(batch, self._config, self.pairs, self._needs_engine)
 
     def _engine(self, micro: MicroBatch, trainer: Tensor) -> Tensor:
         """The engine's log-probabilities; in an expert's rows, which have none, the trainer's."""

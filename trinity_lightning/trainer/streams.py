@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.terms import Term
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
 from trinity_lightning.config.streams import KEY
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.micro_batch import CANDIDATES, STREAM, MicroBatch
-from trinity_lightning.trainer.trials import is_supervised
+from trinity_lightning.trainer.trials import tried
 
 # Entries of `Experience.info`. Weights by the stream's name, a number for each token of the response; and the teacher's
 # likeliest tokens at each of them: {"ids": int [response, k], "logprobs": float [response, k]}.
@@ -34,7 +34,7 @@ class Streams:
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
         self._terms = terms
-        self._supervised = {name: is_supervised(term.loss) for name, term in terms.items()}
+        self._supervised = {name: _is_supervised(term.loss) for name, term in terms.items()}
         self._taught = {name: TEACHER in inspect.signature(term.loss).parameters for name, term in terms.items()}
         for name, term in terms.items():
             if term.stream.tokens == "observations" and not self._supervised[name]:
@@ -116,3 +116,16 @@ def _teacher(experience: Experience, k: int) -> tuple[Tensor, Tensor]:
             f"{shape[0]}: use the operator teacher_top_k, which loss teacher_kl needs."
         )
     return said["ids"].long(), said["logprobs"].float()
+
+
+def _is_supervised(loss_fn: PolicyLossFn) -> bool:
+    """Whether the loss is of any token, no matter which policy wrote it.
+
+    It trains without advantages, and depends neither on them nor on log-probabilities of the policy that sampled, nor
+    of the reference: nothing but the policy's own tokens has those.
+    """
+    plain = tried(loss_fn, advantage=0.0)
+    others = tried(loss_fn, 1.0), tried(loss_fn, 0.0, moved=-1.0), tried(loss_fn, 0.0, apart=1.0)
+    return bool(plain[1].any()) and all(
+        torch.equal(one, other) for each in others for one, other in zip(plain, each, strict=True)
+    )

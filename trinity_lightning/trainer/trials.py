@@ -31,43 +31,19 @@ def check_result(name: str, loss_fn: PolicyLossFn) -> None:
 
 def has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
     """Whether tokens of advantage 0 are trained nevertheless (as in supervised fine-tuning), found out by trying."""
-    return bool(_tried(loss_fn, advantage=0.0, moved=0.5)[1].any())
-
-
-def has_ratio(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss depends on the old log-probabilities, found out by trying: some only where A < 0."""
-    return any(
-        not torch.equal(one, other)
-        for advantage in (1.0, -1.0)
-        for one, other in zip(
-            _tried(loss_fn, advantage, moved=0.0), _tried(loss_fn, advantage, moved=-1.0), strict=True
-        )
-    )
+    return bool(tried(loss_fn, advantage=0.0, moved=0.5)[1].any())
 
 
 def is_weighed(loss_fn: PolicyLossFn) -> bool:
     """Whether a weight of an advantage is one of the token's loss, which is proportional to it, or ignores it."""
     for sign in (1.0, -1.0):
-        (loss, _), (double, _) = (_tried(loss_fn, sign * scale, moved=0.1) for scale in (1.0, 2.0))
+        (loss, _), (double, _) = (tried(loss_fn, sign * scale, moved=0.1) for scale in (1.0, 2.0))
         if not (torch.allclose(double, 2 * loss) or torch.equal(double, loss)):
             return False
     return True
 
 
-def is_supervised(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss is of any token, no matter which policy wrote it.
-
-    It trains without advantages, and depends neither on them nor on log-probabilities of the policy that sampled, nor
-    of the reference: nothing but the policy's own tokens has those.
-    """
-    plain = _tried(loss_fn, advantage=0.0)
-    others = _tried(loss_fn, 1.0), _tried(loss_fn, 0.0, moved=-1.0), _tried(loss_fn, 0.0, apart=1.0)
-    return bool(plain[1].any()) and all(
-        torch.equal(one, other) for each in others for one, other in zip(plain, each, strict=True)
-    )
-
-
-def _tried(loss_fn: PolicyLossFn, advantage: float, moved: float = 0.0, apart: float = 0.3) -> tuple[Tensor, Tensor]:
+def tried(loss_fn: PolicyLossFn, advantage: float, moved: float = 0.0, apart: float = 0.3) -> tuple[Tensor, Tensor]:
     """Loss and gradient of four tokens; see `_call`."""
     (loss, _), logprobs = _call(loss_fn, advantage, moved, apart)
     (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
