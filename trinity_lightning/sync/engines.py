@@ -9,7 +9,6 @@ from torch import Tensor
 
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.config.values import nearest
 from trinity_lightning.sync.stream import Shape, WeightStream, while_sent
 
 if TYPE_CHECKING:
@@ -70,14 +69,11 @@ class PolicyEngines(Generic[E]):
         Args:
             shapes: of what is going to be sent; None: as the trainer's weights are.
         """
-        if any(getattr(model, "sync_method", None) == "ipc" for model in self.models):
-            from trinity_lightning.sync.ipc import SharedMemory as Group
-        else:
-            from trinity_lightning.sync.nccl import WeightGroup as Group
+        from trinity_lightning.sync.servers import group_of
 
         stream = self._trainers()
         self.leave()
-        self._group = Group(self.models, stream.device, self._present)
+        self._group = group_of(self.models, stream.device, self._present)
         await self._group.form(stream.shapes if shapes is None else shapes)
 
     def leave(self) -> None:
@@ -124,9 +120,9 @@ class PolicyEngines(Generic[E]):
         """
         stream = self._present()
         if name not in stream.shapes:
-            match = nearest(name, stream.shapes)
-            hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(stream.shapes), None)}'."
-            raise KeyError(f"unknown weight '{name}' (the policy has {len(stream.shapes)}). {hint}")
+            from trinity_lightning.sync.mismatch import unknown_weight
+
+            raise unknown_weight(name, stream.shapes)
         return next(tensor for other, tensor in stream if other == name)
 
     def _trainers(self) -> WeightStream:

@@ -78,22 +78,16 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
         WeightSyncError: beyond the tolerance (or not a number), with both values.
     """
     if len(trainer) != len(engine) or not trainer:
-        raise WeightSyncError(
-            f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
-            "with different tokenizers."
-        )
+        from trinity_lightning.sync.mismatch import different_texts
+
+        raise different_texts(trainer, engine, what)
     logprobs = torch.tensor(trainer, dtype=torch.float64)
     difference = (logprobs - torch.tensor(engine, dtype=torch.float64)).abs()
     mean, maximum = float(difference.mean()), float(difference.max())
     if not tolerance.allows(difference, logprobs):
-        raise WeightSyncError(
-            f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean:.3g} (allowed "
-            f"{tolerance.mean:g}), maximum {maximum:.3g} (allowed {tolerance.max:g}), more for "
-            f"unlikely tokens; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
-            f"{sum(engine) / len(engine):.4f}. "
-            "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
-            "server of engine.urls), or another model."
-        )
+        from trinity_lightning.sync.mismatch import different_logprobs
+
+        raise different_logprobs(trainer, engine, (mean, maximum), (tolerance.mean, tolerance.max), what)
     return mean, maximum
 
 

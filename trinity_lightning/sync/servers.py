@@ -1,13 +1,17 @@
 """What every way of sending weights to vLLM servers needs: the servers, and the announcement of tensors."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.sync.stream import Shape
+from trinity_lightning.sync.stream import Shape, WeightStream
+
+if TYPE_CHECKING:
+    from trinity_lightning.sync.ipc import SharedMemory
+    from trinity_lightning.sync.nccl import WeightGroup
 
 
 class Server(Protocol):
@@ -30,6 +34,17 @@ class Server(Protocol):
     async def receive_weights(
         self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
     ) -> None: ...
+
+
+def group_of(
+    models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
+) -> "WeightGroup | SharedMemory":
+    """What sends weights to these engines without a file; arguments and errors as of `WeightGroup`, `SharedMemory`."""
+    if any(getattr(model, "sync_method", None) == "ipc" for model in models):
+        from trinity_lightning.sync.ipc import SharedMemory as Group
+    else:
+        from trinity_lightning.sync.nccl import WeightGroup as Group
+    return Group(models, device, held)
 
 
 def servers_of(models: Sequence[InferenceModel], method: str) -> list[Server]:

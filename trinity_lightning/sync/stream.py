@@ -1,7 +1,7 @@
 """The policy's weights on their way to an engine: what will come, known before anything is sent."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -9,13 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 
 Shape = tuple[int, ...]
 
 CPU = torch.device("cpu")
-MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -72,32 +70,16 @@ def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> No
     """Refuse a stream that lacks a tensor, brings one too many, or has a wrong shape, before an engine is touched.
 
     Raises:
-        WeightSyncError: lists every difference (the first 8 of each kind) and says what to do.
+        WeightSyncError: lists the differences and says what to do.
     """
-    missing = [f"'{name}'" for name in expected if name not in sent]
-    unknown = [_with_nearest(name, expected) for name in sent if name not in expected]
-    wrong = [
-        f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
-        for name, shape in sent.items()
-        if name in expected and tuple(shape) != tuple(expected[name])
-    ]
-    kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
-    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
-    if problems:
-        raise WeightSyncError(
-            f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
-            "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
-        )
+    if _as_tuples(sent) != _as_tuples(expected):
+        from trinity_lightning.sync.mismatch import misfit
+
+        raise misfit(sent, expected)
 
 
-def _with_nearest(name: str, expected: Iterable[str]) -> str:
-    match = nearest(name, expected)
-    return f"'{name}' (nearest: '{match}')" if match else f"'{name}'"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
+def _as_tuples(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def weight_stream(model: nn.Module) -> WeightStream:

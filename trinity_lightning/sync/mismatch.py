@@ -1,0 +1,69 @@
+"""What is said if an engine does not have the weights of the trainer, or cannot be given them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from trinity_lightning.config.values import nearest
+from trinity_lightning.errors import WeightSyncError
+from trinity_lightning.sync.stream import Shape
+
+MAX_LISTED = 8
+
+
+def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSyncError:
+    """Every difference between shapes by name, the first 8 of each kind, and what to do."""
+    missing = [f"'{name}'" for name in expected if name not in sent]
+    unknown = [_with_nearest(name, expected) for name in sent if name not in expected]
+    wrong = [
+        f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
+        for name, shape in sent.items()
+        if name in expected and tuple(shape) != tuple(expected[name])
+    ]
+    kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
+    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    return WeightSyncError(
+        f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
+        "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
+    )
+
+
+def _with_nearest(name: str, expected: Iterable[str]) -> str:
+    match = nearest(name, expected)
+    return f"'{name}' (nearest: '{match}')" if match else f"'{name}'"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
+def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:
+    """That the policy has no weight of this name, and which one is nearest."""
+    match = nearest(name, shapes)
+    hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(shapes), None)}'."
+    return KeyError(f"unknown weight '{name}' (the policy has {len(shapes)}). {hint}")
+
+
+def different_texts(trainer: Sequence[float], engine: Sequence[float], what: str) -> WeightSyncError:
+    """That two lists of log-probabilities, compared by the probe or drill `what`, are not of the same tokens."""
+    return WeightSyncError(
+        f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
+        "with different tokenizers."
+    )
+
+
+def different_logprobs(
+    trainer: Sequence[float],
+    engine: Sequence[float],
+    found: tuple[float, float],
+    allowed: tuple[float, float],
+    what: str,
+) -> WeightSyncError:
+    """That they differ by more than rounding; `found` and `allowed`: the mean and the largest difference."""
+    return WeightSyncError(
+        f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {found[0]:.3g} (allowed "
+        f"{allowed[0]:g}), maximum {found[1]:.3g} (allowed {allowed[1]:g}), more for "
+        f"unlikely tokens; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
+        f"{sum(engine) / len(engine):.4f}. "
+        "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
+        "server of engine.urls), or another model."
+    )
