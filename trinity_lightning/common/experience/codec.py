@@ -9,9 +9,7 @@ offset  size  content
 24      8     xxh3_64 of everything else, little-endian
 32      ...   tensors "<what>.<dtype>" in safetensors format, then metadata in msgpack
 
-What msgpack has no type for is a list that starts with a marker, an empty extension type: [TUPLE, *items],
-[TENSOR, dtype, shape], [ARRAY, dtype, shape], [SCALAR, dtype]. Their numbers are in the tensors "values.<dtype>" and
-"arrays.uint8", in order of appearance.
+What msgpack has no type for is a list that starts with a marker, as `values` has it.
 """
 
 import ctypes
@@ -19,11 +17,9 @@ import io
 import json
 import struct
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import msgpack
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -48,11 +44,6 @@ _CODES |= {f"{sign}int{bits}": f"{code}{bits}" for sign, code in (("u", "U"), ("
 _CODES |= {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64", "complex128": "U8"}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _CODES}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-NUMPY_DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(name)
-    for name in TORCH_DTYPES
-    if name != "bfloat16" and not name.startswith("float8")  # numpy itself has neither
-}
 
 
 def known_dtype(name: Any) -> torch.dtype:
@@ -65,18 +56,8 @@ def known_dtype(name: Any) -> torch.dtype:
 # -- Values and tensors ------------------------------------------------------------------------------------------------
 
 
-class Marker(Enum):
-    TUPLE = 1
-    TENSOR = 2
-    ARRAY = 3
-    SCALAR = 4
-
-
-_EXTENSIONS = {marker: msgpack.ExtType(marker.value, b"") for marker in Marker}
 # msgpack raises ValueError for what is nested too deeply, OverflowError for integers beyond 64 bits.
 PACKING_ERRORS = (ExperienceError, TypeError, ValueError, OverflowError, RecursionError)
-# str() of a string enum is its name, str.__str__ the string.
-_PLAIN = {dict: dict, list: list, str: str.__str__, int: int.__int__, float: float.__float__, bytes: bytes}
 
 
 def entry_of(name: str, start: int, end: int) -> dict[str, Any]:
@@ -172,30 +153,6 @@ class Writer:
 
     def _encode_other(self, value: Any) -> Any:
         """What msgpack shall pack in place of a value it has no type for."""
-        if isinstance(value, Tensor):
-            name = self.add("values", value.dtype, [host_tensor(value).reshape(-1)], [value.numel()])
-            return [_EXTENSIONS[Marker.TENSOR], name, list(value.shape)]
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in NUMPY_DTYPES:
-            array = np.array(value, dtype=NUMPY_DTYPES[value.dtype.name], order="C")
-            self.add("arrays", torch.uint8, [torch.from_numpy(array.reshape(-1).view(np.uint8))], [array.nbytes])
-            if isinstance(value, np.generic):
-                return [_EXTENSIONS[Marker.SCALAR], value.dtype.name]
-            return [_EXTENSIONS[Marker.ARRAY], value.dtype.name, list(value.shape)]
-        if isinstance(value, tuple):
-            return [_EXTENSIONS[Marker.TUPLE], *value]
-        for plain, convert in _PLAIN.items():  # subclasses, as the plain values that they equal
-            if isinstance(value, plain) and type(value) is not plain:
-                return convert(value)
-        raise _refusal(value)
+        from trinity_lightning.common.experience.values import encoded  # few experiences have any
 
-
-def host_tensor(tensor: Tensor) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise _refusal(tensor)
-    return tensor if tensor.is_cpu else tensor.cpu()
-
-
-def _refusal(value: Any) -> ExperienceError:
-    from trinity_lightning.common.experience.unencodable import reason_of
-
-    return ExperienceError(reason_of(value))
+        return encoded(value, self.add)

@@ -19,8 +19,8 @@ from trinity_lightning.common.experience.experience import (
     ExperienceError,
     ExperienceFormatError,
 )
-from trinity_lightning.common.experience.payload import custom_field_rows
 from trinity_lightning.common.experience.reading import read_custom_fields, unpack
+from trinity_lightning.common.experience.values import custom_field_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -286,12 +286,9 @@ class Experience:
         Raises:
             ExperienceError: the payload holds another number of experiences.
         """
-        experiences = Experience.deserialize_many(data, allow_pickle)
-        if len(experiences) != 1:
-            raise ExperienceError(
-                f"expected a payload of one experience, got {len(experiences)}; use deserialize_many."
-            )
-        return experiences[0]
+        from trinity_lightning.common.experience import reading
+
+        return reading.deserialize(data, allow_pickle)
 
     @staticmethod
     def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list["Experience"]:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.codec import DTYPE_NAMES, Writer, host_tensor
+from trinity_lightning.common.experience.codec import Writer
 from trinity_lightning.common.experience.experience import (
     EID,
     RESPONSE_FIELDS,
     TOKEN_FIELDS,
-    CustomField,
     Experience,
     ExperienceError,
     reward_value,
@@ -43,16 +42,6 @@ COLUMN_TYPES = REQUIRED_COLUMNS | {
     name: kinds for name, kinds in _DECLARED.items() if not {Tensor, EID} & set(kinds) and name not in REQUIRED_COLUMNS
 }
 _LARGE = 2**62
-
-
-def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
-    """The first value whose type its column must not have, as (row, message)."""
-    for name, column in columns.items():
-        kinds = COLUMN_TYPES[name]
-        for row, value in enumerate(column if not set(map(type, column)) <= set(kinds) else ()):
-            if not isinstance(value, kinds):
-                return row, f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}."
-    return None
 
 
 def find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int, str] | None:
@@ -120,12 +109,9 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
     try:
         return writer.pack({"count": len(experiences), "columns": columns, "rows": chunks})
     except ExperienceError:
-        from trinity_lightning.common.experience.unencodable import find_unencodable
+        from trinity_lightning.common.experience.unencodable import refuse_unencodable
 
-        for name, column in columns.items():
-            for experience, value in zip(experiences, column, strict=True):
-                if where := find_unencodable(value):
-                    raise ExperienceError(f"experience {experience.eid.uid}: {name}{where}") from None
+        refuse_unencodable(experiences, columns)
         raise
 
 
@@ -134,23 +120,16 @@ def _plain_columns(experiences: Sequence[Experience]) -> Columns:
     columns = {name: list(map(attrgetter(name), experiences)) for name in COLUMN_TYPES}
     for name, column in columns.items():
         if not set(map(type, column)) <= set(COLUMN_TYPES[name]):  # assigned since, perhaps by numpy arithmetic
+            from trinity_lightning.common.experience.unencodable import refuse_wrong_type
+
             plain = [each.item() if isinstance(each, np.generic) else each for each in column]
             columns[name] = list(map(reward_value, column)) if name == "reward" else plain
-            if problem := find_wrong_type({name: columns[name]}):
-                raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
+            refuse_wrong_type(experiences, {name: columns[name]})
     if any(columns["custom_fields"]):
+        from trinity_lightning.common.experience.values import custom_field_rows
+
         columns["custom_fields"] = [custom_field_rows(each) for each in columns["custom_fields"]]
     return columns
-
-
-def custom_field_rows(custom_fields: Sequence[CustomField]) -> list[list[str]]:
-    """Custom fields as rows [source, destination, dtype name]."""
-    for custom in custom_fields:
-        if custom.data_type not in DTYPE_NAMES:
-            raise ExperienceError(
-                f"custom field {custom.destination_field!r}: {custom.data_type} cannot be serialized."
-            )
-    return [[c.source_field, c.destination_field, DTYPE_NAMES[c.data_type]] for c in custom_fields]
 
 
 def _add_field(experiences: Sequence[Experience], name: str, writer: Writer) -> tuple[list[Any], np.ndarray]:
@@ -165,6 +144,8 @@ def _add_field(experiences: Sequence[Experience], name: str, writer: Writer) -> 
         row_lengths = list(map(Tensor.numel, rows))
         lengths[slice(None) if indices is None else indices] = np.fromiter(row_lengths, np.int64, len(rows))
         if kind[2:] != (True, torch.strided):
+            from trinity_lightning.common.experience.values import host_tensor
+
             rows = list(map(host_tensor, rows))
         chunks.append([writer.add(name, kind[0], rows, row_lengths), indices, row_lengths])
     return chunks, lengths

@@ -22,9 +22,7 @@ from trinity_lightning.common.experience.codec import (
     HEADER,
     MAGIC,
     NUMBER,
-    NUMPY_DTYPES,
     VERSION,
-    Marker,
     entry_of,
     known_dtype,
 )
@@ -33,8 +31,8 @@ from trinity_lightning.common.experience.experience import (
     INTEGER_DTYPES,
     TOKEN_FIELDS,
     Buffer,
-    CustomField,
     Experience,
+    ExperienceError,
     ExperienceFormatError,
 )
 from trinity_lightning.common.experience.payload import (
@@ -42,8 +40,9 @@ from trinity_lightning.common.experience.payload import (
     REQUIRED_COLUMNS,
     TENSOR_FIELDS,
     find_misfit,
-    find_wrong_type,
 )
+from trinity_lightning.common.experience.unencodable import find_wrong_type
+from trinity_lightning.common.experience.values import NUMPY_DTYPES, Marker, read_custom_fields
 
 # -- Values and tensors ------------------------------------------------------------------------------------------------
 
@@ -194,6 +193,14 @@ def unpack(view: memoryview, read: Callable[[Reader], Any] = attrgetter("value")
 # -- Experiences -------------------------------------------------------------------------------------------------------
 
 
+def deserialize(data: Buffer, allow_pickle: bool = False) -> Experience:
+    """See `Experience.deserialize`."""
+    experiences = deserialize_many(data, allow_pickle)
+    if len(experiences) != 1:
+        raise ExperienceError(f"expected a payload of one experience, got {len(experiences)}; use deserialize_many.")
+    return experiences[0]
+
+
 def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experience]:
     """See `Experience.deserialize_many`."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -218,11 +225,6 @@ def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experienc
         f"payload of {len(view)} bytes does not start with {MAGIC!r}. "
         "If it is a plain pickle that you wrote yourself, pass allow_pickle=True."
     )
-
-
-def read_custom_fields(rows: list[list[str]]) -> list[CustomField]:
-    """The reverse of `payload.custom_field_rows`."""
-    return [CustomField(source, destination, known_dtype(dtype)) for source, destination, dtype in rows]
 
 
 def _read(reader: Reader) -> list[Experience]:

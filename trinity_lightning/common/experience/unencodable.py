@@ -1,11 +1,38 @@
-"""Where a value cannot be encoded, and why, for messages."""
+"""What of experiences cannot be encoded, where it is and why, for messages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from trinity_lightning.common.experience.codec import PACKING_ERRORS, Writer
+from trinity_lightning.common.experience.experience import Experience, ExperienceError
+from trinity_lightning.common.experience.payload import COLUMN_TYPES, Columns
+
+
+def refuse_unencodable(experiences: Sequence[Experience], columns: Columns) -> None:
+    """Refuse the first value of their plain fields that cannot be encoded with an ExperienceError."""
+    for name, column in columns.items():
+        for experience, value in zip(experiences, column, strict=True):
+            if where := find_unencodable(value):
+                raise ExperienceError(f"experience {experience.eid.uid}: {name}{where}") from None
+
+
+def refuse_wrong_type(experiences: Sequence[Experience], columns: Columns) -> None:
+    """Refuse the first value of a type that its field must not have with an ExperienceError."""
+    if problem := find_wrong_type(columns):
+        raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
+
+
+def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
+    """The first value whose type its column must not have, as (row, message)."""
+    for name, column in columns.items():
+        kinds = COLUMN_TYPES[name]
+        for row, value in enumerate(column if not set(map(type, column)) <= set(kinds) else ()):
+            if not isinstance(value, kinds):
+                return row, f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}."
+    return None
 
 
 def reason_of(value: Any) -> str:
