@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.runs import Untrained, forget_raw_reward, forget_reason
+from trinity_lightning.common.runs import Untrained, forget_notes
 from trinity_lightning.common.writer import BufferWriter
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ class ExperiencePipeline:
         async def tidy(some: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
             all_of_them.extend(some)
             for experience in some:
-                forget_raw_reward(experience)
-                forget_reason(experience)
+                forget_notes(experience)
             metrics: dict[str, float] = {}
             if self.chain is not None:
                 start = time.perf_counter()

@@ -82,19 +82,6 @@ def raw_reward(experience: Experience) -> float | None:
     return experience.metrics.get(RAW_REWARD, experience.reward)
 
 
-def keep_raw_reward(experience: Experience) -> None:
-    """Note the first valid reward among the metrics. They are a new dict: experiences may share one."""
-    reward = experience.reward
-    if RAW_REWARD not in experience.metrics and reward is not None and is_valid_reward(reward):
-        experience.metrics = experience.metrics | {RAW_REWARD: reward}
-
-
-def forget_raw_reward(experience: Experience) -> None:
-    """Remove such a note, which an experience that went through operators before still has."""
-    if RAW_REWARD in experience.metrics:
-        experience.metrics = {name: value for name, value in experience.metrics.items() if name != RAW_REWARD}
-
-
 # -- Why experiences of an explore step are not trained on: noted in their info, for completions, metrics and the log --
 
 
@@ -107,10 +94,12 @@ def mark_untrained(experience: Experience, reason: str) -> None:
     experience.info = experience.info | {UNTRAINED: reason}
 
 
-def forget_reason(experience: Experience) -> None:
-    """Remove such a note, which an experience that went through a pipeline before still has."""
+def forget_notes(experience: Experience) -> None:
+    """Remove what an experience that went through a pipeline before still has: the reason, and the first reward."""
     if UNTRAINED in experience.info:
         experience.info = {name: value for name, value in experience.info.items() if name != UNTRAINED}
+    if RAW_REWARD in experience.metrics:
+        experience.metrics = {name: value for name, value in experience.metrics.items() if name != RAW_REWARD}
 
 
 class Untrained:

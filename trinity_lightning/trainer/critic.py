@@ -17,10 +17,10 @@ from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.trainer.critic_hooks import CriticHooks
 from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.micro_batch import MicroBatch
 from trinity_lightning.trainer.model import logprob_function, usable_layout
-from trinity_lightning.trainer.no_critic import NoCritic
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
 from trinity_lightning.trainer.placement import WHOLE, Whole
@@ -30,7 +30,7 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 GAIN, MAX_ERROR = 0.1, 0.2
 
 
-class Critic(nn.Module, NoCritic):
+class Critic(nn.Module, CriticHooks):
     """A value head, on the policy's last hidden states or on those of a value model.
 
     The head begins with zeros: the first advantages are the rewards to go. It computes in float32, whatever the states

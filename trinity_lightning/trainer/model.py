@@ -1,6 +1,5 @@
 """What is done to a Hugging Face model to be trained, and how its log-probabilities are computed."""
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -133,20 +132,13 @@ def logprob_function(model: Any) -> LogprobFn:
             raise ModelLoadError(f"{name_of(model)} is no causal model: what it predicts depends on later tokens.")
         if _agrees(logprobs_by_head, model, tokens, logits, limit):
             return logprobs_by_head
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            from trinity_lightning.trainer.own_logits import logprobs_by_forward
+        from trinity_lightning.trainer.own_logits import by_own_forward_pass
 
-            if _agrees(logprobs_by_forward, model, tokens, logits, limit):
-                logger.info("%s: logits by its own forward pass, which takes more memory than a head.", name_of(model))
-                return logprobs_by_forward
+        return by_own_forward_pass(model, lambda function: _agrees(function, model, tokens, logits, limit))
     except AttributeError as error:
         raise ModelLoadError(f"{name_of(model)} cannot be trained: {error}") from error
     finally:
         model.train(was_training)
-    raise ModelLoadError(
-        f"{name_of(model)} cannot be trained: its logits are not those of its base model and output embeddings, and "
-        "its forward pass has no logits_to_keep. Use one whose class follows transformers' causal language models."
-    )
 
 
 def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:

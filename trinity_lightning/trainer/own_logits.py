@@ -1,10 +1,32 @@
 """Log-probabilities of models whose logits are not a head's of their base model's states."""
 
+import inspect
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
+from trinity_lightning.trainer.model import LogprobFn, name_of
+
+logger = logging.getLogger(__name__)
+
+
+def by_own_forward_pass(model: Any, agrees: Callable[[LogprobFn], bool]) -> LogprobFn:
+    """`logprobs_by_forward`, if that agrees with the model's own logits.
+
+    Raises:
+        ModelLoadError: it does not, or the model's forward pass computes all logits or none.
+    """
+    if "logits_to_keep" in inspect.signature(model.forward).parameters and agrees(logprobs_by_forward):
+        logger.info("%s: logits by its own forward pass, which takes more memory than a head.", name_of(model))
+        return logprobs_by_forward
+    raise ModelLoadError(
+        f"{name_of(model)} cannot be trained: its logits are not those of its base model and output embeddings, and "
+        "its forward pass has no logits_to_keep. Use one whose class follows transformers' causal language models."
+    )
 
 
 def logprobs_by_forward(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.alone import ALONE, Alone
-from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.layout import Part, better_layout, cut, rows_to_train
@@ -53,7 +52,7 @@ class Passes:
             layout = better_layout(batch, rows, tokens)
         dealt = [list(rows)]
         if ranks > 1:
-            from trinity_lightning.trainer.deal import deal
+            from trinity_lightning.trainer.shares import deal
 
             dealt = deal(batch, rows, ranks, tokens, layout)
         return [cut(batch, each, tokens, layout) for each in dealt]
@@ -64,12 +63,6 @@ class Passes:
             self.function, model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
         )
         return tuple(map(micro.spread, values))
-
-    def idle(self, model: Any, placement: Whole) -> Tensor:
-        """The sum of log-probabilities of nothing in particular, for other ranks' passes."""
-        batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
-        (part,) = cut(batch, [0], 2, Layout.padded)
-        return self.through(model, collate(batch, part, model.device), placement)[0].sum()
 
     def columns(
         self,
@@ -89,7 +82,9 @@ class Passes:
         shares = self.shares(batch, self.rows(batch), ranks.size)
         for part in placement.passes(shares) if ranks.size > 1 else shares[0]:
             if part is None:
-                self.idle(model, placement)
+                from trinity_lightning.trainer.shares import idle
+
+                idle(self, model, placement)
                 continue
             with torch.set_grad_enabled(self.as_trained):
                 found = self.through(model, collate(batch, part, model.device), placement)
@@ -98,7 +93,7 @@ class Passes:
                     column[row] = value[: len(column[row])].clone()
         model.train(was_training)
         if ranks.size > 1:
-            ranks.add_up(together := [torch.cat([*column, torch.zeros(0)]) for column in columns])
-            lengths = [e.response_length for e in batch.experiences]
-            columns = [list(each.split(lengths)) for each in together]
+            from trinity_lightning.trainer.shares import added_up
+
+            columns = added_up(columns, ranks)
         return columns

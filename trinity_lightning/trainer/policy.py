@@ -40,6 +40,7 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.trainer.critic_hooks import CriticHooks
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, trained_tokens
 from trinity_lightning.trainer.logprobs import lean_embeddings
@@ -50,7 +51,6 @@ from trinity_lightning.trainer.model import (
     logprob_function,
     usable_layout,
 )
-from trinity_lightning.trainer.no_critic import NoCritic
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
@@ -138,7 +138,7 @@ class PolicyModule(L.LightningModule):
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None  # of the model, whose weights are not trained then
-        self.critic = NoCritic()  # until a `Critic` is loaded, if there is to be one
+        self.critic = CriticHooks()  # until a `Critic` is loaded, if there is to be one
         if self.algorithm.critic is not None:
             self.algorithm.critic.check_alone(self.lora)
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
@@ -407,7 +407,9 @@ class PolicyModule(L.LightningModule):
         collating = 0.0
         for part in own:
             if part is None:
-                self.manual_backward(0 * passes.idle(self.policy, placement))
+                from trinity_lightning.trainer.shares import idle
+
+                self.manual_backward(0 * idle(passes, self.policy, placement))
                 continue
             start = time.perf_counter()
             micro = collate(batch, part, self.device)

@@ -13,7 +13,6 @@ from trinity_lightning.algorithm.add_strategy.group_advantages import (
     STD_LEVELS,
     group_stats,
     grpo_advantages,
-    std_above,
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import (
@@ -80,21 +79,6 @@ def action_mask(exp: Experience) -> Tensor:
     if exp.action_mask is None:
         raise ExperienceError(f"experience {exp.eid} has no action_mask: there is no response to weigh.")
     return exp.action_mask
-
-
-def response_values(exp: Experience, name: str, use: str) -> Tensor:
-    """The experience's `logprobs` or `teacher_logprobs`, as `name` says, [response].
-
-    Raises:
-        ExperienceError: it has none, and what their use is; or another number of them than response tokens.
-    """
-    values = getattr(exp, name)
-    if values is None:
-        raise ExperienceError(f"experience {exp.eid} has no {name}, {use}.")
-    length = len(action_mask(exp))
-    if values.shape != (length,):
-        raise ExperienceError(f"experience {exp.eid}: {name} has {len(values)} values for {length} response tokens.")
-    return values
 
 
 def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
@@ -319,6 +303,8 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
     def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         if self.std_threshold is None:
             return super().kept_groups(groups, runs)
+        from trinity_lightning.algorithm.add_strategy.functional import std_above  # an option
+
         raw_rewards = torch.tensor([raw_reward(last_step(run)) for run in runs], dtype=torch.float64)
         return std_above(raw_rewards, groups, self.std_threshold)
 

@@ -24,12 +24,17 @@ from trinity_lightning.algorithm.add_strategy.group_advantages import (
     minus_baseline,
     zero_where_equal,
 )
-from trinity_lightning.algorithm.add_strategy.group_advantages import std_above as std_above
 from trinity_lightning.config.values import number, one_of
 
 OPMD_BASELINES = ("mean", "logavgexp")
 # Inside the square root of the whitening, as in REINFORCE++.
 WHITEN_EPSILON = 1e-8
+
+
+def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
+    """Which groups have at least two rewards with an (unbiased) standard deviation above the threshold, bool [G]."""
+    stats = group_stats(rewards, groups)
+    return (stats.size > 1) & (stats.std > threshold)
 
 
 def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:

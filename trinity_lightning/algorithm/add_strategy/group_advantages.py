@@ -77,12 +77,6 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_
     return as_rewards(zero_where_equal(score, stats), rewards)
 
 
-def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
-    """Which groups have at least two rewards with an (unbiased) standard deviation above the threshold, bool [G]."""
-    stats = group_stats(rewards, groups)
-    return (stats.size > 1) & (stats.std > threshold)
-
-
 def group_sum(values: Tensor, index: Tensor, size: Tensor) -> Tensor:
     """Sum of the values [B] of each group [G]; arguments as in `GroupStats`."""
     return values.new_zeros(len(size)).index_add_(0, index, values)

@@ -20,7 +20,7 @@ from torch import Tensor
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.common.runs import Untrained, keep_raw_reward
+from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
 from trinity_lightning.config.operators import OnError, OperatorConfig
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import unknown_name
@@ -288,7 +288,7 @@ class OperatorChain:
             received += snapshot(experiences)
         for stage in self._stages:
             for experience in experiences:
-                keep_raw_reward(experience)
+                _keep_raw_reward(experience)
             given = experiences
             before = snapshot(experiences) if stage.on_error is OnError.skip else None
             start = time.perf_counter()
@@ -426,3 +426,10 @@ def on_loop(
     # In a thread, as the present one may have a running loop: a notebook's has.
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(lambda: asyncio.run(function())).result()
+
+
+def _keep_raw_reward(experience: Experience) -> None:
+    """Note the first valid reward among the metrics. They are a new dict: experiences may share one."""
+    reward = experience.reward
+    if RAW_REWARD not in experience.metrics and reward is not None and is_valid_reward(reward):
+        experience.metrics = experience.metrics | {RAW_REWARD: reward}

@@ -5,7 +5,7 @@ import numbers
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class Experience:
             self.rejected = _optional(_token_ids, rejected, "rejected")
             self.chosen_messages = _instance_of(chosen_messages, "chosen_messages", list)
             self.rejected_messages = _instance_of(rejected_messages, "rejected_messages", list)
-            self.multi_modal_inputs = _tensor_dict(multi_modal_inputs, "multi_modal_inputs")
+            self.multi_modal_inputs = _optional(_tensors_by_name, multi_modal_inputs, "multi_modal_inputs")
             self.teacher_logprobs = _optional(_floats, teacher_logprobs, "teacher_logprobs")
             self.custom_fields = _make_custom_fields(custom_fields)
             self._set_type_and_mask()
@@ -446,22 +446,16 @@ def _instance_of(value: Any, name: str, kind: type) -> Any:
     raise ExperienceError(f"{name}: expected {kind.__name__} or None, got {type(value).__name__}.")
 
 
-def _tensor_dict(value: Any, name: str) -> dict[str, Tensor] | None:
-    """A dict of tensors, its values converted if they are not tensors yet; None stays None."""
-    if _instance_of(value, name, dict) is None:
-        return None
-    result = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
-        try:
-            result[key] = item if isinstance(item, Tensor) else torch.tensor(item)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
-    return result
+def _tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
+    from trinity_lightning.common.experience.values import tensors_by_name  # few experiences have any
+
+    return tensors_by_name(value, name)
 
 
-def _optional(convert: Callable[[Any, str], Tensor], value: Any, name: str) -> Tensor | None:
+T = TypeVar("T")
+
+
+def _optional(convert: Callable[[Any, str], T], value: Any, name: str) -> T | None:
     """`convert(value, name)`, or None for None."""
     return None if value is None else convert(value, name)
 

@@ -60,6 +60,25 @@ def encoded(value: Any, add: Callable[[str, torch.dtype, Sequence[Tensor], Seque
     raise ExperienceError(reason_of(value))
 
 
+def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
+    """What is given for a field of tensors by name, its values made tensors if they are none yet.
+
+    Raises:
+        ExperienceError: no dict, a key that is no text, or a value that cannot be made a tensor.
+    """
+    if not isinstance(value, dict):
+        raise ExperienceError(f"{name}: expected dict or None, got {type(value).__name__}.")
+    result = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
+        try:
+            result[key] = item if isinstance(item, Tensor) else torch.tensor(item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
+    return result
+
+
 def host_tensor(tensor: Tensor) -> Tensor:
     """The tensor in the host's memory; an ExperienceError if its numbers cannot be read."""
     if tensor.layout != torch.strided or tensor.is_meta:

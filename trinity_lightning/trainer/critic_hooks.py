@@ -1,4 +1,4 @@
-"""A policy without a critic: what `critic.Critic` does besides is here nothing."""
+"""What a policy asks of its critic, if it has one: the experiences of others bring their advantages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,8 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 Columns = dict[str, list[Tensor]]
 
 
-class NoCritic:
-    """The base of `Critic`, and what a policy has without one: the experiences bring their advantages."""
+class CriticHooks:
+    """Where a critic takes part in the training of a policy; these do nothing, those of `critic.Critic` do."""
 
     @property
     def trained(self) -> Mapping[str, nn.Module]:
