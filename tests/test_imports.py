@@ -27,6 +27,7 @@ TOPS = (
     "evaluation",
     "engines",
     "gpu_plan",
+    "page",
     "plan",
     "planner",
     "report",

@@ -40,7 +40,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.report import write_report
+from trinity_lightning.page import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -1,35 +1,12 @@
-"""`trinity-lightning-report FOLDER`: write a run's `report.html`, one page that opens from disk."""
+"""`trinity-lightning-report FOLDER`: write the page of runs that have ended, or go on."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_lightning.common.files import write_atomically
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.monitor.record import read_run
-from trinity_lightning.monitor.report import report_page
-
-FILE = "report.html"
-
-
-def write_report(folder: str | Path) -> Path:
-    """Write `report.html` into a run's folder, in place of an earlier one; its path.
-
-    Raises:
-        StorageError: a file of kept experiences is damaged.
-    """
-    folder = Path(folder)
-    run = read_run(folder.resolve())
-    if next(folder.glob("*/step_*.trxp"), None):
-        from trinity_lightning.buffer.step_files import FOLDER, counted, step_files
-
-        files = step_files(folder / FOLDER)
-        run.kept, run.kept_steps = counted(files), len(files)
-    path = folder / FILE
-    # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
-    write_atomically(path, report_page(run).encode(errors="replace"))
-    return path
+from trinity_lightning.page import write_report as write_report
 
 
 def check_run(folder: Path) -> None:

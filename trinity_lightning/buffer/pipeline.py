@@ -109,12 +109,9 @@ class ExperiencePipeline:
         await self.prepare()
         experiences, metrics = await tidy(experiences)
         if more is not None and self._strategy.refills:
-            from trinity_lightning.buffer.refill import merged, refill
+            from trinity_lightning.buffer.refill import refilled
 
-            filled = await refill(experiences, step, more, tidy, self._strategy.survivors)
-            experiences, metrics = filled.experiences, merged([metrics, *filled.metrics])
-            metrics["experience_pipeline/surplus_groups"] = float(filled.surplus)
-            metrics["experience_pipeline/missing_groups"] = float(filled.missing)
+            experiences, metrics = await refilled(experiences, metrics, step, more, tidy, self._strategy.survivors)
             untrained.leave_out(tidy_ones, experiences, "surplus")
         start = time.perf_counter()
         count, added = await self._strategy.add(experiences, step)
@@ -132,14 +129,9 @@ class ExperiencePipeline:
         trained = untrained.weigh(weighed)
         reasons = untrained.note(received)
         if received and not trained:
-            causes = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
-            logger.warning("explore step %d: none of its %d responses is trained on: %s.", step, len(received), causes)
-            [(reason, _)] = reasons.most_common(1)
-            if reason not in self._explained:
-                from trinity_lightning.common.untrained import what_helps
+            from trinity_lightning.common.untrained import warn_of_idle_step
 
-                self._explained.add(reason)
-                logger.warning("what helps against '%s': %s", reason, what_helps(reason))
+            warn_of_idle_step(step, len(received), reasons, self._explained)
         counts = {f"experience_pipeline/untrained/{r.replace(' ', '_')}": float(n) for r, n in reasons.items()}
         return {"experience_pipeline/trained": float(trained), **counts}
 

@@ -82,6 +82,22 @@ async def refill(
     return result
 
 
+async def refilled(
+    experiences: list[Experience],
+    metrics: dict[str, float],
+    step: int,
+    more: MoreRollouts,
+    tidy: Tidy,
+    survivors: Survivors,
+) -> tuple[list[Experience], dict[str, float]]:
+    """The experiences of a step and what `refill` adds to them, and the metrics of both."""
+    filled = await refill(experiences, step, more, tidy, survivors)
+    metrics = merged([metrics, *filled.metrics])
+    metrics["experience_pipeline/surplus_groups"] = float(filled.surplus)
+    metrics["experience_pipeline/missing_groups"] = float(filled.missing)
+    return filled.experiences, metrics
+
+
 def merged(parts: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of several rounds as those of one step: counts and times add up, anything else is averaged."""
     names = dict.fromkeys(name for part in parts for name in part)

@@ -1,5 +1,10 @@
 """Why experiences of an explore step are not trained on, and what helps."""
 
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
 # Each reason, what it means, and what helps.
 REASONS = {
     "equal rewards": (
@@ -37,3 +42,20 @@ REASONS = {
 def what_helps(reason: str) -> str:
     """What helps against one of the `REASONS`, whatever name or metric it ends with."""
     return next(helps for known, (_, helps) in REASONS.items() if known.split()[0] == reason.split()[0])
+
+
+def warn_of_idle_step(step: int, received: int, reasons: Counter[str], explained: set[str]) -> None:
+    """Log why no response of a step is trained on, and what helps against the most frequent reason.
+
+    Args:
+        step: the explore step.
+        received: how many responses it had.
+        reasons: of how many of them each is the reason.
+        explained: the reasons for which it was logged what helps; the most frequent one joins them.
+    """
+    causes = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+    logger.warning("explore step %d: none of its %d responses is trained on: %s.", step, received, causes)
+    [(reason, _)] = reasons.most_common(1)
+    if reason not in explained:
+        explained.add(reason)
+        logger.warning("what helps against '%s': %s", reason, what_helps(reason))

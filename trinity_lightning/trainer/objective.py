@@ -10,10 +10,11 @@ from trinity_lightning.algorithm.correction import logprob_difference, rollout_c
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.micro_batch import MicroBatch
-from trinity_lightning.trainer.trials import check_result, has_gradient_without_advantage, is_weighed
+from trinity_lightning.trainer.trials import has_gradient_without_advantage, is_weighed
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.streams import Streams
@@ -50,9 +51,13 @@ class Objective:
         self._streams: Streams | None = None
         losses = of_rollouts = [self._policy_loss]
         parameters = inspect.signature(self._policy_loss).parameters
-        if "terms" in parameters or "teacher_top_k_logprobs" in parameters:
+        takes_terms = "terms" in parameters or "teacher_top_k_logprobs" in parameters
+        if takes_terms:
             losses, of_rollouts = self._take_terms()
-        check_result(config.policy_loss.name, self._policy_loss)
+        if takes_terms or config.policy_loss.name not in PARTS["policy loss"]:
+            from trinity_lightning.trainer.objective_checks import check_result  # of a loss of one's own
+
+            check_result(config.policy_loss.name, self._policy_loss)
 
         # what the loss is
         self.pairs = "pairs" in parameters

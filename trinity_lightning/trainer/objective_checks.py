@@ -1,8 +1,10 @@
-"""What does not go together: a policy loss and settings that it has no use for, or a batch that it is not for."""
+"""What is wrong with a policy loss: by itself, with settings that it has no use for, or with a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.common.experience import ExperienceError
@@ -10,7 +12,26 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, 
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.trials import tried
+from trinity_lightning.trainer.trials import call, tried
+
+
+def check_result(name: str, loss_fn: PolicyLossFn) -> None:
+    """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
+    try:
+        returned: Any = call(loss_fn, advantage=1.0)[0]
+    except TypeError as error:
+        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    loss, metrics = pair
+    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
+        raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"policy loss '{name}' returns a loss of shape {list(loss.shape)}: return one number, by aggregate(losses, "
+            "action_mask, **totals)."
+        )
+    if not loss.requires_grad:
+        raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
 
 
 def check_settings(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -73,12 +72,6 @@ logger = logging.getLogger(__name__)
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
 BUDGET = "max_tokens"  # there, too
-
-
-class BFloat16Weights(Precision):
-    """Leaves everything as it is, under the name that was asked for: another fit of the same Trainer asks again."""
-
-    precision = HALF
 
 
 class PolicyModule(L.LightningModule):
@@ -189,9 +182,6 @@ class PolicyModule(L.LightningModule):
 
         A data module says by an attribute `older_weights` that its experiences were not sampled by the present weights.
 
-        Lightning's own plugin would round buffers too (of rotary embeddings: positions would be off), and the
-        experiences, and losses would be computed in bfloat16.
-
         Raises:
             ConfigError: the model was loaded in float32 before; or nothing corrects for older weights.
         """
@@ -199,12 +189,10 @@ class PolicyModule(L.LightningModule):
             self.objective.expect_older_weights()
         self._dtype = self._ranks.exchange(self._dtype)[0]  # model.dtype=auto was timed by each
         if self.trainer.precision == HALF:
-            if self.model is not None and self._dtype != torch.bfloat16:
-                raise ConfigError(
-                    "trainer.precision=bf16-true: the model is loaded in float32 already, give dtype=bf16."
-                )
+            from trinity_lightning.trainer.half_precision import hold_weights
+
+            hold_weights(self.trainer.strategy, None if self.model is None else self._dtype)
             self._dtype = torch.bfloat16
-            self.trainer.strategy.precision_plugin = BFloat16Weights()
 
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""

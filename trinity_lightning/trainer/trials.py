@@ -1,32 +1,11 @@
 """What a policy loss is and depends on, found out by trying it on four tokens."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted
-from trinity_lightning.errors import ConfigError
-
-
-def check_result(name: str, loss_fn: PolicyLossFn) -> None:
-    """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
-    try:
-        returned: Any = _call(loss_fn, advantage=1.0)[0]
-    except TypeError as error:
-        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
-    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
-    loss, metrics = pair
-    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
-        raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"policy loss '{name}' returns a loss of shape {list(loss.shape)}: return one number, by aggregate(losses, "
-            "action_mask, **totals)."
-        )
-    if not loss.requires_grad:
-        raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
 
 
 def has_gradient_without_advantage(loss_fn: PolicyLossFn) -> bool:
@@ -44,13 +23,13 @@ def is_weighed(loss_fn: PolicyLossFn) -> bool:
 
 
 def tried(loss_fn: PolicyLossFn, advantage: float, moved: float = 0.0, apart: float = 0.3) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of four tokens; see `_call`."""
-    (loss, _), logprobs = _call(loss_fn, advantage, moved, apart)
+    """Loss and gradient of four tokens; see `call`."""
+    (loss, _), logprobs = call(loss_fn, advantage, moved, apart)
     (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
     return loss.detach(), torch.zeros(2, 2) if gradient is None else gradient
 
 
-def _call(
+def call(
     loss_fn: PolicyLossFn, advantage: float, moved: float = 0.0, apart: float = 0.3
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], Tensor]:
     """What a loss returns of four tokens, so far from old policy and reference; and their log-probabilities."""

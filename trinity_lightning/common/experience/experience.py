@@ -308,19 +308,9 @@ class Experience:
 
     def to_dict(self) -> dict[str, Any]:
         """What a person or a logger wants to see, without tensors; optional entries only if they are not None."""
-        result: dict[str, Any] = {
-            "eid": self.eid.to_dict(),
-            "type": self.experience_type,
-            "prompt_length": self.prompt_length,
-            "response_length": len(self.tokens) - self.prompt_length,
-            "info": self.info,
-            "metrics": self.metrics,
-        }
-        if self.reward is not None:
-            result["reward"] = float(self.reward)
-        optional = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
-        values = {name: getattr(self, name) for name in (*optional, "truncate_status")}
-        return result | {name: value for name, value in values.items() if value is not None}
+        from trinity_lightning.common.experience.datasets import described
+
+        return described(self)
 
 
 def check_assigned(experience: Experience) -> None:
