@@ -1,9 +1,10 @@
-"""Weights that transformers holds in another form than their checkpoints, converted back as they are sent."""
+"""Weights that are held in another form than checkpoints have, converted back or put together as they are sent."""
 
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,22 @@ from torch import Tensor
 from trinity_lightning.sync.stream import Shape, WeightStream
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+class Parts(Protocol):
+    """The weights of a model that has them in parts: shards, or frozen weights and adapters."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Tensors of the names and shapes of the whole weights."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """A weight, put together."""
+        ...
+
+    def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
+        """As `sync.proof.perturbed`."""
+        ...
 
 
 def converted(

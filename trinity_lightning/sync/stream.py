@@ -2,14 +2,17 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trinity_lightning.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from trinity_lightning.sync.converted import Parts
 
 Shape = tuple[int, ...]
 
@@ -93,23 +96,7 @@ def weight_stream(model: nn.Module) -> WeightStream:
     return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
 
 
-class Parts(Protocol):
-    """The weights of a model that has them in parts: shards, or frozen weights and adapters."""
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Tensors of the names and shapes of the whole weights."""
-        ...
-
-    def whole(self, name: str) -> Tensor:
-        """A weight, put together."""
-        ...
-
-    def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
-        """As `sync.proof.perturbed`."""
-        ...
-
-
-def in_parts(model: nn.Module) -> Parts | None:
+def in_parts(model: nn.Module) -> "Parts | None":
     """The parts of a model's weights; None if it has them whole."""
     return getattr(model, "adapter", None) or getattr(model, "shards", None)
 

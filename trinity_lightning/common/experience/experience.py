@@ -209,7 +209,7 @@ class Experience:
             self.rejected_messages = _instance_of(rejected_messages, "rejected_messages", list)
             self.multi_modal_inputs = _optional(_tensors_by_name, multi_modal_inputs, "multi_modal_inputs")
             self.teacher_logprobs = _optional(_floats, teacher_logprobs, "teacher_logprobs")
-            self.custom_fields = _make_custom_fields(custom_fields)
+            self.custom_fields = _optional(_custom_fields, custom_fields, "custom_fields") or []
             self._set_type_and_mask()
             self._check_lengths()
         except ExperienceError as error:
@@ -334,20 +334,9 @@ def _make_eid(eid: Any) -> EID:
         return EID()
     if isinstance(eid, EID):
         return eid
-    if not isinstance(eid, dict):
-        raise ExperienceError(f"eid: expected EID, a dict of its fields, or None, got {type(eid).__name__}.")
-    try:
-        return EID(**eid)
-    except TypeError as error:
-        raise ExperienceError(f"eid: expected the fields batch, task, run, step, suffix, got {list(eid)}.") from error
+    from trinity_lightning.common.experience.values import eid_of
 
-
-def _make_custom_fields(custom_fields: Any) -> list[CustomField]:
-    if custom_fields is None:
-        return []
-    if not isinstance(custom_fields, (list, tuple)) or not all(isinstance(f, CustomField) for f in custom_fields):
-        raise ExperienceError("custom_fields: expected a list of CustomField.")
-    return list(custom_fields)
+    return eid_of(eid)
 
 
 def _as_array(value: Any, name: str, kinds: str, expected: str) -> np.ndarray:
@@ -434,6 +423,12 @@ def _instance_of(value: Any, name: str, kind: type) -> Any:
     if value is None or isinstance(value, kind):
         return value
     raise ExperienceError(f"{name}: expected {kind.__name__} or None, got {type(value).__name__}.")
+
+
+def _custom_fields(value: Any, name: str) -> list[CustomField]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
+        raise ExperienceError(f"{name}: expected a list of CustomField.")
+    return list(value)
 
 
 def _tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:

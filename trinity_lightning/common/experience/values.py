@@ -1,8 +1,8 @@
-"""Tensors, arrays and tuples in the info of an experience: what msgpack has no type for.
+"""What few experiences have: tensors, arrays and tuples in the info, tensors by name, custom fields.
 
-Such a value is a list that starts with a marker, an empty extension type: [TUPLE, *items], [TENSOR, dtype, shape],
-[ARRAY, dtype, shape], [SCALAR, dtype]. The numbers are in the tensors "values.<dtype>" and "arrays.uint8", in order of
-appearance. `reading` has the way back.
+msgpack has no type for the first: such a value is a list that starts with a marker, an empty extension type:
+[TUPLE, *items], [TENSOR, dtype, shape], [ARRAY, dtype, shape], [SCALAR, dtype]. The numbers are in the tensors
+"values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience.codec import DTYPE_NAMES, TORCH_DTYPES, known_dtype
-from trinity_lightning.common.experience.experience import CustomField, ExperienceError
+from trinity_lightning.common.experience.experience import EID, CustomField, ExperienceError
 from trinity_lightning.common.experience.unencodable import reason_of
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
@@ -58,6 +58,18 @@ def encoded(value: Any, add: Callable[[str, torch.dtype, Sequence[Tensor], Seque
         if isinstance(value, plain) and type(value) is not plain:
             return convert(value)
     raise ExperienceError(reason_of(value))
+
+
+def eid_of(fields: Any) -> EID:
+    """An identity from a dict of its fields; an ExperienceError if it is none."""
+    if not isinstance(fields, dict):
+        raise ExperienceError(f"eid: expected EID, a dict of its fields, or None, got {type(fields).__name__}.")
+    try:
+        return EID(**fields)
+    except TypeError as error:
+        raise ExperienceError(
+            f"eid: expected the fields batch, task, run, step, suffix, got {list(fields)}."
+        ) from error
 
 
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
