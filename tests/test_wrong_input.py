@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from support.compose import composed
-from support.runs import RunTrain, environment
+from support.runs import TWO, RunTrain, environment
 
 from trinity_lightning.build import instantiate
 from trinity_lightning.config import hydra as compose
@@ -625,6 +626,31 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     assert all(part in sentence for part in expected), sentence
     assert len(sentence.splitlines()) <= 2
     assert "while resolving" not in sentence
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "1"}
+SRUN = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "sentence"),
+    [
+        (TORCHRUN, (), "torchrun has started 3 .*, or give trainer.devices=3 .trainer.num_nodes=1"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, (), "asks for 2 .*: start as many.$"),  # 2 on one, 1 on the other
+        (SRUN, (), "srun has started 4 .* .machines: 2., .*, or give trainer.devices=2 .trainer.num_nodes=2"),
+        (SRUN | {"SLURM_NTASKS": "2"}, (), "srun has started 2"),
+        (SRUN, ("+trainer.num_nodes=2",), None),
+        (SRUN | {"SLURM_JOB_NAME": "bash"}, (), None),
+    ],
+)
+def test_another_number_of_processes_than_was_started_is_refused(
+    variables: dict[str, str], arguments: tuple[str, ...], sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = composed("+recipe=grpo", "model=tiny", *TWO, *arguments)
+    with nullcontext() if sentence is None else pytest.raises(ConfigError, match=sentence):
+        validate(config)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ ALWAYS = 2  # processes that any machine may have, if only to try it
 
 
 def check_processes_here(trainer: Mapping[str, Any]) -> None:
-    """Refuse more processes than a CPU has cores, and several machines that nothing connects.
+    """Refuse more processes than a CPU has cores or a launcher has started, and several machines that nothing connects.
 
     Raises:
         ConfigError: says how many there may be, or by which command the run is started.
     """
     devices, nodes = str(trainer.get("devices")), trainer.get("num_nodes", 1)
+    _check_launched(trainer, nodes)
     if nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
             f"trainer.num_nodes is {nodes}, and no launcher started this process, which would wait for the others: on "
@@ -43,10 +44,36 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
         )
 
 
+def _by_srun() -> bool:
+    """As Lightning has it: in a shell within an allocation srun starts nothing."""
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def _check_launched(trainer: Mapping[str, Any], nodes: int) -> None:
+    """Refuse another number of processes, or of machines, than torchrun or srun says that it has started."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher, names = "torchrun", ("WORLD_SIZE", "GROUP_WORLD_SIZE")
+    elif _by_srun():
+        launcher, names = "srun", ("SLURM_NTASKS", "SLURM_NNODES")
+    else:
+        return
+    given, gpus = str(trainer.get("devices")), 0 if trainer.get("accelerator") == "cpu" else gpu_count()
+    devices = int(given) if given.isdigit() else gpus or 1
+    expected = (devices * nodes, nodes)
+    processes, machines = (int(os.environ.get(name, each)) for name, each in zip(names, expected, strict=True))
+    if (processes, machines) == expected:
+        return
+    each, left = divmod(processes, machines)
+    other = "" if left else f", or give trainer.devices={each} +trainer.num_nodes={machines}"
+    raise ConfigError(
+        f"{launcher} has started {processes} of the processes (machines: {machines}), and trainer.devices={devices} "
+        f"asks for {devices * nodes} (trainer.num_nodes={nodes}): start as many{other}."
+    )
+
+
 def check_start(config: DictConfig, hydra: Any) -> None:
     """Refuse a sweep that each process would begin, and torchrun's without one folder; a ConfigError says how."""
-    # As Lightning has it: in a shell within an allocation srun starts nothing.
-    by_srun = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    by_srun = _by_srun()
     if hydra.mode == RunMode.MULTIRUN and not by_srun:
         raise ConfigError(
             "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
