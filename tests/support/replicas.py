@@ -31,7 +31,7 @@ from support.policy import (
     make_policy,
     whole,
 )
-from support.runs import Commands
+from support.runs import CUT, Commands
 from support.streams import STREAMS, read
 from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common import shard_files
@@ -102,7 +102,8 @@ def trained(
             "losses": seen.losses,
             "gradients": seen.steps,
             "metrics": metrics.items,
-            "held": held(policy),
+            "held": held(policy.policy),
+            "reference": 0 if policy.reference is None else held(policy.reference),
             "weights": {name: whole(model, value) for name, value in model.state_dict(keep_vars=True).items()},
         }
 
@@ -110,8 +111,6 @@ def trained(
 
 
 TIMED = ("time/", "perf/mfu", "perf/tokens_per_second", "perf/trained_tokens_per_second")
-# How an item is cut, which is up to each rank's budget.
-CUT = ("actor/micro_batches", "perf/computed_tokens", "perf/padding_ratio", "perf/shared_prefix")
 
 
 def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
@@ -126,9 +125,9 @@ def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
         assert mine.keys() == expected.keys()
 
 
-def held(policy: PolicyModule) -> int:
-    """How many numbers of the policy this process has."""
-    return sum(local(each).numel() for each in policy.policy.parameters())
+def held(model: nn.Module) -> int:
+    """How many numbers of the model this process has."""
+    return sum(local(each).numel() for each in model.parameters())
 
 
 def ragged() -> list[list[Experience]]:
@@ -215,10 +214,15 @@ class Draws(L.Callback):
         self.numbers.append(float(torch.rand(())))
 
 
-def noise(**trainer: Any) -> dict[str, Any]:
-    """What dropout would draw after each item of a fit from the same state."""
+def noise(stops: bool, strategy: ReplicaStrategy, **trainer: Any) -> dict[str, Any]:
+    """What dropout would draw after each item of two epochs from the same state; `stops`: it is resumed once."""
     torch.manual_seed(3)
-    fit(make_policy(model={"dropout": "keep"}), [batch_of(each) for each in ragged()], drawn := Draws(), **trainer)
+    drawn, file = Draws(), Path("noise.ckpt")
+    for epochs in (1, 2) if stops else (2,):
+        policy, before = make_policy(model={"dropout": "keep"}), file if epochs == 2 and stops else None
+        trainer |= {"strategy": type(strategy)(timeout=60), "max_epochs": epochs, "plugins": [AtomicCheckpointIO()]}
+        fit(policy, [batch_of(each) for each in ragged()], drawn, ckpt_path=before, **trainer).save_checkpoint(file)
+        torch.manual_seed(4)  # what the first has left is in its checkpoint
     return {"drawn": drawn.numbers}
 
 
@@ -231,14 +235,16 @@ def move_adapters(policy: PolicyModule) -> None:
             nn.init.normal_(parameter, std=0.1)
 
 
-def of_shape(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """A fit of a model of that kind of configuration, whose weights are random."""
+def of_shape(
+    kind: type[PretrainedConfig], sizes: dict[str, Any], items: list[list[Experience]], **settings: Any
+) -> Callable[..., dict[str, Any]]:
+    """A fit to these items of a model of that kind of configuration, whose weights are random."""
 
     def case(**trainer: Any) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(kind(**sizes)).save_pretrained(folder)
-            return trained(ragged(), name=folder)(**trainer)
+            return trained(items, name=folder, **settings)(**trainer)
 
     return case
 
@@ -272,9 +278,10 @@ SIZES = {"vocab_size": 499, "tie_word_embeddings": True, "num_hidden_layers": 3}
 SMOLLM2 = SIZES | {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
 EXPERTS = SIZES | {"hidden_size": 24, "head_dim": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
 EXPERTS |= {"num_experts": 5, "moe_intermediate_size": 20, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+SMOLLM2_LEARNS = {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}, "kl": KLConfig(coef=0.1), "optimizer_steps": 3}
 SHAPES = {
-    "SmolLM2": of_shape(LlamaConfig, SMOLLM2),
-    "mixture of experts": of_shape(Qwen3MoeConfig, EXPERTS),
+    "SmolLM2": of_shape(LlamaConfig, SMOLLM2, [*with_experts(), *sparse()], prepare=True, **SMOLLM2_LEARNS),
+    "mixture of experts": of_shape(Qwen3MoeConfig, EXPERTS, ragged()),
 }
 MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, and what they do
 
@@ -348,7 +355,7 @@ def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
     try:
         fit(policy, [batch_of(each) for each in ragged()], fails, *saves, **trainer)
     except (TrinityError, OSError) as error:
-        return {"error": f"{type(error).__name__}: {error}", "held": held(policy)}
+        return {"error": f"{type(error).__name__}: {error}", "held": held(policy.policy)}
     return {"error": None}
 
 
@@ -490,8 +497,8 @@ def _main(file: str) -> None:
         torch.save({way: {name: case(**settings(way)) for name, case in cases.items()} for way in STRATEGIES}, file)
         return
     folder, found = Path(file).parent, {}
-    cases = CASES | {f"asked {kind}": partial(asked, kind) for kind in KINDS}
-    cases |= {"noise": noise, "noise again": noise}
+    cases = CASES | {"SmolLM2": SHAPES["SmolLM2"]} | {f"asked {kind}": partial(asked, kind) for kind in KINDS}
+    cases |= {"noise": partial(noise, stops=False), "noise resumed": partial(noise, stops=True)}
     cases |= {"gathers": partial(gathers, False), "gathers, recomputed": partial(gathers, True)}
     for way in STRATEGIES:
         here = {name: case for name, case in cases.items() if way != "fsdp2" or name not in NOT_IN_SHARDS}
