@@ -212,6 +212,31 @@ def test_a_70b_model_on_paper(folder: Any) -> None:
     assert four.kv_cache > two.kv_cache + two.training[ENGINE_WEIGHTS] // 2
 
 
+@pytest.mark.slow
+def test_a_run_of_a_70b_model_on_paper(folder: Any) -> None:
+    """As docs/scaling.md has it: 8 devices do not hold it, 64 do, which is the advice, and their plan adds up."""
+    given = (f"model.name={folder(LLAMA_70B)}", "plan.device=H100-80GB", "trainer=fsdp2", "engine=vllm_server")
+    given += ("engine.max_model_len=4096", "sampling.max_tokens=2048", "plan.prompt_tokens=500")
+    given += ("explorer.batch_size=64", "model.gradient_checkpointing=true")
+    given += ("algorithm.max_tokens_per_micro_batch=auto",)
+    with pytest.raises(ConfigError, match=r"trainer=fsdp2 with trainer\.devices=64 \(of all machines together\)"):
+        planned(*given, "trainer.devices=8", "engine.urls=[http://node9:8000]")
+    found = planned(*given, "trainer.devices=4", "+trainer.num_nodes=16", "engine.gpus=[4,5,6,7]")
+    shares = [(each.name, each.devices) for each in found.shares]
+    assert shares == [("rank 0", 1), ("ranks 1 to 63", 63), ("1 server, 4 GPUs each", 4)]
+    first, _, server = (each.memory for each in found.shares)
+    held = sum(first.training[each] for each in (POLICY, MOMENTS, GRADIENTS))
+    assert held == pytest.approx((4 + 8 + 4) * found.parameters / 64, rel=1e-6)
+    assert server.training[ENGINE_WEIGHTS] == 2 * found.parameters // 4
+    assert min(each.memory.left for each in found.shares) > 0
+    sizes = (sum(first.training.values()), held, first.training[GATHERED])
+    assert [round(each / GIB, 1) for each in sizes] == [62.9, 16.4, 27.5]
+    tokens = found.tokens["computed by training"]
+    assert tokens == 64 * 8 * (500 + 2048)  # a group is more than a micro-batch
+    products = 68.5e9 * (2 + 2 + 4) * tokens  # forward, recomputed, backward
+    assert found.seconds["training"] == pytest.approx(products / (64 * 0.4 * 990e12), rel=0.1)
+
+
 def test_servers_on_gpus_of_their_own_and_ranks_are_listed_apart(folder: Any) -> None:
     given = ("engine=vllm_server", "engine.gpus=[2,3,4,5]", "engine.servers=2", "trainer=ddp", "trainer.devices=2")
     small = QWEN_7B | {"num_hidden_layers": 4}
@@ -438,6 +463,8 @@ def test_the_command_prints_a_plan_and_leaves_no_folder(run_train: RunTrain, tmp
     command = partial(run_train, tmp_path, "+recipe=grpo", program="trinity_lightning.plan")
     done = command("plan.device=L4", "plan.json=true")
     assert (done.returncode, json.loads(done.stdout)["device"]) == (0, "L4")
+    by_its_name = run_train(tmp_path, "plan", "+recipe=grpo", "plan.device=L4", "plan.json=true")
+    assert (by_its_name.returncode, by_its_name.stdout) == (0, done.stdout)
     refused = command("plan.device=L5")
     assert refused.returncode == 2
     assert refused.stdout.startswith("trinity-lightning: unknown plan.device 'L5'. Did you mean 'L4'?")

@@ -3,6 +3,8 @@
 The configuration is composed and validated before torch is imported, so that a misspelt key is refused at once.
 """
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import hydra
@@ -18,6 +20,8 @@ from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning as L
+
+PROGRAMS = ("plan", "evaluate", "report")
 
 
 def train(config: DictConfig) -> "L.Trainer":
@@ -105,8 +109,15 @@ def _main(config: DictConfig) -> float | None:
 
 
 def main() -> None:
-    """Console entry point: configuration errors are one message and exit code 2."""
-    compose.run_command(_main)
+    """Console entry point: configuration errors are one message and exit code 2.
+
+    `trinity-lightning plan ...` is `python -m trinity_lightning.plan ...`, and so with the other PROGRAMS.
+    """
+    if (name := "".join(sys.argv[1:2])) in PROGRAMS:
+        del sys.argv[1]
+        import_module(f"trinity_lightning.{name}").main()
+    else:
+        compose.run_command(_main)
 
 
 if __name__ == "__main__":

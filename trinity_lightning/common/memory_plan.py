@@ -34,6 +34,7 @@ WORKSPACES = CUDA_CONTEXT // 2  # of these, what a process still takes whose con
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
 FIRST_SHARDS = 8  # devices that a trainer of one device is advised to have
+MOST_DOUBLED = 8  # how often that number is, if it is not enough
 SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 
 # Of a process on a CPU, measured (benchmarks/memory.py): libraries, vLLM's own, and what is computed with.
@@ -416,11 +417,15 @@ def _needed(shape: ModelShape, rollouts: Rollouts | None, way: MemoryPlan) -> in
 
 
 def _more_shards(
-    training: Training, rollouts: Rollouts | None, tokens: int
+    shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan
 ) -> tuple[str, Training, Rollouts | None, int]:
-    shards = 2 * training.shards if training.shards > 1 else FIRST_SHARDS
-    said = f"trainer=fsdp2 with trainer.devices={shards} (of all machines together) takes {{}} less"
-    return said, replace(training, shards=shards), rollouts, tokens
+    """The fewest that fit, doubled again and again; the first if no number is enough."""
+    first, tokens = 2 * training.shards if training.shards > 1 else FIRST_SHARDS, way.micro_batch_tokens
+    ways = [replace(training, shards=first << doubled) for doubled in range(MOST_DOUBLED)]
+    plans = ((each, _way(shape, each, rollouts, way.device, tokens, way.sleep, way.offload)) for each in ways)
+    found = next((each for each, plan in plans if _needed(shape, rollouts, plan) <= way.device), ways[0])
+    said = f"trainer=fsdp2 with trainer.devices={found.shards} (of all machines together) takes {{}} less"
+    return said, found, rollouts, tokens
 
 
 def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan) -> Iterator[str]:
@@ -432,7 +437,7 @@ def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way
         ("model.dtype=bf16 takes {} less", replace(training, width=2), rollouts, tokens),
     ]
     if not training.adapters:
-        options.append(_more_shards(training, rollouts, tokens))
+        options.append(_more_shards(shape, training, rollouts, way))
     if training.shards == 1 and not training.on_cpu:
         on_host = "optimizer.name=adamw_offload, with masters and moments in the host's memory, takes {} less"
         options.append((on_host, replace(training, on_host=1), rollouts, tokens))
