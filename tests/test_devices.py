@@ -1,11 +1,13 @@
 """Whole runs on two processes: they train as one does, go on after whatever ends them, and refuse what cannot be."""
 
+import json
 import os
 import re
 import shlex
 import signal
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -26,10 +28,12 @@ from support.runs import (
     finished,
     only,
     rows,
+    start,
     steps_done,
     wait_for,
     with_a_server_killed,
 )
+from support.slurm import installed
 
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -42,6 +46,7 @@ RUN += ("explorer.repeat_times=2", "explorer.runner_per_model=1", "algorithm.opt
 RUN += ("buffer.keep=true", "callbacks.checkpoint.every_n_epochs=1", "name=run")
 VLLM = ("+recipe=grpo", *SMALL, f"steps={STEPS}", "add_strategy=[dapo,grpo]", "explorer.repeat_times=2", "name=run")
 VLLM += ("algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "callbacks.checkpoint.every_n_epochs=1")
+VLLM += ("optimizer.lr=1e-3",)
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, "steps=4", "explorer.batch_size=4", "name=run")
 
 
@@ -65,14 +70,37 @@ def ahead(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path
     return finished(run_train, tmp_path_factory.mktemp("ahead"), *AHEAD)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_two_processes_train_as_one(with_vllm: Path, trainer: str, run_train: Commands, tmp_path: Path) -> None:
-    done = run_train(tmp_path, *VLLM, *TRAINERS[trainer])
+@pytest.fixture(scope="module")
+def together(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same by two processes, of a trainer."""
+
+    def run(trainer: str) -> Path:
+        folder = tmp_path_factory.mktemp(trainer)
+        done = run_train(folder, *VLLM, *TRAINERS[trainer])
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert done.stdout.count(f"step 2/{STEPS}") == 1
+        return only(folder, "outputs/*/*")
+
+    return cache(run)
+
+
+def evaluated(run_train: Commands, run: Path) -> list[str]:
+    """What the last checkpoint of a run answers to held-out tasks."""
+    given = ("+recipe=grpo", *SMALL, "engine=transformers", f"ckpt_path={run}", "hydra.run.dir=evaluation")
+    tasks = ("eval_sampling.max_tokens=16", "+eval_tasksets.addition_heldout.args.heldout=16")
+    done = run_train(run, *given, *tasks, program="trinity_lightning.evaluate")
     assert done.returncode == 0, done.stdout[-4000:]
-    assert done.stdout.count(f"step 2/{STEPS}") == 1
-    folder = only(tmp_path, "outputs/*/*")
-    alike(folder, with_vllm)
-    assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(folder))
+    lines = only(run, f"evaluation/completions/*_step_{STEPS}.jsonl").read_text().splitlines()
+    return [json.loads(line)["completion"] for line in lines]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_two_processes_train_as_one(
+    with_vllm: Path, together: Callable[[str], Path], trainer: str, run_train: Commands
+) -> None:
+    alike(together(trainer), with_vllm)
+    assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(together(trainer)))
+    assert evaluated(run_train, together(trainer)) == evaluated(run_train, with_vllm)
 
 
 def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path) -> None:
@@ -156,6 +184,17 @@ def test_two_machines_train_the_jobs_of_a_sweep_that_srun_starts(machines: Machi
     sweep = ("hydra.sweep.dir=../outputs", f"steps=1,{STEPS}")
     for code, printed in machines(by_srun, "--multirun", *RUN, *sweep):
         assert code == 0, printed[-4000:]
+    assert (tmp_path / "outputs/0/model").is_dir()
+    alike(tmp_path / "outputs/1", one)
+
+
+def test_two_processes_train_the_jobs_of_a_sweep_that_submitit_submits(one: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="extra `sweep`")
+    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=1", "hydra.launcher.tasks_per_node=2")
+    sweep = (*launcher, "hydra.launcher.timeout_min=5", "hydra.sweep.dir=outputs", f"steps=1,{STEPS}")
+    run = start(tmp_path, "--multirun", *RUN, *TWO, *sweep, PATH=installed(tmp_path / "slurm"))
+    code, printed = run.wait(240), (tmp_path / "stdout").read_text()
+    assert code == 0, printed[-4000:]
     assert (tmp_path / "outputs/0/model").is_dir()
     alike(tmp_path / "outputs/1", one)
 
@@ -267,8 +306,9 @@ def stopped(run_train: Commands, folder: Path, place: str, *arguments: str) -> F
 
 
 def test_a_run_killed_while_shards_are_written_goes_on_from_the_checkpoint_before(
-    with_vllm: Path, run_train: Commands, tmp_path: Path
+    together: Callable[[str], Path], run_train: Commands, tmp_path: Path
 ) -> None:
+    """With the same bits; and what is evaluated of its last one is what is evaluated of one in a file."""
     sharded = (*VLLM, *SHARDS, "trainer.strategy.save_distributed_checkpoint=true")
     run = stopped(run_train, tmp_path, "0 finish 2", *sharded)
     for each in (run, *run_train.followers(run)):
@@ -278,7 +318,9 @@ def test_a_run_killed_while_shards_are_written_goes_on_from_the_checkpoint_befor
     assert len(list(only(folder, ".*.tmp").glob("*.distcp"))) == 2
     saved = AtomicCheckpointIO().load_checkpoint(only(folder, "*.ckpt"), weights_only=True)
     assert saved["global_step"] == 2
-    alike(finished(run_train, tmp_path, *sharded, "ckpt_path=last"), with_vllm)
+    resumed = finished(run_train, tmp_path, *sharded, "ckpt_path=last")
+    equal(resumed, together("fsdp2"))
+    assert evaluated(run_train, resumed) == evaluated(run_train, together("fsdp2"))
 
 
 HANGS = {"when a weight is gathered": ("1 share 30", r"model\.\S+"), "in the drill's noise": ("1 reshard 2", "a sum")}
@@ -299,7 +341,12 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
 def test_one_of_two_servers_beside_two_processes_that_is_killed_is_started_again(
     ahead: Path, run_train: Commands, tmp_path: Path
 ) -> None:
-    alike(with_a_server_killed(run_train, tmp_path, *AHEAD, *SHARDS), ahead)
+    alike(with_a_server_killed(run_train, tmp_path, *AHEAD, *SHARDS), ahead, "rollout/engine_restarts")
+
+
+def test_runners_of_ray_roll_out_for_two_processes(ahead: Path, run_train: Commands, tmp_path: Path) -> None:
+    runners = ("explorer.runner=ray", "explorer.runner_per_model=1")
+    alike(finished(run_train, tmp_path, *AHEAD, *TWO, *runners), ahead)
 
 
 def is_healthy(port: str) -> bool:
