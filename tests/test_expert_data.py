@@ -18,7 +18,7 @@ from trinity_lightning.common.optimizer_batch import is_expert
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -114,6 +114,30 @@ def test_what_another_run_kept(tmp_path: Path) -> None:
     assert all(is_expert(e) and e.logprobs is None for e in got)
 
 
+def test_the_place_among_other_expert_data_is_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": "x", "answer": f"{name}{i}"} for i in range(3)])
+        keep_step(tmp_path / name, 1, [Experience(tokens=[1, 2], prompt_length=1)])
+    files = [of_dataset(tmp_path / f"{name}.jsonl") for name in "ab"]
+    folders = [("buffer.expert.storage=file", f"buffer.expert.path={tmp_path / name}") for name in "ab"]
+    saved, other = (expert_data(config_of(*place)) for place in files)
+    stored, elsewhere = (expert_data(config_of(*place)) for place in folders)
+    for experts in (saved, stored):
+        experts.read(1)
+        experts.commit()
+    saved.load_state_dict(saved.state_dict())
+    with pytest.raises(ConfigError, match=r"^buffer\.expert\.dataset: its prompts and answers are not those"):
+        other.load_state_dict(saved.state_dict())
+    with pytest.raises(StorageError, match=r"belongs to another buffer .* Give the path it was saved with"):
+        elsewhere.load_state_dict(stored.state_dict())
+    with pytest.raises(ConfigError, match=r"^buffer\.expert\.storage: .* of another storage"):
+        stored.load_state_dict(saved.state_dict())
+    with pytest.raises(ConfigError, match=r"^buffer\.expert\.storage: .* of another storage"):
+        saved.load_state_dict(stored.state_dict())
+    earlier = {name: value for name, value in saved.state_dict().items() if name != "source"}
+    saved.load_state_dict(earlier)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,3 +182,7 @@ def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: RunTrain, tm
         losses = [float(row["actor/sft_loss"]) for row in csv.DictReader(file) if row["actor/sft_loss"]]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+    write_lines(path, [{"prompt": f"{i}?", "answer": "1"} for i in range(7)])
+    refused = run_train(parts, *arguments, "steps=5", "ckpt_path=last")
+    assert refused.returncode == 2
+    assert "buffer.expert.dataset: its prompts and answers are not those" in refused.stdout

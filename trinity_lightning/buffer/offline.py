@@ -1,6 +1,8 @@
 """Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
 
 import copy
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -297,7 +299,12 @@ class ExpertData:
         return self._taken
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; errors as the reader's."""
+        """Go on where `state_dict` was taken; errors as the reader's, and a ConfigError if that is of another kind."""
+        if ("reader" in state) != ("reader" in self._taken):
+            raise ConfigError(
+                "buffer.expert.storage: the checkpoint's expert data are of another storage: give the one it was saved "
+                "with, or begin a new run."
+            )
         self._reader.load_state_dict(state)
         self._taken, self._ahead = state, False
 
@@ -351,8 +358,10 @@ class AnswerReader(BufferReader):
     def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
         self._taskset, self._tokenizer = taskset, tokenizer
         self._workflow_args = dict(workflow_args or {})
+        content = hashlib.sha256()
         for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
-            self._conversation(taskset[i])
+            content.update(json.dumps(self._conversation(taskset[i]), default=str).encode())
+        self._source = content.hexdigest()[:16]
 
     def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
         return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
@@ -388,12 +397,18 @@ class AnswerReader(BufferReader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The taskset's cursor."""
-        return self._taskset.state_dict()
+        """The taskset's cursor, and whose it is."""
+        return self._taskset.state_dict() | {"source": self._source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
-        self._taskset.load_state_dict(state)
+        cursor = dict(state)
+        if cursor.pop("source", self._source) != self._source:  # earlier versions had none
+            raise ConfigError(
+                "buffer.expert.dataset: its prompts and answers are not those that the checkpoint was trained on: give "
+                "the path it was saved with, or begin a new run."
+            )
+        self._taskset.load_state_dict(cursor)
 
 
 def marked(experience: Experience, expert: bool) -> Experience:
