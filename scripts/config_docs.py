@@ -139,7 +139,8 @@ EXAMPLES = """## Examples of a dataset
 
 Of an entry with several of these, `prompt` and `completion` come first, then `messages`, then `text`, as in TRL; a
 warning names what has no effect. Roles are system, developer, user, assistant, tool and function, and others that the
-chat template names. Values of JSON and CSV files are those of the file, and all cells of CSV are text.
+chat template names. Values of JSON and CSV files, also on the hub, are those of the file, and all cells of CSV are
+text.
 
 Messages are rendered by the chat template, to which a column `tools` is shown, and `chat_template_kwargs`, such as
 {"enable_thinking": false}. Plain text stays as it is, with the end token behind what is learned. What is

@@ -2,12 +2,17 @@
 
 import csv
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.hub import hub_of
+from support.runs import environment
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import files
@@ -113,6 +118,51 @@ def test_slices_of_folders_are_those_of_their_splits(tmp_path):
     for split in ("train", "test[1:]", "train[-1:]+test[:50%]"):
         expected = datasets.load_dataset(str(tmp_path), split=split)["row"]
         assert [row["row"] for row in dataset_entries(str(tmp_path), split, None)] == list(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "names", [("a.jsonl", "b.csv"), ("train.jsonl", "test.parquet"), ("a.csv", "b.parquet"), ("a.json", "b.csv")]
+)
+def test_a_folder_of_several_formats_is_refused(names, tmp_path):
+    """`datasets` reads those of one of them."""
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"has files of several formats, such as {' and '.join(sorted(names))}: "):
+        dataset_entries(str(tmp_path), "train", None)
+
+
+def test_a_folder_says_itself_which_of_several_formats_are_its_splits(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": "1.50"}\n{"a": 1}\n')
+    (tmp_path / "b.csv").write_text("a\n2\n")
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: all\n  data_files: a.jsonl\n---\n")
+    assert [row["a"] for row in dataset_entries(str(tmp_path), "train", None)] == ["1.50", 1]
+
+
+READ_FROM_HUB = """
+from trinity_lightning.explorer.tasks.sources import dataset_entries
+print([row["a"] for split in ("train", "test[1:]") for row in dataset_entries("me/mixed", split, "main")])
+"""
+
+
+@pytest.mark.slow
+def test_values_of_the_hub_are_those_of_its_files_and_stay_when_it_is_gone(tmp_path):
+    config = "---\nconfigs:\n- config_name: main\n  data_files:\n"
+    config += "".join(f"  - split: {split}\n    path: data/{split}.jsonl\n" for split in ("train", "test"))
+    rows = [json.dumps({"a": value}) for value in MIXED]
+    files = {"README.md": f"{config}---\n", "data/train.jsonl": "\n".join(rows), "data/test.jsonl": "\n".join(rows[:2])}
+    with hub_of("me/mixed", {name: text.encode() for name, text in files.items()}) as url:
+        shown = read_from_hub(tmp_path, HF_ENDPOINT=url)
+    assert shown == f"{[*MIXED, MIXED[1]]}\n"
+    assert read_from_hub(tmp_path, HF_HUB_OFFLINE="1") == shown
+
+
+def read_from_hub(folder: Path, **variables: str) -> str:
+    settings = environment() | {"HF_HOME": str(folder), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", READ_FROM_HUB], env=settings, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_file_that_changes_while_it_is_used(tmp_path, monkeypatch):

@@ -411,10 +411,10 @@ def test_a_slice_of_a_file_is_that_slice(tmp_path):
 
 
 def test_an_unreachable_hub_is_a_readable_error(monkeypatch):
-    def load_dataset(*args, **kwargs):
+    def load_dataset_builder(*args, **kwargs):
         raise ConnectionError("Couldn't reach 'org/data' on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     with pytest.raises(ConfigError, match="cannot load split 'train' of dataset 'org/data': Couldn't reach"):
         Taskset.from_dataset("org/data")
 

@@ -97,7 +97,7 @@ def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = F
             entries = _split_of({"train": datasets.load_from_disk(local)}, split)
         elif (local / "dataset_dict.json").is_file():
             entries = _split_of(datasets.load_from_disk(local), split)
-        elif files := _files_of(local, subset):
+        elif files := _files_of(path, subset):
             entries = _rows_of(files, split, as_text)
         elif local.is_file():
             entries = datasets.load_dataset(FILE_FORMATS[local.suffix], data_files=str(local), split=split)
@@ -111,18 +111,59 @@ def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = F
     return entries  # pyright: ignore[reportReturnType]
 
 
-def _files_of(local: Path, subset: str | None) -> dict[str, list[Path]]:
+def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
     """The files of each split that are read here, since `datasets` guesses the types of their values; nothing if none.
 
-    Which files of a folder are of which split is what `datasets` says.
+    Which files of a folder, or of a repository of the hub, are of which split is what `datasets` says.
     """
-    from datasets import load_dataset_builder
+    from datasets import DownloadManager, load_dataset_builder
 
-    if not local.is_dir():
-        return {"train": [local]} if local.suffix in SUFFIXES and local.is_file() else {}
-    found = load_dataset_builder(str(local), subset).config.data_files or {}
-    files = {str(split): [Path(each) for each in paths] for split, paths in found.items()}
-    return files if all(each.suffix in SUFFIXES for paths in files.values() for each in paths) else {}
+    local = Path(path).expanduser()
+    if local.is_file():
+        return {"train": [local]} if local.suffix in SUFFIXES else {}
+    if local.is_dir():
+        _check_one_format(local)
+    try:
+        files: Any = load_dataset_builder(str(local) if local.is_dir() else path, subset).config.data_files
+    except OSError:  # the hub is not reached
+        if not (folder := _copy_of_hub(path)):
+            raise
+        return _files_of(folder, subset)
+    if files is None:  # neither, and `datasets` has rows of it that were read before
+        return _files_of(folder, subset) if (folder := _copy_of_hub(path)) else {}
+    if not all(Path(each).suffix in SUFFIXES for paths in files.values() for each in paths):
+        return {}
+    found = {str(split): list(map(str, paths)) for split, paths in files.items()}
+    copies: Any = found if local.is_dir() else DownloadManager().download(found)
+    return {split: list(map(Path, each)) for split, each in copies.items()}
+
+
+def _copy_of_hub(path: str) -> str | None:
+    """The folder with what was downloaded of a repository of the hub; None if nothing was."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(path, repo_type="dataset", local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def _check_one_format(folder: Path) -> None:
+    """Refuse files of several formats, of which `datasets` reads one; its README.md may say which (`configs`)."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    readme = folder / "README.md"
+    if readme.is_file() and "\nconfigs:" in readme.read_text(encoding="utf-8"):
+        return
+    files = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    paths = [Path(each) for of_split in files.values() for each in of_split]
+    kinds = {FILE_FORMATS[path.suffix]: path.name for path in paths if path.suffix in FILE_FORMATS}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"dataset '{folder}' has files of several formats, such as {' and '.join(sorted(kinds.values()))}: leave "
+            "those of one format there, or give a single file."
+        )
 
 
 def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEntries:
