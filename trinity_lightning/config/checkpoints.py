@@ -98,6 +98,14 @@ def check_file(path: Path) -> None:
         )
 
 
+def folder_to_resume(runs: Path) -> Path:
+    """The folder of the run, of those in a folder, whose checkpoint is the newest; a ConfigError if none has one."""
+    found = checkpoints_in(runs, "*/checkpoints/*.ckpt")
+    if not found:
+        raise ConfigError(f"ckpt_path=last: there is no checkpoint under {runs} to resume from.")
+    return found[-1].parents[1]
+
+
 def last_checkpoint(folder: str | Path) -> Path:
     """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
     folder = Path(folder)

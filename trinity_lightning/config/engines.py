@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from trinity_lightning.config.registry import PARTS, import_object
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
@@ -72,17 +72,9 @@ def capabilities_of(name: str) -> Capabilities:
     """
     if name in CAPABILITIES:
         return CAPABILITIES[name]
-    try:
-        engine = import_object(PARTS["engine"].get(name, name))
-    except ValueError as error:
-        raise ConfigError(f"engine.name: {error}") from error
-    if not isinstance(found := getattr(engine, "capabilities", None), Capabilities):
-        raise ConfigError(
-            f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
-        )
-    if lacking := sorted(getattr(engine, "__abstractmethods__", ())):
-        raise ConfigError(f"engine.name: '{name}' does not define {', '.join(lacking)}: see the docstring of Engine.")
-    return found
+    from trinity_lightning.config.own_parts import own_capabilities
+
+    return own_capabilities(name)
 
 
 class EngineDtype(Enum):

@@ -79,12 +79,9 @@ def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
         return str(_new_folder(Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
-    from trinity_lightning.config.checkpoints import checkpoints_in
+    from trinity_lightning.config.checkpoints import folder_to_resume
 
-    found = checkpoints_in(Path(root, name), "*/checkpoints/*.ckpt")
-    if not found:
-        raise ConfigError(f"ckpt_path=last: there is no checkpoint under {Path(root, name)} to resume from.")
-    return str(found[-1].parents[1])
+    return str(folder_to_resume(Path(root, name)))
 
 
 def _new_folder(folder: Path) -> Path:

@@ -5,7 +5,6 @@ A new part is a file and a line here. A part of one's own needs no line: its dot
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from trinity_lightning.config.values import unknown_name
@@ -163,28 +162,15 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise  # the module exists and one of its own imports fails: that traceback is the answer
-        raise ConfigError(
-            f"cannot import '{path}': there is no module '{error.name}'. "
-            "A module of your own must lie in the current folder or on PYTHONPATH."
-        ) from error
+        from trinity_lightning.config.own_parts import check_module
+
+        check_module(path, error)
+        raise
     if not hasattr(module, attribute):
-        names = _own_names(module)
-        raise ConfigError(f"cannot import '{path}': " + unknown_name(f"name in module {module_name}", attribute, names))
+        from trinity_lightning.config.own_parts import refuse_attribute
+
+        refuse_attribute(module, attribute)
     return getattr(module, attribute)
-
-
-def _own_names(module: ModuleType) -> list[str]:
-    """The public names of a module that are defined in it, or elsewhere in its package."""
-    package = module.__name__.partition(".")[0]
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and not isinstance(value, ModuleType)
-        and str(getattr(value, "__module__", package)).partition(".")[0] == package
-    ]
 
 
 class Registry(Generic[T]):

@@ -7,9 +7,6 @@ from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.values import nearest, one_of
 from trinity_lightning.errors import ConfigError
@@ -118,18 +115,9 @@ def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> 
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    tree = OmegaConf.create()
-    OmegaConf.update(tree, key, OmegaConf.structured(kind))
-    section = OmegaConf.select(tree, key)
-    try:
-        section.merge_with(given or {})
-        return OmegaConf.to_object(section)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        from trinity_lightning.config.explain import sentence_of
+    from trinity_lightning.config.given import section_given
 
-        raise ConfigError(sentence_of(error)) from error
-    except ConfigError as error:
-        raise ConfigError(str(error) if kind._key else f"{key}.{error}") from error
+    return section_given(key, kind, given or {})
 
 
 def _checked_copy(section: T) -> T:
