@@ -1,4 +1,4 @@
-"""From messages to token ids, by the model's chat template."""
+"""From messages to token ids, by the model's chat template; conversations of several turns are in `conversation`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,11 +8,6 @@ from jinja2 import TemplateError
 from trinity_lightning.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
-
-# Stands for a response whose tokens are known, so that what the template writes after it can be found.
-_PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
-
-_PROBE: list[dict[str, Any]] = [{"role": "user", "content": "."}]
 
 
 def render_chat(
@@ -31,18 +26,11 @@ def render_chat(
     Raises:
         ConfigError: the template refuses the messages, or a content is no text.
     """
-    if not so_far:
-        return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
-    opening = [*_PROBE, {"role": "assistant", "content": _PLACEHOLDER}]
-    text = apply_template(tokenizer, [*opening, *messages], tools, add_generation_prompt=True, tokenize=False)
-    _, found, tail = text.rpartition(_PLACEHOLDER)
-    if not found:
-        raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
-    added = tokenizer.encode(tail, add_special_tokens=False)
-    # The model ends its turn itself, with the token that the template would write; cut off, it has not.
-    if added and added[0] == so_far[-1]:
-        added = added[1:]
-    return [*so_far, *added]
+    if so_far:
+        from trinity_lightning.explorer.models.conversation import continued
+
+        return continued(tokenizer, messages, tools, so_far)
+    return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
 
 
 def apply_template(
@@ -72,17 +60,9 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
     kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
-    return kept | {"content": _text(message.get("content"))}
+    content = message.get("content")
+    if not isinstance(content, str):
+        from trinity_lightning.explorer.models.conversation import text_of
 
-
-def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
+        content = text_of(content)
+    return kept | {"content": content}
