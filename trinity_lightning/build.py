@@ -21,12 +21,12 @@ from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.hydra import resume_command
+from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
-    check_experts,
     check_room,
     engines_of,
     settle_dtypes,
@@ -35,9 +35,8 @@ from trinity_lightning.engines import (
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.tasks.taskset import TaskSelection, Taskset
+from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.page import write_report
@@ -126,14 +125,9 @@ def build(config: DictConfig) -> Run:
     data: L.LightningDataModule
     callbacks: list[L.Callback]
     if not online:
-        from trinity_lightning.buffer.offline import offline_data
+        from trinity_lightning.buffer.offline import offline_parts
 
-        data, callbacks = offline_data(typed, policy.objective.pairs, follower, response_budget(typed), monitor)
-        if checkpoint is not None:
-            from trinity_lightning.resume import check_resumed_data
-
-            check_resumed_data(data, checkpoint, typed.buffer, folder)
-        callbacks += [] if follower else [StopCheckpoint(folder / "checkpoints", resume_command(folder))]
+        data, callbacks = offline_parts(typed, folder, policy, monitor, checkpoint, response_budget(typed), follower)
     elif follower:
         from trinity_lightning.explorer.follower import ExplorerFollower
 
@@ -266,7 +260,10 @@ def online_parts(
 ) -> tuple[ExperienceDataModule, list[L.Callback]]:
     """The buffer of a run that rolls out, what fills it, and what watches both; `offload`: see ExplorerCallback."""
     check_room(config)
-    check_experts(config)
+    if config.model.name not in BUILT_IN_MODELS:
+        from trinity_lightning.explorer.models.vllm_cpu import check_experts
+
+        check_experts(config)
     auxiliary_models = auxiliary_models_of(config, folder)
     explorer = explorer_callback(config, folder, auxiliary_models, monitor, offload)
     return online_data(config, folder, auxiliary_models), [monitor, *thread_share(config), explorer]
@@ -314,12 +311,10 @@ def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
 
 def train_source(config: TrainConfig) -> TaskSource:
     """What is trained on."""
-    taskset: TaskSelection
     if config.tasksets:
-        from trinity_lightning.explorer.tasks.selection import TasksetMixture
+        from trinity_lightning.explorer.tasks.selection import mixture_of
 
-        mixed = list(config.tasksets.values())
-        taskset = TasksetMixture([Taskset.from_config(each) for each in mixed], [each.weight for each in mixed])
+        taskset = mixture_of(config.tasksets.values())
     else:
         taskset = Taskset.from_config(config.taskset)
     return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, _arguments(config))

@@ -17,7 +17,6 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.sync.stream import parameter_shapes
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
@@ -32,45 +31,22 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
     return list(engine.of_run(config, folder))
 
 
-def check_experts(config: TrainConfig) -> None:
-    """Refuse a mixture of experts where its weights would not arrive: vLLM's CPU build packs experts as it loads them.
-
-    It takes new ones without a word and computes with something else: log-probabilities were off by 0.04 after the
-    same weights, and by 8 after others.
-
-    Raises:
-        ConfigError: such a model, and an engine of vLLM that would run on this machine's CPU.
-    """
-    engine = config.engine
-    if not capabilities_of(engine.name).is_vllm or engine.urls or torch.cuda.is_available():
-        return
-    name = config.model.name
-    if any(".experts." in parameter for parameter in parameter_shapes(str(resolve_model(name)))):
-        raise ConfigError(
-            f"model.name={name} is a mixture of experts, and vLLM without a GPU does not take new weights of experts: "
-            "choose engine=transformers, or a machine with a GPU."
-        )
-
-
 def check_room(config: TrainConfig) -> None:
     """Refuse what vLLM would once it has loaded: a context beyond a model's own, a split of heads, too large caches.
 
     Raises:
         ConfigError: names the key and what there is.
     """
-    auxiliary = config.auxiliary_models.items()
-    started = [(f"auxiliary_models.{name}.engine", it.model, it.engine) for name, it in auxiliary if it.url is None]
-    if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
-        started.append(("engine", config.model.name, config.engine))
-    teachers: list[str] = []
-    if auxiliary:
-        from trinity_lightning.config.servers import teachers_of
+    started: list[tuple[str, str, EngineConfig, bool]] = []
+    if config.auxiliary_models:
+        from trinity_lightning.config.servers import auxiliary_servers
 
-        teachers = [f"auxiliary_models.{name}.engine" for name in teachers_of(config)]
-    for key, model, engine in started:
-        derived = key in teachers and engine.max_model_len == config.engine.max_model_len + 1
-        _check_model(key, model, engine, derived)
-    caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine in started if engine.kv_cache_gb}
+        started += auxiliary_servers(config)
+    if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
+        started.append(("engine", config.model.name, config.engine, False))
+    for key, model, engine, follows in started:
+        _check_model(key, model, engine, follows)
+    caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine, _ in started if engine.kv_cache_gb}
     if not torch.cuda.is_available() and sum(caches.values()) * GIB > (free := free_memory()):
         raise ConfigError(
             f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
@@ -78,7 +54,7 @@ def check_room(config: TrainConfig) -> None:
         )
 
 
-def _check_model(key: str, name: str, engine: EngineConfig, derived: bool) -> None:
+def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> None:
     from transformers import AutoConfig
 
     try:
@@ -95,7 +71,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, derived: bool) -> No
     stretched = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if longest is not None and engine.max_model_len > longest and not stretched:
         context = f"the context of model '{name}' is {longest} tokens"
-        fix = f"give engine.max_model_len={longest - 1}, a teacher has one more" if derived else "give that, or less"
+        fix = f"give engine.max_model_len={longest - 1}, a teacher has one more" if follows else "give that, or less"
         raise ConfigError(f"{key}.max_model_len is {engine.max_model_len}, and {context}: {fix}.")
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -14,16 +15,19 @@ from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
+from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 if TYPE_CHECKING:
     from trinity_lightning.monitor.run_monitor import RunMonitor
+    from trinity_lightning.trainer.policy import PolicyModule
 
 
 class OfflineLoader:
@@ -203,20 +207,44 @@ def offline_data_module(
     )
 
 
-def offline_data(
-    config: TrainConfig, pairs: bool, follower: bool, max_response_length: int, monitor: "RunMonitor"
+def offline_parts(
+    config: TrainConfig,
+    folder: Path,
+    policy: "PolicyModule",
+    monitor: "RunMonitor",
+    checkpoint: str | None,
+    max_response_length: int,
+    follower: bool,
 ) -> tuple[OfflineExperienceDataModule, list[L.Callback]]:
-    """What a run without rollouts reads, and what watches it: the monitor, if this is no follower, behind the loss on
-    the examples that are not trained on (rank 0 has them), if there are some. Arguments as `offline_data_module`.
+    """What a run without rollouts reads, and, unless rank 0 does that for this one, what watches it.
+
+    That is the loss on the examples that are not trained on (rank 0 has them), if there are some, the monitor, and what
+    saves a run that is stopped.
+
+    Args:
+        config, max_response_length, follower: as of `offline_data_module`.
+        folder: the run's.
+        policy: what is trained.
+        monitor: of the run.
+        checkpoint: what it resumes from, if it does.
+
+    Raises:
+        ConfigError: the checkpoint is of other data, or as those that read them say.
     """
-    data = offline_data_module(config, pairs, follower, max_response_length)
-    callbacks: list[L.Callback] = [] if follower else [monitor]
+    data = offline_data_module(config, policy.objective.pairs, follower, max_response_length)
+    if checkpoint is not None:
+        from trinity_lightning.resume import check_resumed_data
+
+        check_resumed_data(data, checkpoint, config.buffer, folder)
+    callbacks: list[L.Callback] = []
     dataset = config.buffer.dataset
     if config.buffer.storage == "dataset" and dataset.held_out.given:
         from trinity_lightning.buffer.held_out import HeldOutLoss
 
         interval, longest = dataset.held_out.interval, dataset.max_length
-        callbacks.insert(0, HeldOutLoss(data.held_out, interval, config.steps, monitor.keep_metrics, longest))
+        callbacks.append(HeldOutLoss(data.held_out, interval, config.steps, monitor.keep_metrics, longest))
+    if not follower:
+        callbacks += [monitor, StopCheckpoint(folder / "checkpoints", resume_command(folder))]
     return data, callbacks
 
 

@@ -185,6 +185,18 @@ def teachers_of(run: TrainConfig) -> list[str]:
     return names
 
 
+def auxiliary_servers(run: TrainConfig) -> list[tuple[str, str, EngineConfig, bool]]:
+    """Of each auxiliary model that is started here the key of its engine, its name, its engine, and whether that has
+    its context from the policy's, as teachers do.
+    """
+    teachers, own = teachers_of(run), run.engine.max_model_len + 1
+    return [
+        (f"auxiliary_models.{name}.engine", it.model, it.engine, name in teachers and it.engine.max_model_len == own)
+        for name, it in run.auxiliary_models.items()
+        if it.url is None
+    ]
+
+
 def check_teachers(run: TrainConfig) -> None:
     """Refuse teachers that are not there, cannot read the policy's longest sequences, or are asked for too much.
 

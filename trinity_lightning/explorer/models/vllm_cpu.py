@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs: weights packed for its matrix products, and less to compile and to keep."""
+"""What vLLM's CPU build needs: weights packed for its matrix products, no experts, and less to compile and to keep."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.hardware import forget
-from trinity_lightning.errors import WeightSyncError
-from trinity_lightning.sync.stream import WeightStream
+from trinity_lightning.config.engines import capabilities_of
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.errors import ConfigError, WeightSyncError
+from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 
 class PackedWeights:
@@ -124,3 +127,23 @@ def avoid_compiled_sampler() -> None:
     import vllm.v1.sample.sampler as sampler
 
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]
+
+
+def check_experts(config: TrainConfig) -> None:
+    """Refuse a mixture of experts where its weights would not arrive: vLLM's CPU build packs experts as it loads them.
+
+    It takes new ones without a word and computes with something else: log-probabilities were off by 0.04 after the
+    same weights, and by 8 after others.
+
+    Raises:
+        ConfigError: such a model, and an engine of vLLM that would run on this machine's CPU.
+    """
+    engine = config.engine
+    if not capabilities_of(engine.name).is_vllm or engine.urls or torch.cuda.is_available():
+        return
+    name = config.model.name
+    if any(".experts." in parameter for parameter in parameter_shapes(str(resolve_model(name)))):
+        raise ConfigError(
+            f"model.name={name} is a mixture of experts, and vLLM without a GPU does not take new weights of experts: "
+            "choose engine=transformers, or a machine with a GPU."
+        )

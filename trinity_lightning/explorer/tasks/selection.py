@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.taskset import Entries, Order, TaskSelection, Taskset, place_of
@@ -180,3 +181,9 @@ class TasksetMixture(TaskSelection):
         for name, cursor in state["tasksets"].items():
             self._tasksets[name].load_state_dict(cursor)
         self._taken = dict(state["taken"])
+
+
+def mixture_of(configs: Iterable[TasksetConfig]) -> TasksetMixture:
+    """The mixture that configurations describe; errors as of `Taskset.from_config` and `TasksetMixture`."""
+    mixed = list(configs)
+    return TasksetMixture([Taskset.from_config(each) for each in mixed], [each.weight for each in mixed])
