@@ -14,7 +14,7 @@ from support.trainer import quiet_trainer
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import MemoryReader
-from trinity_lightning.errors import RankError
+from trinity_lightning.errors import RankError, StorageError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")
@@ -121,7 +121,10 @@ def test_an_item_that_failed_is_read_and_trained_on_again(item, data, tmp_path, 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_loader_waits_as_it_did_before_once_the_run_has_ended(tmp_path):
-    data = read()
-    fit(tmp_path, data=lambda: data)
-    assert data.train_dataloader().pause is time.sleep
+def test_once_the_run_has_ended_nothing_cuts_a_wait_for_data_short(tmp_path):
+    stop, reader = StopCheckpoint(tmp_path), MemoryReader(make_experiences(count=8))
+    data = OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=1, wait=0.1)
+    quiet_trainer(tmp_path, stop, max_epochs=1).fit(make_policy(), datamodule=data)
+    stop.ctrl_c.count = 1
+    with pytest.raises(StorageError, match="nothing left to read"):
+        next(iter(data.train_dataloader()))

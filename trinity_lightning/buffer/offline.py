@@ -43,8 +43,6 @@ class OfflineLoader:
         wait: seconds to wait for a batch that another process is still to write.
         max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
         everywhere: where several ranks train, lets rank 0 read, and gives what it has read to all.
-
-    Attributes:
         pause: as the reader's `read` has it, for a run that may end while it waits.
 
     Raises:
@@ -61,6 +59,7 @@ class OfflineLoader:
         wait: float = 0.0,
         max_response_length: int | None = None,
         everywhere: Callable[[Callable[[], list[Experience]]], list[Experience]] = lambda read: read(),
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         whole_number("batch_size", batch_size, least=1)
         whole_number("steps_per_epoch", steps_per_epoch, least=1)
@@ -70,7 +69,7 @@ class OfflineLoader:
         self._whole_groups, self._wait = whole_groups, wait
         self._max_response_length = max_response_length
         self._everywhere = everywhere
-        self.pause: Callable[[float], None] = time.sleep
+        self._pause = pause
         self._epoch, self._position = 1, 0
         self._before: dict[str, Any] = {}  # where the reader stood before the last batch
 
@@ -94,7 +93,7 @@ class OfflineLoader:
             yield OptimizerBatch.of(experiences, self._epoch, self._max_response_length)
 
     def _read(self) -> list[Experience]:
-        return self._reader.read(self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self.pause)
+        return self._reader.read(self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self._pause)
 
     def rewind(self, position: int) -> None:
         """What was handed out last, behind the first `position` batches, was not trained on: it is read again."""
@@ -153,7 +152,14 @@ class OfflineExperienceDataModule(UnmovedDataModule):
             wait=wait,
             max_response_length=max_response_length,
             everywhere=self.everywhere,
+            pause=self._pause,
         )
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep while there is nothing to read yet: no item is under way, and a `StopCheckpoint` may end the run."""
+        if self.trainer is not None:
+            _end_if_asked(self.trainer)
+        time.sleep(seconds)
 
     def train_dataloader(self) -> OfflineLoader:
         """One sized, lazy, stateful loader for the whole run."""
@@ -166,6 +172,13 @@ class OfflineExperienceDataModule(UnmovedDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on reading where the checkpoint was taken. StorageError: the checkpoint is of another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
+
+
+def _end_if_asked(trainer: Any) -> None:
+    """Raise what the run is to end with, if it was asked to end."""
+    for each in trainer.callbacks:
+        if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
+            raise reason
 
 
 def offline_data_module(

@@ -4,9 +4,7 @@ import copy
 import logging
 import signal
 import threading
-import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,7 +79,6 @@ class StopCheckpoint(L.Callback):
         self._command = command
         self._started = False
         self._before = BeforeItem()
-        self._pauses: list[tuple[Any, Any]] = []  # loaders that wait by `_pause`, and how they did before
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
@@ -100,11 +97,6 @@ class StopCheckpoint(L.Callback):
             # checkpoints within it for those of a finished epoch.
             loop.reset_restart_stage()
         self._before = BeforeItem.of(trainer)
-        self._give_back_pauses()
-        for loader in loaders_of(trainer):
-            if hasattr(loader, "pause"):
-                self._pauses.append((loader, loader.pause))
-                loader.pause = partial(self._pause, trainer)
 
     def reason(self, trainer: L.Trainer) -> BaseException | None:
         """What the run is to end with, if it was asked to end, or if another of its processes has failed or died."""
@@ -113,12 +105,6 @@ class StopCheckpoint(L.Callback):
         if trainer.received_sigterm:  # first: the other ranks know of it
             return SIGTERMException()
         return ranks_of(trainer).failure()
-
-    def _pause(self, trainer: L.Trainer, seconds: float) -> None:
-        """Sleep while a loader waits for data: no item is under way, and the run may end."""
-        if (reason := self.reason(trainer)) is not None:
-            raise reason
-        time.sleep(seconds)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -151,12 +137,6 @@ class StopCheckpoint(L.Callback):
     def _end(self) -> None:
         self._started = False  # what fails from here on, a test say, has nothing to be saved
         self.ctrl_c.restore()
-        self._give_back_pauses()
-
-    def _give_back_pauses(self) -> None:
-        while self._pauses:
-            loader, pause = self._pauses.pop()
-            loader.pause = pause
 
     @property
     def wanted(self) -> bool:
