@@ -60,19 +60,10 @@ def check_models(run: TrainConfig) -> None:
     """Refuse models that cannot be had, a teacher or critic that misreads, and rewards that are not there."""
     from trinity_lightning.explorer.rewards import resolve_rewards
 
-    for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
-        if name not in BUILT_IN_MODELS:
-            from trinity_lightning.config.own_models import check_on_hub
+    if run.model.name not in BUILT_IN_MODELS or run.auxiliary_models or run.algorithm.critic is not None:
+        from trinity_lightning.config.own_models import check_there
 
-            check_on_hub(name)
-    if run.buffer.has_rollouts and run.auxiliary_models:
-        from trinity_lightning.config.servers import check_vocabularies  # an option
-
-        check_vocabularies(run)
-    if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
-        from trinity_lightning.config.critic import check_value_model
-
-        check_value_model(run.algorithm.critic.model, run.model.name)
+        check_there(run)
     resolve_rewards(run.reward)
 
 

@@ -19,19 +19,16 @@ from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import math_verifier, resolve_rewards, score
 from trinity_lightning.explorer.rewards.accuracy import accuracy
-from trinity_lightning.explorer.rewards.answers import (
-    contains_digits,
-    exact_match,
-    find_boxed,
-    find_last_answer,
-    find_last_number,
-    last_number,
-    math_boxed_or_last,
-    same_answer,
-    think_answer_format,
-)
+from trinity_lightning.explorer.rewards.answers import find_boxed, find_last_number, math_boxed_or_last, same_answer
 from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
 from trinity_lightning.explorer.rewards.puzzles import countdown, reasoning_gym
+from trinity_lightning.explorer.rewards.text import (
+    contains_digits,
+    exact_match,
+    find_last_answer,
+    last_number,
+    think_answer_format,
+)
 from trinity_lightning.explorer.tasks.task import Task
 
 
@@ -584,7 +581,7 @@ def test_no_reward_function_gives_no_reward() -> None:
 
 def test_names_paths_functions_lists_and_weights() -> None:
     assert scored("exact_match") == (1.0, {"reward/exact_match": 1.0})
-    path = "trinity_lightning.explorer.rewards.answers.exact_match"
+    path = "trinity_lightning.explorer.rewards.text.exact_match"
     assert scored(path) == (1.0, {"reward/exact_match": 1.0})
     assert scored(asynchronous) == (0.5, {"reward/asynchronous": 0.5})
     metrics = {"reward/exact_match": 1.0, "reward/asynchronous": 0.5}

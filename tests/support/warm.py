@@ -33,7 +33,7 @@ OF_RUNS = (
     "trinity_lightning.build",
     "trinity_lightning.config.targets",
     "trinity_lightning.explorer.models.transformers_engine",
-    "trinity_lightning.explorer.rewards.answers",
+    "trinity_lightning.explorer.rewards.text",
     "trinity_lightning.monitor.csv_logger",
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",

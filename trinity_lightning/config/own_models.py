@@ -1,4 +1,4 @@
-"""Models that are not built in, a folder or a name of the hub: what is refused before one is loaded."""
+"""Models that are not built in, or next to the policy: what is refused before one is loaded."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.config.models import BUILT_IN_MODELS, load_tokenizer
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -127,3 +128,17 @@ def check_on_hub(name: str) -> None:
             f"model '{name}' is neither a folder nor in the hub's cache on this machine, and the hub cannot be asked "
             f"({reason}): give a folder, or connect to the network."
         ) from error
+
+
+def check_there(run: TrainConfig) -> None:
+    """Refuse models of a run that cannot be had, and a teacher or critic that would misread; a ConfigError."""
+    for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
+        check_on_hub(name)
+    if run.buffer.has_rollouts and run.auxiliary_models:
+        from trinity_lightning.config.servers import check_vocabularies
+
+        check_vocabularies(run)
+    if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
+        from trinity_lightning.config.critic import check_value_model
+
+        check_value_model(run.algorithm.critic.model, run.model.name)

@@ -7,13 +7,13 @@ from trinity_lightning.explorer.rewards.answers import (
     as_number,
     expected_answer,
     find_boxed,
-    find_last_answer,
     find_numbers,
     reads_answer,
     same_answer,
     without_thoughts,
 )
 from trinity_lightning.explorer.rewards.math_verifier import VERIFIER
+from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from trinity_lightning.explorer.rewards.answers import find_last_answer
+from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
 # -- arithmetic that a model wrote, worked out exactly and without running it as code ---------------------------
