@@ -44,7 +44,6 @@ from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
 if TYPE_CHECKING:
-    from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.common.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -349,13 +348,18 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
         from trinity_lightning.buffer.step_files import step_keeper
 
         keep = step_keeper(config.buffer, folder)
+    experts = None
+    if config.buffer.expert.per_step > 0:
+        from trinity_lightning.buffer.offline import expert_data
+
+        experts = expert_data(config)
     return ExperienceDataModule(
         [(strategy.name, strategy.args) for strategy in config.add_strategy.values()],
         operators=list(config.operators.values()),
         auxiliary_models=clients,
         folder=folder,
         keep=keep,
-        experts=_experts(config),
+        experts=experts,
         **_dealing(config),
     )
 
@@ -364,14 +368,6 @@ def _dealing(config: TrainConfig) -> dict[str, Any]:
     """How a buffer hands out what is in it: all that those of ranks other than 0 have to know."""
     steps = {"optimizer_steps": config.algorithm.optimizer_steps, "inner_epochs": config.algorithm.inner_epochs}
     return {**steps, "seed": config.seed, "max_response_length": response_budget(config)}
-
-
-def _experts(config: TrainConfig) -> "ExpertData | None":
-    if config.buffer.expert.per_step == 0:
-        return None
-    from trinity_lightning.buffer.offline import expert_data
-
-    return expert_data(config)
 
 
 def response_budget(config: TrainConfig) -> int:

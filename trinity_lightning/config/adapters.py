@@ -23,6 +23,11 @@ def check_lora(lora: LoRAConfig) -> None:
         raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
 
 
+def settled_alpha(lora: LoRAConfig) -> int:
+    """Alpha, or what null stands for."""
+    return 2 * (lora.r or 0) if lora.alpha is None else lora.alpha
+
+
 def room_for(rank: int) -> int:
     """The rank that vLLM makes room for to hold adapters of this one."""
     return next(each for each in RANKS if each >= rank)

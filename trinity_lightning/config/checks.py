@@ -26,7 +26,6 @@ from trinity_lightning.config.schema import (
     config_dir,
     typed_config,
 )
-from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError
 
@@ -96,9 +95,13 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
     fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
     for key in map(str, node):
         name = f"{prefix}{key}"
-        if name in RENAMED or (fields is not None and key not in fields):
-            raise ConfigError(unknown_key(name, fields or ()))
+        if fields is not None and key not in fields:
+            from trinity_lightning.config.keys import unknown_key
+
+            raise ConfigError(unknown_key(name, fields))
         if name in FREE and isinstance(node[key], str):  # `logger: csv` in a recipe
+            from trinity_lightning.config.keys import choice_of
+
             raise ConfigError(choice_of(name))
         apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
         if not apart and isinstance(node[key], DictConfig):

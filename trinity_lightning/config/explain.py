@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trinity_lightning.config.hydra import CONFIG_ERRORS
+from trinity_lightning.config.keys import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
-from trinity_lightning.config.sections import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 

@@ -1,42 +1,17 @@
 """What sections of the configuration are made of: the base of their dataclasses, and parts by name and arguments."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.values import nearest, one_of
+from trinity_lightning.config.values import one_of
 from trinity_lightning.errors import ConfigError
 
-# -- sections, and keys that are not there ----------------------------------------------------------------------------
-
-
-# What keys of earlier versions, and of other libraries, are called here.
-RENAMED = {
-    "algorithm.kl_coef": "algorithm.kl.coef",
-    "algorithm.policy_loss_args": "algorithm.policy_loss.args",
-    "engine.kind": "engine.name",
-    "optimizer.learning_rate": "optimizer.lr",
-}
-
-
-def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """A message for a key that is not there: what it is called, or the nearest of its siblings."""
-    if key in RENAMED:
-        return f"unknown key '{key}'. It is called {RENAMED[key]}."
-    prefix, dot, name = key.rpartition(".")
-    names = sorted(siblings)
-    match = nearest(name, names)
-    hint = f" Did you mean '{prefix}{dot}{match}'?" if match else ""
-    return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
-
-
-def choice_of(group: str) -> str:
-    """What to write instead of the name of a choice as the value of its group."""
-    return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
+# -- sections ----------------------------------------------------------------------------------------------------------
 
 
 class Section:
@@ -58,6 +33,8 @@ class Section:
         known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in given:
             if name not in known:
+                from trinity_lightning.config.keys import unknown_key
+
                 raise ConfigError(unknown_key(f"{cls._key}{name}", known))
         return super().__new__(cls)
 
@@ -167,6 +144,8 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
         raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(known)}}}, each of them optional.")
     for each in entry:
         if each not in known:
+            from trinity_lightning.config.keys import unknown_key
+
             raise ConfigError(f"{unknown_key(f'{key}.{each}', known)} Arguments go into {key}.args: {key}.args.{each}.")
     name, args = entry.get("name") or name, entry.get("args") or {}
     if name is None:

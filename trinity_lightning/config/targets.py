@@ -8,7 +8,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.schema import FREE
-from trinity_lightning.config.sections import unknown_key
 from trinity_lightning.errors import ConfigError
 
 HANDED_ON = {"WandbLogger": "wandb.init"}  # what takes the arguments that a class does not have itself
@@ -46,6 +45,8 @@ def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
     known = _arguments(part)
     for name in names if known else ():
         if name not in known:
+            from trinity_lightning.config.keys import unknown_key
+
             raise ConfigError(unknown_key(f"{key}.{name}", known))
 
 

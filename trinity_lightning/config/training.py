@@ -80,11 +80,6 @@ class LoRAConfig(Section, key="model.lora"):
 
             check_lora(self)
 
-    @property
-    def settled_alpha(self) -> int:
-        """Alpha, or what null stands for."""
-        return 2 * (self.r or 0) if self.alpha is None else self.alpha
-
 
 @dataclass
 class ModelConfig(Section, key="model"):

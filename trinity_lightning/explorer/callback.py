@@ -137,21 +137,14 @@ class ExplorerCallback(StopCheckpoint):
         """Save what is whole, rollouts in flight included, and free everything."""
         try:
             if self.wanted and self._running is not None and self._running.under_way:
-                self._settle(self._running)
+                self.ctrl_c.stopping()
+                self._running.settle_shortly(STOP_SECONDS)
             super().on_exception(trainer, pl_module, exception)
         finally:
             try:
                 self._close()
             except Exception as error:  # the one that ended the run is on its way to the user
                 logger.warning("the engines did not end as they should: %s: %s", type(error).__name__, error)
-
-    def _settle(self, rollouts: TrainingRollouts) -> None:
-        """Wait a little for rollouts in flight: those that end are in the checkpoint, a resumed run does the others."""
-        logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
-        self.ctrl_c.stopping()
-        rollouts.settle_shortly(STOP_SECONDS)
-        if self.explorer.step < self._pending.target:
-            logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
     def _close(self) -> None:
         self.ctrl_c.restore()

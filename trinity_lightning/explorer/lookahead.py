@@ -71,9 +71,14 @@ class RolloutsAhead(TrainingRollouts):
         self._settle(math.inf)
 
     def settle_shortly(self, seconds: float) -> None:
-        """See `TrainingRollouts.settle_shortly`; nothing else ends this wait."""
+        """Wait a little: rollouts that end are in the checkpoint, a resumed run does the others. But for a second
+        Ctrl-C nothing else ends this wait.
+        """
+        logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", seconds)
         self.driver.hurry()
         self._settle(seconds)
+        if self.explorer.step < self.pending.target:
+            logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
     def _settle(self, limit: float) -> None:
         begun, self._begun = self._begun, None

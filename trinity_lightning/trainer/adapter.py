@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from trinity_lightning.config.adapters import settled_alpha
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.training import ALL_LINEAR, LoRAConfig, ModelConfig
 from trinity_lightning.config.values import unknown_name
@@ -47,7 +48,7 @@ class Adapter:
         self._model, self._config = model, config
         self._peft = LoraConfig(
             r=config.r or 0,  # which peft refuses
-            lora_alpha=config.settled_alpha,
+            lora_alpha=settled_alpha(config),
             lora_dropout=config.dropout,
             use_rslora=config.rslora,
             target_modules=_targets(model, config.targets),
