@@ -1,10 +1,11 @@
 """Rules of vLLM's own arguments (engine.args), of speculative decoding and of sleep; imported by runs that set one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trinity_lightning.config.engines import EngineConfig, EngineSleep, gpu_count
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
@@ -24,6 +25,14 @@ def check_vllm_args(key: str, engine: EngineConfig, in_process: bool) -> None:
     _check_speculation(key, engine)
     if in_process:
         check_one_device(engine.args)
+
+
+def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that vLLM does not know; a ConfigError with the nearest that it knows."""
+    names = list(known)
+    for name in args:
+        if name not in names:
+            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
 
 
 def check_one_device(args: Mapping[str, Any]) -> None:

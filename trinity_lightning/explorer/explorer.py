@@ -267,8 +267,7 @@ class Explorer:
         if config.reward_workers:
             from trinity_lightning.explorer.rewards.workers import check_all_importable
 
-            for source in [*([] if train is None else [train]), *evals]:
-                check_all_importable(resolve_rewards(source.reward_fn))
+            check_all_importable(source.reward_fn for source in (train, *evals) if source is not None)
         self.config = config
         self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0

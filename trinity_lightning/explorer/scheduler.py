@@ -230,6 +230,9 @@ class Scheduler:
         ConfigError: no engine, or one that Ray runners cannot use.
     """
 
+    _times: "TaskTimes | None" = None  # what time-outs follow, if they follow how long tasks take
+    _reward_workers: "RewardWorkers | None" = None  # processes that reward functions run in, if any are asked for
+
     def __init__(
         self,
         config: ExplorerConfig,
@@ -251,8 +254,14 @@ class Scheduler:
         self._order = itertools.count()
         self._batches: dict[str, Batch] = {}
         self._task_numbers: dict[str, itertools.count[int]] = {}
-        self._times = _task_times(config)
-        self._reward_workers = _reward_workers(config)
+        if config.dynamic_timeout.enable:
+            from trinity_lightning.explorer.task_times import TaskTimes
+
+            self._times = TaskTimes(config)
+        if config.reward_workers:
+            from trinity_lightning.explorer.rewards.workers import RewardWorkers
+
+            self._reward_workers = RewardWorkers(config.reward_workers, config.reward_timeout)
         self._started = False
         self._finished_at = 0.0  # when a chunk last finished that was still wanted
         self._succeeded = False  # whether any task has given an experience
@@ -522,21 +531,3 @@ def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCl
 
     check_ray(config, models)
     return RayCluster(config.ray_address)
-
-
-def _task_times(config: ExplorerConfig) -> "TaskTimes | None":
-    """What time-outs follow, if they follow how long tasks take."""
-    if not config.dynamic_timeout.enable:
-        return None
-    from trinity_lightning.explorer.task_times import TaskTimes
-
-    return TaskTimes(config)
-
-
-def _reward_workers(config: ExplorerConfig) -> "RewardWorkers | None":
-    """The processes that reward functions run in, if any are asked for."""
-    if not config.reward_workers:
-        return None
-    from trinity_lightning.explorer.rewards.workers import RewardWorkers
-
-    return RewardWorkers(config.reward_workers, config.reward_timeout)

@@ -21,7 +21,6 @@ from trinity_lightning.config.engines import (
     require_vllm,
 )
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
@@ -204,10 +203,10 @@ class VLLMEngine(InProcessEngine):
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        known = [field.name for field in dataclasses.fields(EngineArgs)]
-        for name in self._config.args:
-            if name not in known:
-                raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, known)}")
+        if self._config.args:
+            from trinity_lightning.config.vllm_args import check_known
+
+            check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             from trinity_lightning.explorer.models.vllm_cpu import avoid_compiled_sampler

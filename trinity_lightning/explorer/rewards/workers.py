@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, raised, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, raised, resolve_rewards, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -169,10 +169,15 @@ def check_importable(reward: Reward) -> str | None:
     return path
 
 
-def check_all_importable(rewards: Iterable[Reward]) -> None:
-    """Refuse functions that only this process has, unless they are made for it; a ConfigError."""
-    for reward in rewards:
-        check_importable(reward)
+def check_all_importable(reward_fns: Iterable[Any]) -> None:
+    """Refuse reward functions, as `Task.reward_fn` has them, that only this process has and are not made for it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for reward_fn in reward_fns:
+        for reward in resolve_rewards(reward_fn):
+            check_importable(reward)
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------
