@@ -526,6 +526,14 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.kl={name: none, coef: 0.1}"],
         ["algorithm.kl.coef is 0.1, and algorithm.kl.name=none has no penalty to weigh", "choose k3"],
     ),
+    "an estimate of the KL without a weight": (
+        ["+recipe=grpo", "algorithm.kl.name=k2"],
+        ["algorithm.kl.name=k2 has no effect without algorithm.kl.coef: set that, or leave it out."],
+    ),
+    "an estimate of the critic's KL without a weight": (
+        ["+recipe=ppo", "algorithm.critic.kl_name=k3"],
+        ["algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef"],
+    ),
     "misspelt estimate of the KL": (["+recipe=grpo", "algorithm.kl.name=k33"], ["'k33'", "Did you mean 'k3'"]),
     "a range of weights reversed": (
         ["+recipe=grpo", "algorithm.rollout_correction={low: 3, high: 2}"],

@@ -182,7 +182,7 @@ def test_only_a_loss_or_a_kl_term_that_needs_it_loads_a_reference() -> None:
 
 
 def test_k1_as_a_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    for kl in (KLConfig("k1", 0.0), KLConfig("k3", 0.1)):
+    for kl in (KLConfig("none", 0.0), KLConfig("k3", 0.1)):
         PolicyModule("tiny", AlgorithmConfig(kl=kl))
     assert not caplog.records
     PolicyModule("tiny", AlgorithmConfig(kl=KLConfig("k1", 0.1)))

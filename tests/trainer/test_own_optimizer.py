@@ -292,6 +292,10 @@ REFUSED = {
         {"lr_scheduler": of_torch("ConstantLR", factor=0.0, total_iters=9), "total_steps": 4},
         "ConstantLR gives the learning rate 0 at all 4 steps",
     ),
+    "a rate of 0 that the schedule keeps": (
+        {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 4},
+        "StepLR gives the learning rate 0 at all 4 steps, and nothing would be trained: give optimizer.lr, a number",
+    ),
     "no warm-up": (
         {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR", "warmup_steps": 2},
         "has no warm-up: set optimizer.warmup_steps=0",
@@ -309,7 +313,9 @@ def test_what_cannot_train_is_refused(case: str) -> None:
 
 def test_no_learning_rate_is_warned_of_unless_the_schedule_may_have_its_own(caplog: pytest.LogCaptureFixture) -> None:
     own = {"name": "torch.optim.lr_scheduler.OneCycleLR", "args": {"max_lr": LR, "total_steps": 2}}
-    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": own})
+    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": own, "total_steps": 2})
+    kept = {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 2}
+    PolicyModule("tiny", {"critic": {}}, kept)  # the critic has its own
     assert not caplog.messages
     PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": "cosine", "warmup_steps": 1})
     assert caplog.messages == ["optimizer.lr is 0: the policy's weights do not change."]

@@ -44,7 +44,9 @@ class CriticConfig(Section, key="algorithm.critic"):
     warmup_steps: int = checked(0, whole_number, least=0)
     whiten: bool = checked(True, flag)
     kl_coef: float = checked(0.0, number, least=0)
-    kl_name: str = checked("k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"])
+    kl_name: str = checked(
+        "k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"], only_with="kl_coef"
+    )
     kl_target: float | None = checked(None, number, above=0, optional=True)
 
     def __post_init__(self) -> None:

@@ -117,7 +117,7 @@ class KLConfig(Section, key="algorithm.kl"):
         coef: its weight; 0 means none, and no reference model.
 
     Raises:
-        ConfigError: an unknown estimate, or a weight that is negative, not finite, or of none.
+        ConfigError: an unknown estimate, one without a weight, or a weight that is negative, not finite, or of none.
     """
 
     name: str = checked("k3", one_of, names=PARTS["KL estimate"])
@@ -129,6 +129,10 @@ class KLConfig(Section, key="algorithm.kl"):
             raise ConfigError(
                 f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
                 "set algorithm.kl.coef=0."
+            )
+        if self.name not in ("none", KLConfig.name) and self.coef == 0:
+            raise ConfigError(
+                f"algorithm.kl.name={self.name} has no effect without algorithm.kl.coef: set that, or leave it out."
             )
 
 

@@ -47,7 +47,7 @@ def own_factory(config: OptimizerConfig) -> OptimizerFactory:
     return partial(make, **settings, **config.args)
 
 
-def try_out(config: OptimizerConfig) -> None:
+def try_out(config: OptimizerConfig, alone: bool) -> None:
     """Refuse what cannot train: see `optim.check_optimizer`."""
     make = optimizer_factory(config)
     try:
@@ -63,10 +63,12 @@ def try_out(config: OptimizerConfig) -> None:
             f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone: choose a class of "
             "torch.optim.lr_scheduler that is."
         )
-    if config.lr > 0 and config.total_steps and not _ever_learns(schedule, config.total_steps):
+    meant = config.lr == 0 and not (alone and "." in config.lr_scheduler.name)  # named schedules scale it
+    if config.total_steps and not meant and not _ever_learns(schedule, config.total_steps):
+        fix = "change its args" if config.lr > 0 else "give optimizer.lr, a number above 0"
         raise ConfigError(
             f"optimizer.lr_scheduler={config.lr_scheduler.name} gives the learning rate 0 at all {config.total_steps} "
-            "steps, and nothing would be trained: change its args."
+            f"steps, and nothing would be trained: {fix}."
         )
 
 

@@ -10,7 +10,9 @@ from support.losses import batch, with_gradient
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.errors import ConfigError
 
-EPSILONS = {"epsilon_low": 0.1, "epsilon_high": 0.3, "epsilon_low_prime": 0.5, "epsilon_high_prime": 1.0}
+RANGE = {"epsilon_low": 0.1, "epsilon_high": 0.3}
+EPSILONS = {"none": {}, "one-side": RANGE, "two-side": RANGE}
+EPSILONS["ring"] = {**RANGE, "epsilon_low_prime": 0.5, "epsilon_high_prime": 1.0}
 
 
 def per_token(fn, mask, *values):
@@ -93,7 +95,7 @@ def test_sppo_counts_log_ratios_within_the_range():
 def test_rec_s_masks_and_weights(mode, weight):
     logprobs, old, mask, advantages = batch(b=40, r=9, spread=0.8)
     temp = {"temp": 2.0} if weight == "advantage" else {}
-    fn = create_policy_loss("rec", clip_mode=mode, weight=weight, **temp, **({} if mode == "none" else EPSILONS))
+    fn = create_policy_loss("rec", clip_mode=mode, weight=weight, **temp, **EPSILONS[mode])
     loss, gradient, metrics = with_gradient(fn, logprobs, old, mask, advantages)
 
     def weighed(lp, old, a):
@@ -111,7 +113,7 @@ def test_rec_s_modes_differ_from_each_other():
     """So that the tokens above tell one from the other."""
     shares = {}
     for mode in ("one-side", "two-side", "ring"):
-        _, metrics = create_policy_loss("rec", clip_mode=mode, **EPSILONS)(*batch(b=40, r=9, spread=0.8))
+        _, metrics = create_policy_loss("rec", clip_mode=mode, **EPSILONS[mode])(*batch(b=40, r=9, spread=0.8))
         shares[mode] = metrics["pg_clipfrac"].item()
     assert 0 < shares["one-side"] < shares["two-side"]
     assert 0 < shares["ring"] < shares["two-side"]
@@ -140,6 +142,11 @@ def test_rec_without_options_is_reinforce():
         ("rec", {"regularizer_coef": 0.1}, "regularizer_coef has no effect without a regularizer"),
         ("rec", {"regularizer": "k2"}, "regularizer has no effect without a regularizer_coef"),
         ("rec", {"epsilon_low": 0.1}, "has no effect without a clip_mode: give one-side, two-side or ring"),
+        (
+            "rec",
+            {"clip_mode": "two-side", "epsilon_high_prime": 3.0},
+            "epsilon_..._prime has no effect without clip_mode=ring: give that",
+        ),
         ("rec", {"temp": 2.0}, "temp has no effect without weight=advantage"),
         ("rec", {"clip_mode": "ring", "epsilon_high": 3.0}, "begin the ring, which is outside the range"),
         ("rec", {"clip_mode": "both"}, "policy_loss.args.clip_mode 'both'.*Known: none, one-side, ring, two-side"),

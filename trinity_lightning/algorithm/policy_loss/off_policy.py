@@ -180,6 +180,7 @@ def rec(
         ("regularizer_coef", "a regularizer: give k2 or forward-kl", regularizer == "none" and regularizer_coef > 0),
         ("regularizer", "a regularizer_coef: give one", regularizer != "none" and regularizer_coef == 0),
         ("epsilon_...", "a clip_mode: give one-side, two-side or ring", clip_mode == "none" and epsilons != EPSILONS),
+        ("epsilon_..._prime", "clip_mode=ring: give that", clip_mode != "ring" and epsilons[2:] != EPSILONS[2:]),
         ("temp", "weight=advantage: give that", weight != "advantage" and temp != 1),
     ):
         if unread:
