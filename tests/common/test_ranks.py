@@ -22,7 +22,7 @@ from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, RankTerminatedError
 from trinity_lightning.trainer.ddp import join
-from trinity_lightning.trainer.fsdp import _Gather
+from trinity_lightning.trainer.shard_rounds import Gather
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_sums_are_the_same_bits_on_all_ranks(bucket: int, monkeypatch: pytest.Mo
 
 
 def gather(ranks: Ranks) -> None:
-    _Gather(ranks)(torch.empty(2 * ranks.size), torch.ones(2), ranks.group)
+    Gather(ranks)(torch.empty(2 * ranks.size), torch.ones(2), ranks.group)
 
 
 ROUNDS: list[Callable[[Ranks], Any]] = [

@@ -19,7 +19,7 @@ from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.common.shard_files import new_folder, places_of, read, without_shards, write
 from trinity_lightning.config.checkpoints import HASH, METADATA, REST, check_whole, checkpoints_in, hash_of
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.fsdp import _Mesh
+from trinity_lightning.trainer.shard_rounds import Mesh
 
 
 class Meeting:
@@ -47,7 +47,7 @@ class Thread(Ranks):
 def share(tensor: Tensor, rank: int, size: int) -> Tensor:
     """That rank's rows, as `fully_shard` deals them."""
     most = -(-len(tensor) // size)
-    own, mesh = tensor[rank * most : (rank + 1) * most].clone(), _Mesh(Ranks(rank, size), torch.device("cpu"))
+    own, mesh = tensor[rank * most : (rank + 1) * most].clone(), Mesh(Ranks(rank, size), torch.device("cpu"))
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 

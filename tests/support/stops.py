@@ -10,12 +10,12 @@ from typing import Any
 
 from trinity_lightning import train
 from trinity_lightning.common import shard_files
-from trinity_lightning.trainer import fsdp
+from trinity_lightning.trainer import shards
 
 PLACES: dict[str, tuple[Any, str]] = {
     "finish": (shard_files._Writer, "finish"),  # a checkpoint's shards, and what is where in them
-    "share": (fsdp.Shards, "_share"),  # of a weight that is gathered
-    "reshard": (fsdp.Shards, "reshard"),  # what `perturb` begins with, when a rank serves it
+    "share": (shards.Shards, "_share"),  # of a weight that is gathered
+    "reshard": (shards.Shards, "reshard"),  # what `perturb` begins with, when a rank serves it
 }
 
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, WeightSyncError
-from trinity_lightning.trainer import fsdp
-from trinity_lightning.trainer.fsdp import Shards, ShardStrategy, _Mesh, is_large
+from trinity_lightning.trainer.fsdp import ShardStrategy
+from trinity_lightning.trainer.shard_rounds import Mesh, Scatter
+from trinity_lightning.trainer.shards import Shards, is_large
 
 
 class Sends(Ranks):
@@ -70,7 +71,7 @@ def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
     """As the other ranks gather theirs: `meta`, of which gloo sends nothing, is the device of a policy here."""
     shards, (policy, moment) = object.__new__(Shards), (torch.ones(2, 3, device=place) for place in ("meta", "cpu"))
     shards.ranks = ranks = Sends()
-    mesh = _Mesh(ranks, torch.device("cpu"))
+    mesh = Mesh(ranks, torch.device("cpu"))
     shards._parameters = {"weight": SimpleNamespace(to_local=lambda: policy)}
     held = DTensor.from_local(moment, mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 3)), stride=(3, 1))
     assert shards.gathered(held, at="it").shape == (3, 3)
@@ -88,7 +89,7 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
             for each in tensors:
                 each.mul_(self.size)
 
-    class OnBoth(fsdp._Scatter):
+    class OnBoth(Scatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **named: Any) -> None:
             super().__call__(output_tensor.to("meta"), input_tensor.to("meta"), *arguments, **named)
             super().__call__(output_tensor, input_tensor, *arguments, **named)
@@ -97,11 +98,11 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     rows, factors, ranks = torch.arange(15.0).view(5, 3), torch.arange(1.0, 5.0), Alike()
     asked: list[Any] = []
     sums: list[str] = []
-    monkeypatch.setattr(fsdp, "_Scatter", OnBoth)
+    monkeypatch.setattr("trinity_lightning.trainer.shards.Scatter", OnBoth)
     layer: Any = torch.nn.Linear(3, 4, bias=False)
     layer.token_logprobs = layer.forward
     shards: Any = object.__new__(Shards)
-    shards.ranks, shards.dtype, shards._mesh = ranks, torch.float32, _Mesh(ranks, torch.device("cpu"))
+    shards.ranks, shards.dtype, shards._mesh = ranks, torch.float32, Mesh(ranks, torch.device("cpu"))
     shards._shard(layer, trained=False)
     (layer(rows) * factors).sum().backward()
     *_, (collective, received, own, options, at) = ranks.sent  # behind the weights

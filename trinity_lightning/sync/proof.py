@@ -96,7 +96,7 @@ def perturbed(model: nn.Module) -> Iterator[Callable[[float], None]]:
     """A function that gives every parameter its own value plus seeded noise of `scale` times its root mean square.
 
     The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host. Of
-    a model in shards (`trainer.fsdp.Shards`), all ranks perturb theirs.
+    a model in shards (`trainer.shards.Shards`), all ranks perturb theirs.
     """
     if (parts := in_parts(model)) is not None:
         with parts.perturbed() as perturb:

@@ -49,8 +49,8 @@ class WeightStream:
 def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
     """The stream for one sync. If that ends early, by its time limit say, a thread that still reads it is refused.
 
-    Else it would go on to read weights that are trained again; and of a policy in shards (`trainer.fsdp.Shards`), take
-    part in rounds of all processes at the same time as the thread that trains or saves.
+    Else it would go on to read weights that are trained again; and of a policy in shards (`trainer.shards`), take part
+    in rounds of all processes at the same time as the thread that trains or saves.
     """
     given_up = threading.Event()
 
@@ -89,7 +89,7 @@ def weight_stream(model: nn.Module) -> WeightStream:
     """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
 
     The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale. Of a model in
-    shards (`trainer.fsdp.Shards`), each is put together as it is sent; adapters (`trainer.adapter.Adapter`) are merged.
+    shards (`trainer.shards`), each is put together as it is sent; adapters (`trainer.adapter.Adapter`) are merged.
     """
     if (parts := in_parts(model)) is not None:
         return as_checkpoint(parts.parameters(), model, parts.whole)

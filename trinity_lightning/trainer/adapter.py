@@ -73,7 +73,7 @@ class Adapter:
 
     @property
     def _shards(self) -> Any:
-        """`trainer.fsdp.Shards`, if the model lies in them."""
+        """`trainer.shards.Shards`, if the model lies in them."""
         return getattr(self._model, "shards", None)
 
     def _read(self, name: str) -> Tensor:

@@ -35,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """All of a checkpoint, one in shards (`trainer.fsdp`) too.
+        """All of a checkpoint, one in shards (`trainer.shards`) too.
 
         Raises:
             ConfigError: its shards are damaged.

@@ -10,7 +10,7 @@ from trinity_lightning.trainer.layout import Part
 
 
 class Whole:
-    """One process has all weights; several do some of this otherwise (`ddp.Replicas`, `fsdp.Shards`)."""
+    """One process has all weights; several do some of this otherwise (`ddp.Replicas`, `shards.Shards`)."""
 
     def seed_noise(self) -> None:
         """Set the random state that dropout draws from, before each optimizer batch of a model with dropout."""

@@ -1,0 +1,403 @@
+"""A policy of which each device has a share, by torch's `fully_shard`, a layer at a time."""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.common.shard_files import places_of, read, write
+from trinity_lightning.config.values import AUTO
+from trinity_lightning.errors import RankError, TrinityError, WeightSyncError
+from trinity_lightning.sync.proof import DRILL_SEED, noise
+from trinity_lightning.trainer.compiled import layers_of
+from trinity_lightning.trainer.ddp import Replicas
+from trinity_lightning.trainer.layout import Part
+from trinity_lightning.trainer.logprobs import gradient_of
+from trinity_lightning.trainer.shard_rounds import Gather, Mesh, Scatter
+
+ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
+
+
+def is_large(parameters: int, dtype: torch.dtype) -> bool:
+    """Whether a checkpoint has more than ONE_FILE_BYTES: of each parameter its weight, its master and two moments."""
+    return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
+
+
+class Shards(Replicas):
+    """A PolicyModule's policy and reference, in shards of about the same size: rows of each tensor's first dimension.
+
+    What only rank 0 asks for (weights for engines and checkpoints, log-probabilities of a probe) needs all of them: it
+    calls, and the others do the same in the round in which they wait for it.
+    """
+
+    def __init__(self, module: Any, ranks: Ranks, device: torch.device, in_shards: bool | str = AUTO) -> None:
+        super().__init__(ranks)
+        self.module = module
+        self.dtype: torch.dtype = module.policy.dtype
+        parameters = sum(each.numel() for each in module.policy.parameters() if each.requires_grad)
+        self.in_shards = is_large(parameters, self.dtype) if in_shards == AUTO else bool(in_shards)
+        self._optimizer: Any = None
+        self._order: list[str] = []  # names of the optimizer's parameters
+        self._mesh, self._host = Mesh(ranks, device), Mesh(ranks, torch.device("cpu"))
+        self._saved: list[Tensor] = []  # of the drill
+        # Reentrant: a rank that writes serves rank 0, which could not and writes another checkpoint.
+        self._asking, self._thread = threading.RLock(), threading.get_ident()
+        self._used: set[Any] = set()  # models that have begun a pass
+        self._trained: set[str] = set()  # parameters that a pass of this optimizer batch had a gradient of
+        self._watched: set[int] = set()  # what those gradients are of, while it is whole
+        self._passes_left = 0  # before those of nothing
+        references = [] if module.reference is None else [module.reference]
+        for model in (module.policy, *references):
+            self._shard(model, trained=model is module.policy)
+        self.refresh()
+
+    def _shard(self, model: Any, trained: bool) -> None:
+        names = {module: f"{name}." for name, module in model.named_modules()}
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for part in (*reversed(layers_of(model)), model):
+            if trained:
+                for parameter in part.parameters():
+                    if parameter.requires_grad and not isinstance(parameter, DTensor):
+                        parameter.data = parameter.data.float()
+            sharded: Any = fully_shard(part, mesh=self._mesh, mp_policy=policy)
+            sharded.set_custom_all_gather(Gather(self.ranks))
+            sharded.set_custom_reduce_scatter(Scatter(self.ranks))
+            sharded.set_gradient_divide_factor(1.0)  # gradients are sums
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_reduce_scatter_unused_params(True)  # an expert that no row of this rank came to
+            if trained and part is not model:
+                part.register_forward_pre_hook(partial(self._watch, names[part]))  # when the layer is whole
+        kind = type(model)
+        model.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda model: model.shards.dtype)})
+        model.shards = self
+        model.token_logprobs = MethodType(_token_logprobs, model)
+        register_fsdp_forward_method(model, "token_logprobs")
+
+    def refresh(self) -> None:
+        """Find the shards: those of a policy that has been moved may be other objects."""
+        self.reshard()
+        self._parameters: dict[str, Any] = dict(self.module.policy.named_parameters(remove_duplicate=False))
+
+    def hold(self, optimizer: Optimizer) -> None:
+        """Save and load this optimizer, over the shards."""
+        names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
+        self._optimizer = optimizer
+        self._order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+    def parameters(self) -> dict[str, Any]:
+        """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
+        return self._parameters
+
+    def reshard(self) -> None:
+        """Let the next pass gather what has changed: one without gradients leaves some of it whole, or one that failed.
+
+        Of a pass that failed `FSDPModule.reshard` would leave it so.
+        """
+        for model in self._used:
+            model.reset_iter_state()
+
+    # -- passes and gradients -----------------------------------------------------------------------------------------
+
+    def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
+        """As many on every rank: each gathers weights, which takes all."""
+        own = shares[self.ranks.rank]
+        self._trained, self._passes_left = set(), len(own)
+        return [*own, *[None] * (max(map(len, shares)) - len(own))]
+
+    def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """As a forward pass of the sharded model, which the head is part of."""
+        self._used.add(model)
+        if model is self.module.policy and torch.is_grad_enabled():
+            self._passes_left -= 1
+        return model.token_logprobs(function, *arguments)
+
+    def _watch(self, prefix: str, part: Any, *arguments: Any) -> None:
+        """Note of which parameters a part that is whole, of the names that begin so, will have a gradient."""
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=prefix + name: self._note(name))
+
+    def _note(self, name: str) -> None:
+        if self._passes_left >= 0:  # a pass of nothing has gradients of zeros
+            self._trained.add(name)
+
+    def begin_pass(self, model: Any) -> None:
+        """Have gradients of what is in no layer, which is whole now, added up in float32 within a pass, as one device.
+
+        They are added up over tokens and blocks of the head.
+        """
+        lean = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.grad_dtype = torch.float32
+                gradient_of(parameter)  # of all of them: torch sends gradients of one dtype
+                if any(parameter is each for each in lean):  # no hook is called for those (`logprobs`)
+                    self._note(name)
+        self._watch("", model)
+
+    def add_up_gradients(self, model: Any) -> None:
+        """Each backward pass has done so, with zeros where there was no gradient: if no rank had one, there is none.
+
+        The optimizer passes over such a parameter, as on one device: it would decay, and go on by its momentum.
+        """
+        named = dict(model.named_parameters())
+        found = self.ranks.exchange([name in self._trained for name in named])
+        for parameter, *trained in zip(named.values(), *found, strict=True):
+            if not any(trained):
+                parameter.grad = None
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's shares."""
+        return {name: each.to_local() for name, each in super().gradients(model).items() if isinstance(each, DTensor)}
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+        """As `Whole.clip`, of the gradient that all ranks hold together."""
+        gradients = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+        norm = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()])
+        self.ranks.add_up([squares := norm.double().square().reshape(1).cpu()])
+        total = float(squares.sqrt())
+        if limit is not None and math.isfinite(total) and (factor := limit / (total + 1e-6)) < 1:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        return total
+
+    def faulty_gradients(self, model: nn.Module) -> list[str]:
+        """Names of the parameters whose gradients are not finite, in the share of any rank."""
+        shares = self.ranks.exchange(super().faulty_gradients(model))
+        return [name for name in self._parameters if any(name in share for share in shares)]
+
+    def end_step(self) -> None:
+        """Know that all have taken it, before any goes on: shards of different steps are no policy."""
+        self.ranks.exchange(None, at="an optimizer step")
+
+    # -- what rank 0 asks for -----------------------------------------------------------------------------------------
+
+    def on_all_ranks(self, name: str, *arguments: Any) -> None:
+        """Let the others do it too; the same name, of this class or of the PolicyModule."""
+        saving = self.module.trainer.interrupted
+        try:
+            self.ranks.call(name, *arguments, saving=saving)
+        except RankError as error:
+            if not saving:
+                raise
+            raise RankError(f"nothing can be saved without the shares of all processes: {error}") from error
+
+    def serve(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Do what rank 0 does."""
+        owner = self if hasattr(type(self), name) else self.module
+        getattr(owner, name)(*arguments)
+
+    def gather(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole parameter of that name, or what the optimizer remembers of it, rounded to a dtype first.
+
+        It is the optimizer's `moment` of it that is meant, if one is given. A thread that still sends weights to an
+        engine when the run has failed is refused: it would take part in the same rounds as the checkpoint.
+        """
+        with self._asking:
+            if self.module.trainer.interrupted and threading.get_ident() != self._thread:
+                raise WeightSyncError("the run has failed: its weights are not sent any further.")
+            self.on_all_ranks("gather", name, moment, dtype)
+            at = f"{moment} of {name}" if moment else name
+            try:
+                return self.gathered(self._share(name, moment), dtype, at)
+            except TrinityError:
+                raise
+            except Exception as error:  # which other ranks are told: out of memory, say
+                raise TrinityError(f"{type(error).__name__} when {at} was gathered: {error}") from error
+
+    def _share(self, name: str, moment: str | None = None) -> DTensor:
+        """This rank's of that parameter, or of that moment of it."""
+        if moment is None:
+            return self._parameters[name]
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return self._optimizer.state[held[self._order.index(name)]][moment]
+
+    def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
+        """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
+
+        Nothing is sent before every rank has room for it: one that fails is not waited for. Moments of rank 0 alone may
+        be on the host (`trainer.host_memory.HostMemory`), and the others send theirs by the GPU.
+        """
+        rows, *shape = tensor.shape
+        local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
+        own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
+        own[: len(local)] = local
+        whole = own.new_empty(len(own) * self.ranks.size, *shape)
+        self.ranks.send(self.ranks.group._allgather_base, whole, own, AllgatherOptions(), at)
+        return whole[:rows]
+
+    def _most_rows(self, rows: int) -> int:
+        return -(-rows // self.ranks.size)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's rows."""
+        most = self._most_rows(len(whole))
+        return whole[self.ranks.rank * most : (self.ranks.rank + 1) * most]
+
+    # -- weights for engines ------------------------------------------------------------------------------------------
+
+    def whole(self, name: str) -> Tensor:
+        """The parameter of that name in the dtype that the policy computes in."""
+        return self.gather(name, dtype=self.dtype)
+
+    @contextmanager
+    def perturbed(self) -> Iterator[Callable[[float], None]]:
+        """As `sync.proof.perturbed`, with the same noise."""
+        try:
+            yield self.perturb
+        finally:
+            self.restore()
+
+    @torch.no_grad()
+    def perturb(self, scale: float) -> None:
+        """Give every parameter its own value plus noise, on all ranks."""
+        with self._asking:
+            self.on_all_ranks("perturb", scale)
+            self.reshard()
+            parameters = list(dict.fromkeys(self._parameters.values()))
+            local = [each.to_local() for each in parameters]
+            if not self._saved:
+                self._saved = [each.to("cpu", copy=True) for each in local]
+            squares = torch.stack([each.double().square().sum().cpu() for each in self._saved])
+            self.ranks.add_up([squares])
+            generator = torch.Generator(local[0].device).manual_seed(DRILL_SEED)
+            for parameter, own, original, square in zip(parameters, local, self._saved, squares, strict=True):
+                size = (square / parameter.numel()).sqrt().float().to(own.device)
+                own.copy_(original).add_(self._own(noise(parameter.shape, generator, scale, size)).to(own.dtype))
+
+    def restore(self) -> None:
+        """End the drill, on all ranks."""
+        with self._asking:
+            try:
+                self.on_all_ranks("restore")
+            finally:
+                self.remove_noise()
+
+    @torch.no_grad()
+    def remove_noise(self) -> None:
+        """Take back what `perturb` did to this rank's shares, also if another rank has failed: they may be saved."""
+        if not self._saved:  # nothing was perturbed
+            return
+        self.reshard()
+        for parameter, original in zip(dict.fromkeys(self._parameters.values()), self._saved, strict=True):
+            parameter.to_local().copy_(original)
+        self._saved = []
+
+    # -- checkpoints, in the form of one device -----------------------------------------------------------------------
+
+    def state_dict(self, model: Any) -> dict[str, Any]:
+        """The policy's weights on the host."""
+        return self._state(model, lambda name: self.whole(name).cpu())
+
+    def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
+        trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
+        first: dict[int, str] = {}  # names of parameters that are tied
+        for name, parameter in trained.items():
+            first.setdefault(id(parameter), name)
+        taken = {name: take(name) for name in first.values()}
+        own = {name: taken[first[id(parameter)]] for name, parameter in trained.items()}
+        state = {name: own.get(name, each) for name, each in model.state_dict().items()}
+        return {name: each for name, each in state.items() if name in own or not isinstance(each, DTensor)}
+
+    def module_state(self) -> dict[str, Any]:
+        """The weights by the names of the PolicyModule, for a checkpoint."""
+        state = self._state(self.module.policy, lambda name: self._kept(name, dtype=self.dtype))
+        return {f"model.{name}": each for name, each in state.items()}
+
+    def _kept(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """What a checkpoint has of a parameter: its whole, on the host, or this rank's share."""
+        if not self.in_shards:
+            return self.gather(name, moment, dtype).cpu()
+        share = self._share(name, moment)
+        if dtype in (None, share.dtype):
+            return share
+        return self._as_share(share.to_local().detach().to("cpu", dtype), share)  # the device may be full
+
+    def write(self, folder: Path, optimizer: bool) -> None:
+        """Write the shares of weights, and of the optimizer's state, to a folder, on all ranks."""
+        with self._asking:
+            self.on_all_ranks("write", folder, optimizer)
+            kept: dict[str, Any] = {"state_dict": self.module_state()}
+            if optimizer:
+                kept["optimizer_states"] = [self.optimizer_state()]
+            write(folder, places_of(kept), self.ranks)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What one device's optimizer would have, which is over masters if the policy computes in bfloat16."""
+        plain = self._optimizer.state_dict()  # the optimizer's own dicts, which keep the shards
+        plain["state"] = {
+            position: {
+                moment: self._kept(self._order[position], moment) if isinstance(value, DTensor) else value
+                for moment, value in values.items()
+            }
+            for position, values in plain["state"].items()
+        }
+        if self.dtype == torch.float32:
+            return plain
+        return {
+            "state": {"inner": plain, "masters": [self._kept(name) for name in self._order]},
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in plain["param_groups"]],
+        }
+
+    @torch.no_grad()
+    def load_optimizer_state(self, states: Sequence[Mapping[str, Any]], folder: Path) -> None:
+        """Take this rank's share of what one device's optimizer had, and the masters for weights.
+
+        `folder`: where shares are read that are in shards.
+        """
+        (state,) = states
+        plain = state
+        shares: dict[int, DTensor] = {}  # by what they are shares of
+
+        def take(whole: Tensor, share: DTensor) -> DTensor:
+            shares[id(whole)] = share
+            if not whole.is_meta:
+                share.to_local().copy_(self._own(whole))
+            return share
+
+        if self.dtype != torch.float32:
+            plain = state["state"]["inner"]
+            for name, master in zip(self._order, state["state"]["masters"], strict=True):
+                take(master, self._parameters[name])
+        groups = [
+            {**inner, **{k: v for k, v in outer.items() if k != "params"}}
+            for inner, outer in zip(plain["param_groups"], state["param_groups"], strict=True)
+        ]
+        moments = {
+            position: {
+                name: take(value, self._empty(value, self._parameters[self._order[position]]))
+                if value.ndim
+                else value.clone()
+                for name, value in values.items()
+            }
+            for position, values in plain["state"].items()
+        }
+        if places := places_of({"optimizer_states": states}):
+            read(folder, {place: shares[id(whole)] for place, whole in places.items()})
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _empty(self, whole: Tensor, like: DTensor) -> DTensor:
+        return self._as_share(torch.empty_like(like.to_local(), dtype=whole.dtype), like)
+
+    def _as_share(self, own: Tensor, like: DTensor) -> DTensor:
+        mesh = self._mesh if own.device.type == self._mesh.device_type else self._host
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """What the `LogprobFn` yields, within a forward pass of the model: what is in no layer is whole."""
+    if torch.is_grad_enabled():
+        model.shards.begin_pass(model)
+    return function(model, *arguments)
