@@ -39,7 +39,9 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     **dict.fromkeys(("grpo", "opmd", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo"), Recipe()),
-    **dict.fromkeys(("reinforce_plus_plus", "ppo", "multi_turn", "tool_use", "one_step_off_policy"), Recipe()),
+    **dict.fromkeys(("reinforce_plus_plus", "ppo", "tool_use", "one_step_off_policy"), Recipe()),
+    # Three turns a rollout: shorter ones, for a run to be over within a minute.
+    "multi_turn": Recipe((*DIGITS, "steps=20", "sampling.max_tokens=16")),
     "rewards_mixed": Recipe((*DIGITS[1:], "+reward.contains_digits=1")),  # one more of them
     "mix": Recipe(DIGITS, (*REWARD, "actor/sft_loss")),
     # Most of a step goes into the teacher's likeliest tokens at each place, of the long prompts with tools too.
