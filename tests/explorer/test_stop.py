@@ -213,7 +213,10 @@ def test_a_run_that_an_error_ended_goes_on_as_if_it_had_not(
     with pytest.raises(TornError):
         run.fit()
     assert f"Resume with: {COMMAND}" in caplog.text
-    equal(whole, Run(tmp_path).fit(resumed=True))
+    resumed = Run(tmp_path).fit(resumed=True)
+    equal(whole, resumed)
+    for row, other in zip(rows(resumed.folder), rows(whole.folder), strict=True):
+        assert bool(row["time/sync_weight"]) == bool(other["time/sync_weight"])
 
 
 @pytest.mark.parametrize("item", [1, ITEMS + 1, STEPS * ITEMS])

@@ -218,8 +218,8 @@ def alike(folder: Path, expected: Path, *apart: str) -> None:
     assert rolled_out(folder) == rolled_out(expected)
     for row, other in zip(rows(folder), rows(expected), strict=True):
         named, wanted = ({name for name, value in each.items() if value} for each in (row, other))
-        # There if other programs were at work; and if a run did not end between a sync and its first rollouts.
-        missing = wanted - named - {"perf/other_cores", "time/sync_weight"}
+        # There if other programs were at work.
+        missing = wanted - named - {"perf/other_cores"}
         assert not missing, missing
         mine, others = (
             {name: float(value) for name, value in unmeasured(each).items() if name not in (*CUT, *apart)}

@@ -43,10 +43,9 @@ class RolloutsAhead(TrainingRollouts):
         target = min(step + offset, last)
         if self.explorer.step >= target or self.under_way:
             return {}
-        metrics: dict[str, float] = {}
         if self.explorer.step < (before := min(step - 1 + offset, last)):
-            metrics |= self._roll_out(int(before), global_step)  # those before have weights of their own
-        metrics |= self.sync.sync_if_due(global_step)
+            self._roll_out(int(before), global_step)  # those before have weights of their own
+        metrics = self.sync.sync_if_due(global_step)
         self._begin(int(target))
         return metrics
 

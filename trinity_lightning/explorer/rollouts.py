@@ -276,7 +276,8 @@ class TrainingRollouts(Watcher):
         if is_ready(step):
             return {"time/wait_for_rollout": time.perf_counter() - start}
         self.explorer.step = step - 1
-        return self._roll_out(step, global_step)
+        self._roll_out(step, global_step)
+        return {}
 
     def evaluate(self, step: int, global_step: int) -> dict[str, float]:
         """Evaluate the weights that were trained for `step` steps; metrics."""
@@ -296,23 +297,24 @@ class TrainingRollouts(Watcher):
             self.host_memory.leave()
         self.run(self.explorer.engines.wake_up())
 
-    def _roll_out(self, target: int, global_step: int) -> dict[str, float]:
-        """Explore the steps up to and with `target` now; metrics of the sync before them."""
+    def _roll_out(self, target: int, global_step: int) -> None:
+        """Explore the steps up to and with `target` now; the first has the metrics of the sync before them."""
         self._engines_turn()
-        metrics = self.sync.sync_if_due(global_step)
-        self.run(self._explore(target))
-        return metrics
+        self.run(self._explore(target, self.sync.sync_if_due(global_step)))
 
-    async def _explore(self, target: int) -> None:
-        """Explore steps up to and with `target`; a ConfigError if the taskset is exhausted."""
-        explorer = self.explorer
+    async def _explore(self, target: int, metrics: dict[str, float] | None = None) -> None:
+        """Explore steps up to and with `target`, the first with these metrics; a ConfigError if no task is left.
+
+        They are kept at once: the run may be ended by a signal when the rollouts are done.
+        """
+        explorer, first = self.explorer, metrics or {}
         self.pending.target = target
         while explorer.step < target:
             if not await explorer.explore_step():
                 raise ConfigError(
                     f"the taskset is exhausted after {explorer.step} explore steps; lower `steps`, or let it repeat."
                 )
-            self.pending.metrics[explorer.step] = dict(explorer.metrics)
+            self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """Show them later: the watcher's loggers are the trainer's too, which may be logging just now."""
