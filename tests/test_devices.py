@@ -47,6 +47,7 @@ RUN += ("buffer.keep=true", "callbacks.checkpoint.every_n_epochs=1", "name=run")
 VLLM = ("+recipe=grpo", *SMALL, f"steps={STEPS}", "add_strategy=[dapo,grpo]", "explorer.repeat_times=2", "name=run")
 VLLM += ("algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "callbacks.checkpoint.every_n_epochs=1")
 VLLM += ("optimizer.lr=1e-3",)
+PER_RANK = "engine.per_rank=true"
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, "steps=4", "explorer.batch_size=4", "name=run")
 
 
@@ -106,6 +107,13 @@ def test_two_processes_train_as_one(
 def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path) -> None:
     alike(two, one)
     assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(two))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_engine_in_each_process_rolls_out_as_one(
+    with_vllm: Path, trainer: str, run_train: Commands, tmp_path: Path
+) -> None:
+    alike(finished(run_train, tmp_path, *VLLM, *TRAINERS[trainer], PER_RANK), with_vllm)
 
 
 def free_port() -> str:
@@ -246,8 +254,9 @@ def interrupt(run: Forked, follower: int) -> None:
         os.kill(process, signal.SIGINT)
 
 
+@pytest.mark.parametrize("engines", [(), (PER_RANK,)], ids=["an engine", "an engine a rank"])
 def test_a_run_goes_on_with_the_same_bits_after_whatever_ended_it(
-    two: Path, run_train: Commands, tmp_path: Path
+    engines: tuple[str, ...], two: Path, run_train: Commands, tmp_path: Path
 ) -> None:
     strikes = {
         1: (terminate, 143, "stopped in step"),
@@ -257,12 +266,12 @@ def test_a_run_goes_on_with_the_same_bits_after_whatever_ended_it(
     }
     resume: tuple[str, ...] = ()
     for steps, (strike, expected, message) in strikes.items():
-        code, printed = ended(run_train, tmp_path, steps, strike, *RUN, *TWO, *resume)
+        code, printed = ended(run_train, tmp_path, steps, strike, *RUN, *TWO, *engines, *resume)
         assert code == expected, printed[-4000:]
         assert message in printed, printed[-4000:]
         assert ("Resume with" in printed) == (strike is not kill)
         resume = ("ckpt_path=last",)
-    equal(finished(run_train, tmp_path, *RUN, *TWO, *resume), two)
+    equal(finished(run_train, tmp_path, *RUN, *TWO, *engines, *resume), two)
 
 
 def test_a_process_whose_rank_0_is_killed_before_they_meet_does_not_wait(run_train: Commands, tmp_path: Path) -> None:
@@ -336,6 +345,15 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
     printed = (tmp_path / "stdout").read_text()
     assert re.search(rf"did not answer in time, at {at} \(rank 1 hangs\)", printed), printed[-4000:]
+
+
+def test_a_rank_whose_engine_hangs_ends_the_run_by_its_time_limits(run_train: Commands, tmp_path: Path) -> None:
+    limits = ("explorer.max_timeout=2", "explorer.max_retry_times=0", "trainer.strategy.timeout=2")
+    run = stopped(run_train, tmp_path, "1 step 3", *RUN, *TWO, PER_RANK, *limits)
+    family = run_train.followers(run)
+    assert run.wait(60) == 1
+    assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
+    assert "(rank 1 hangs)" in (printed := (tmp_path / "stdout").read_text()), printed[-4000:]
 
 
 def test_one_of_two_servers_beside_two_processes_that_is_killed_is_started_again(

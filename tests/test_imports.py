@@ -37,6 +37,7 @@ TOPS = (
 PACKAGE_TOPS = (
     "explorer.callback",
     "explorer.follower",
+    "explorer.rank_engines",
     "buffer.datamodule",
     "buffer.dataset",
     "buffer.held_out",

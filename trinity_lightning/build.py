@@ -128,9 +128,7 @@ def build(config: DictConfig) -> Run:
 
         data, callbacks = offline_parts(typed, folder, policy, monitor, checkpoint, response_budget(typed), follower)
     elif follower:
-        from trinity_lightning.explorer.follower import ExplorerFollower
-
-        data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), ExplorerFollower()]
+        data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), _follower(typed, folder)]
     else:
         data, callbacks = online_parts(typed, folder, monitor, offload=plan is not None and plan.offload)
     if not follower:  # rank 0 rolls out, saves, shows and records
@@ -147,6 +145,17 @@ def build(config: DictConfig) -> Run:
         checkpoint=checkpoint,
         plan=plan,
     )
+
+
+def _follower(config: TrainConfig, folder: Path) -> L.Callback:
+    """What takes part in the explore steps of rank 0."""
+    if config.engine.per_rank:
+        from trinity_lightning.explorer.rank_engines import EngineFollower
+
+        return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
+    from trinity_lightning.explorer.follower import ExplorerFollower
+
+    return ExplorerFollower()
 
 
 def _follows() -> bool:
@@ -238,9 +247,10 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     expert = config.buffer.expert.per_step
     items = config.items
     dtype = (config.model if capabilities_of(engine.name).shares_weights else engine).dtype.value
+    each = ", one in each process" if engine.per_rank else ""
     weighing = [strategy.name for strategy in config.add_strategy.values()]
     return [
-        ("engine", f"{engine.name} ({dtype}), context {engine.max_model_len}"),
+        ("engine", f"{engine.name} ({dtype}){each}, context {engine.max_model_len}"),
         (
             "explore step",
             f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts, at most "
@@ -265,7 +275,12 @@ def online_parts(
         check_experts(config)
     auxiliary_models = auxiliary_models_of(config, folder)
     explorer = explorer_callback(config, folder, auxiliary_models, monitor, offload)
-    return online_data(config, folder, auxiliary_models), [monitor, *thread_share(config), explorer]
+    callbacks = [monitor, *thread_share(config), explorer]
+    if config.engine.per_rank:
+        from trinity_lightning.explorer.rank_engines import RankEngines
+
+        callbacks.insert(0, RankEngines(explorer.explorer, config.engine))
+    return online_data(config, folder, auxiliary_models), callbacks
 
 
 def explorer_callback(
@@ -300,6 +315,10 @@ def explorer_callback(
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
     """The engines that generate: what is sent to them is merged, or adapters that vLLM computes with itself."""
+    if config.engine.per_rank:
+        from trinity_lightning.explorer.rank_engines import with_rank_engines
+
+        return with_rank_engines(engines_of(config, folder)[0], config)
     if config.synchronizer.lora == "merged":
         return engines_of(config, folder)
     from trinity_lightning.explorer.models.vllm_adapter import adapter_engines

@@ -29,6 +29,7 @@ from trinity_lightning.config.engines import (
     capabilities_of,
 )
 from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.processes import processes_of
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import gpus_that_train
 from trinity_lightning.config.training import MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of, trains_together
@@ -121,8 +122,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     if online and not capabilities_of(engine.name).is_vllm:
         return config, None
     if online:
-        requests = config.explorer.batch_size * config.explorer.repeat_times
-        engine = replace(engine, max_num_seqs=engine.max_num_seqs or requests_at_once(requests))
+        engine = replace(engine, max_num_seqs=engine.max_num_seqs or requests_at_once(_requests(config)))
         config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config, gpus.count)
@@ -131,6 +131,11 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
     rollouts = replace(rollouts_of(config), beside=beside)
     found = plan(shape, training, rollouts, gpus.free, gpus.host)
+    if found.offload and engine.per_rank:
+        raise ConfigError(
+            "engine.per_rank: beside vLLM there is room for masters and moments only if they wait in the host's memory "
+            "while it generates, which those of rank 0 alone do: leave the key out, or choose engine=vllm_server."
+        )
     return replace(config, engine=planned_engine(engine, found, gpus.total)), found
 
 
@@ -247,6 +252,12 @@ def _trainers_here(settings: Mapping[str, Any], gpus: int) -> int:
     return gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
 
 
+def _requests(config: TrainConfig) -> int:
+    """Rollouts of a step; with an engine in every process those of its share of the tasks."""
+    tasks, each = config.explorer.batch_size, config.explorer.repeat_times
+    return -(-tasks // processes_of(config.trainer)) * each if config.engine.per_rank else tasks * each
+
+
 def rollouts_of(config: TrainConfig) -> Rollouts:
     """What the plan has to know of rollouts."""
     engine = config.engine
@@ -254,7 +265,7 @@ def rollouts_of(config: TrainConfig) -> Rollouts:
     return Rollouts(
         width=4 if engine.dtype is EngineDtype.fp32 else 2,
         context=engine.max_model_len,
-        requests=config.explorer.batch_size * config.explorer.repeat_times,
+        requests=_requests(config),
         max_num_seqs=engine.max_num_seqs,
         kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
         drafted=engine.speculative or 0,

@@ -143,7 +143,7 @@ def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
     hardware, model = _hardware(asked, gpu, run), _model(run.model.name)
     shape, size = ModelShape.of(model), ModelSize.of(model)
     devices = trainers_of(trainer, hardware.machine.count)
-    step, engines = step_of(run, asked), _engines(run, shape, hardware) if run.buffer.has_rollouts else None
+    step, engines = step_of(run, asked), _engines(run, shape, hardware, devices) if run.buffer.has_rollouts else None
     run, shares = (_on_a_cpu if hardware.on_cpu else _on_gpus)(run, shape, hardware, devices, engines)
     work, seconds = training_work(run, step), {}
     if hardware.flops is not None:
@@ -239,7 +239,7 @@ def _copied_a_second() -> float:
     return 8 * source.nbytes / (time.perf_counter() - start)
 
 
-def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines:
+def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int) -> Engines:
     """How the engines of a run with rollouts are spread.
 
     Raises:
@@ -248,7 +248,8 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
     engine, gpus = run.engine, list(run.engine.gpus or ())
     if not capabilities_of(engine.name).overlaps_training:
         check_one_device(engine.args)
-        return Engines()
+        each = devices if engine.per_rank else 1
+        return Engines(each, on_one=each if hardware.on_cpu else 1)
     if engine.urls:
         return Engines(len(engine.urls))
     if gpus and not hardware.on_cpu:
@@ -284,7 +285,8 @@ def _on_gpus(
         if training.tokens is None:  # ranks agree on the fewest, once rank 0 has planned its engine
             training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS))
             run, first = rank_0(run, training)
-        shares = _ranks(devices, first, plan(shape, training, None, machine.free, machine.host))
+        alike = run.engine.per_rank and first.shared
+        shares = _ranks(devices, first, first if alike else plan(shape, training, None, machine.free, machine.host))
     if engines and engines.server_gpus:
         memory = engine_alone(shape, replace(rollouts_of(run), gpus=engines.gpus), machine.total)
         servers, gpus = run.engine.servers, engines.server_gpus
@@ -306,7 +308,8 @@ def _on_a_cpu(
         cache, at_once = args["kv_cache_memory_bytes"] / GIB, args["max_num_seqs"]
         run = replace(run, engine=replace(run.engine, kv_cache_gb=cache, max_num_seqs=at_once))
         rollouts = rollouts_of(run)
-    others = [plan(shape, training, None, free // here, 0) for _ in range(1, min(devices, 2))]
+    theirs = rollouts if run.engine.per_rank else None
+    others = [plan(shape, training, theirs, free // here, 0) for _ in range(1, min(devices, 2))]
     free -= sum((here - 1) * (each.device - each.left) for each in others)
     return run, _ranks(devices, plan(shape, training, rollouts, free, 0), *others)
 

@@ -252,8 +252,8 @@ def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(mo
             rolling_out(ranks)
         time.sleep(1.5)
         ranks.exchange(None)
-        beat, cut_off = ranks._beat, time.monotonic() + 1.5
-        monkeypatch.setattr(ranks, "_beat", lambda: beat() if time.monotonic() < cut_off else None)
+        beat, cut_off = ranks.beat, time.monotonic() + 1.5
+        monkeypatch.setattr(ranks, "beat", lambda: beat() if time.monotonic() < cut_off else None)
         ranks.exchange(None, patient=True)
 
     error = together(work, size=2)[0]

@@ -59,6 +59,7 @@ class Ranks(Alone):
         group, store: what connects the ranks.
         lost: says which processes of this machine have died, if any have.
         terminated: says whether this process was sent SIGTERM.
+        meanwhile: does a piece of what there is to do while this rank waits for rank 0, or waits a moment.
         hangs: whether another rank did not answer in time.
     """
 
@@ -70,6 +71,7 @@ class Ranks(Alone):
     lost: Callable[[], str | None] = lambda: None
     terminated: Callable[[], bool] = lambda: False
     serve: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
+    meanwhile: Callable[[], None] | None = None
     hangs: bool = False
     _known: bool = False  # of an error, whoever's
     _ended: bool = False  # for one
@@ -131,7 +133,7 @@ class Ranks(Alone):
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
         self.wait(lambda limit: self.group.broadcast(buffer, source, limit), "a broadcast")
-        self._beat()  # others, which wait for one that hangs, may not have ended it
+        self.beat()  # others, which wait for one that hangs, may not have ended it
         return value if self.rank == source else _unpickled(buffer)
 
     def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
@@ -200,7 +202,7 @@ class Ranks(Alone):
             with contextlib.suppress(RuntimeError):  # its process has ended, which is what this rank hears next
                 self.store.compare_set(FAILED, "", json.dumps(asdict(failure)))
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """Let the others know that this rank waits: rank 0, which may be rolling out, and whoever waits as well."""
         now, (wait, before) = time.monotonic(), self._beaten
         if self.store is not None and (wait != self._waits or now > before + BEAT_SECONDS):
@@ -247,16 +249,19 @@ class Ranks(Alone):
         self.wait(lambda limit: self.group.allgather(gathered, tensor, limit), place, timeout=timeout)
         return gathered
 
-    def _watch(self, work: Any) -> None:
+    def _watch(self, work: Any, patient: bool) -> None:
         """Wait until what the CPU sends has ended, well or not.
 
         Signals are handled meanwhile: a wait of torch's own keeps them from Python.
         """
         while not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # of LOOK: what became of the work says its own wait
-                work.wait(LOOK)
+            if patient and self.meanwhile is not None:
+                self.meanwhile()
+            else:
+                with contextlib.suppress(RuntimeError):  # of LOOK: what became of the work says its own wait
+                    work.wait(LOOK)
             if not work.is_completed():
-                self._beat()
+                self.beat()
                 if self.terminated():
                     self._report(self._sigterm)
 
@@ -303,7 +308,7 @@ class Ranks(Alone):
         try:
             work = begin(limit)
             if device.type == "cpu":
-                self._watch(work)
+                self._watch(work, timeout == PATIENCE)
             work.wait()
         except RuntimeError as error:
             self._known = self._ended = True  # whoever still waits for this rank sees its connection end

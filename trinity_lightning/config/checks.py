@@ -203,6 +203,10 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     if can.is_vllm and not run.engine.urls:
         require_vllm()
     _check_engine(run, can)
+    if run.engine.per_rank:
+        from trinity_lightning.config.processes import check_engines_of_ranks
+
+        check_engines_of_ranks(run, trainer)
     if run.synchronizer.method != "auto" or run.synchronizer.folder is not None:
         from trinity_lightning.config.servers import check_synchronizer
 

@@ -49,8 +49,10 @@ class Capabilities:
 
 # Of the built-in engines, known before anything heavy is imported; their classes take theirs from here.
 CAPABILITIES = {
-    "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs",)),
-    "vllm": Capabilities(keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "speculative", "args"), is_vllm=True),
+    "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs", "per_rank")),
+    "vllm": Capabilities(
+        keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "speculative", "per_rank", "args"), is_vllm=True
+    ),
     "vllm_server": Capabilities(
         overlaps_training=True,
         picklable=True,
@@ -116,6 +118,8 @@ class EngineConfig(Section, key="engine"):
             response are proposed at once, and kept as far as the policy draws them (n-gram speculative decoding); null:
             none. Distribution and log-probabilities are the same, by vLLM's source; a seed draws other tokens than
             without, which may depend on the batch too. Not tried on a GPU yet, and refused without one.
+        per_rank: of `vllm` and `transformers` with several devices (trainer=ddp, fsdp2): whether every process that
+            trains has an engine, and all roll out at once, or rank 0 alone.
         args: further arguments of vLLM's EngineArgs, by their own names, or whatever an engine of your own reads.
         urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
         servers: of `vllm_server`: how many are started here.
@@ -136,6 +140,7 @@ class EngineConfig(Section, key="engine"):
     kv_cache_gb: float | None = checked(None, number, above=0, optional=True)
     sleep: EngineSleep = EngineSleep.auto
     speculative: int | None = checked(None, whole_number, least=1, optional=True)
+    per_rank: bool = False
     args: dict[str, Any] = field(default_factory=dict)
     urls: list[str] = field(default_factory=list)
     servers: int = checked(1, whole_number, least=1)

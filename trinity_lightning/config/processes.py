@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config.engines import capabilities_of, gpu_count
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import MIXED
+from trinity_lightning.config.training import MIXED, trains_together
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 
@@ -57,8 +57,7 @@ def _check_launched(trainer: Mapping[str, Any], nodes: int) -> None:
         launcher, names = "srun", ("SLURM_NTASKS", "SLURM_NNODES")
     else:
         return
-    given, gpus = str(trainer.get("devices")), 0 if trainer.get("accelerator") == "cpu" else gpu_count()
-    devices = int(given) if given.isdigit() else gpus or 1
+    devices = processes_of(trainer)
     expected = (devices * nodes, nodes)
     processes, machines = (int(os.environ.get(name, each)) for name, each in zip(names, expected, strict=True))
     if (processes, machines) == expected:
@@ -69,6 +68,31 @@ def _check_launched(trainer: Mapping[str, Any], nodes: int) -> None:
         f"{launcher} has started {processes} of the processes (machines: {machines}), and trainer.devices={devices} "
         f"asks for {devices * nodes} (trainer.num_nodes={nodes}): start as many{other}."
     )
+
+
+def processes_of(trainer: Mapping[str, Any]) -> int:
+    """How many processes train on each machine, as Lightning will find."""
+    devices = str(trainer.get("devices"))
+    if devices.isdigit():
+        return int(devices)
+    return 1 if trainer.get("accelerator") == "cpu" else max(1, gpu_count())
+
+
+def check_engines_of_ranks(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+    """Refuse an engine in every process (engine.per_rank) where only one trains, or they are not on one machine.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    if not trains_together(trainer):
+        raise ConfigError("engine.per_rank is of several devices: choose trainer=ddp or fsdp2, or leave it out.")
+    if trainer.get("num_nodes", 1) > 1:
+        raise ConfigError(
+            f"engine.per_rank is of processes on one machine, and trainer.num_nodes is {trainer['num_nodes']}: choose "
+            "engine=vllm_server, one on each machine, by engine.urls."
+        )
+    if run.synchronizer.lora == "adapter":
+        raise ConfigError("synchronizer.lora=adapter is not for engine.per_rank: leave it merged.")
 
 
 def check_start(config: DictConfig, hydra: Any) -> None:

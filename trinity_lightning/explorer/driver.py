@@ -173,6 +173,12 @@ class Driver:
         finally:
             self._loop.close()
 
+    def pump(self, seconds: float) -> None:
+        """Do a piece of what the engines have to do; if there is nothing, wait so long for something."""
+        self._wake.clear()
+        if not any(engine.pump() for engine in self._engines):
+            self._wake.wait(seconds)
+
     def _pump(self, task: "LoopTask[Any]") -> None:
         self._wake.clear()  # before looking: what happens from here on sets it again
         worked = [engine.pump() for engine in self._engines]

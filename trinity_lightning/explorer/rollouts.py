@@ -199,8 +199,9 @@ class SyncPolicy:
 
     @property
     def _ranks(self) -> Alone:
-        """Those whose shares of the weights are gathered."""
-        return getattr(getattr(self.policy.policy, "shards", None), "ranks", ALONE)
+        """Those whose shares of the weights are gathered, or whose engines are given weights."""
+        shards = getattr(self.policy.policy, "shards", None)
+        return getattr(shards or self.explorer.engines.group, "ranks", ALONE)
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------------------

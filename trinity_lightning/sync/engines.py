@@ -3,17 +3,13 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.sync.stream import Shape, WeightStream, while_sent
-
-if TYPE_CHECKING:
-    from trinity_lightning.sync.ipc import SharedMemory
-    from trinity_lightning.sync.nccl import WeightGroup
 
 
 class PolicyEngine(HeldModel, Protocol):
@@ -25,6 +21,18 @@ class PolicyEngine(HeldModel, Protocol):
 
     async def wake_up(self) -> None:
         """Take it again: with the weights as they were, and an empty cache."""
+        ...
+
+
+class WeightSender(Protocol):
+    """Sends weights to several engines at once."""
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give them to all engines; then each has that version."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
         ...
 
 
@@ -52,6 +60,7 @@ class PolicyEngines(Generic[E]):
     Attributes:
         version: explore steps that changed the weights that the engines were last given.
         source: where the trainer's present weights come from; None: not connected yet.
+        group: sends weights to all engines, if not each is sent them by itself.
     """
 
     def __init__(self, models: Sequence[E], keeps_copy: bool) -> None:
@@ -61,7 +70,7 @@ class PolicyEngines(Generic[E]):
         self._keeps_copy = keeps_copy
         self._given: WeightStream | None = None
         self._restored: tuple[dict[str, Tensor], int] | None = None
-        self._group: WeightGroup | SharedMemory | None = None
+        self.group: WeightSender | None = None
 
     async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
         """Send weights without a file from now on; see `WeightGroup` and `SharedMemory` for errors.
@@ -73,12 +82,12 @@ class PolicyEngines(Generic[E]):
 
         stream = self._trainers()
         self.leave()
-        self._group = group_of(self.models, stream.device, self._present)
-        await self._group.form(stream.shapes if shapes is None else shapes)
+        self.group = group = group_of(self.models, stream.device, self._present)
+        await group.form(stream.shapes if shapes is None else shapes)
 
     def leave(self) -> None:
         """Leave the group, if there is one."""
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         if group is not None:
             group.close()
 
@@ -93,8 +102,8 @@ class PolicyEngines(Generic[E]):
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every engine these weights; a server that is started again before the next ones reads them once more."""
         with while_sent(stream) as sent:
-            if self._group is not None:
-                await self._group.send(sent, version)
+            if self.group is not None:
+                await self.group.send(sent, version)
             else:
                 await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
         self.version, self._given = version, stream

@@ -217,7 +217,7 @@ class VLLMEngine(InProcessEngine):
             # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
             free, total = torch.cuda.mem_get_info()
             arguments.setdefault("gpu_memory_utilization", round(FREE_SHARE * free / total, 4))
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        return LLMEngine.from_engine_args((EngineArgs if on_cpu else _on_this_gpu(EngineArgs))(**arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         chosen = {name: value for name, value in sampling.items() if value is not None}
@@ -324,6 +324,18 @@ class VLLMEngine(InProcessEngine):
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+
+
+def _on_this_gpu(kind: type[Any]) -> type[Any]:
+    """vLLM's EngineArgs for the GPU that this process trains on; its own are for the first that it sees."""
+
+    class Args(kind):  # type: ignore[misc]
+        def create_engine_config(self, *arguments: Any, **settings: Any) -> Any:
+            config = super().create_engine_config(*arguments, **settings)
+            config.device_config.device = torch.device("cuda", torch.cuda.current_device())
+            return config
+
+    return Args
 
 
 def _model_of(worker: Any) -> Any:

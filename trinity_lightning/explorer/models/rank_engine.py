@@ -1,0 +1,244 @@
+"""The in-process engine of another rank (engine.per_rank): rank 0 asks, by a socket that only this user can open.
+
+Frames are JSON behind four bytes of its length: [number, what, arguments] one way, [number, result, error] the other.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import tempfile
+from asyncio import StreamReader, StreamWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.ranks import SILENT_SECONDS
+from trinity_lightning.config.engines import Capabilities, EngineConfig
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.sync.stream import Shape, WeightStream
+
+CANCEL = "cancel"
+LENGTH_BYTES = 4
+LOST_SECONDS = SILENT_SECONDS + 10  # rank 0 knows of a rank that has ended before
+# What goes over as it is; any other error of an engine ends the request as a RolloutError.
+ERRORS = {
+    each.__name__: each
+    for each in (ConfigError, ModelLoadError, PromptTooLongError, RolloutError, TypeError, ValueError)
+}
+FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")
+
+
+def _write(writer: StreamWriter, frame: list[Any]) -> None:
+    data = json.dumps(frame).encode()
+    writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+
+
+async def _read(reader: StreamReader) -> list[Any]:
+    """The next frame; IncompleteReadError, an EOFError, or OSError: the other end is gone."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    return json.loads(await reader.readexactly(length))
+
+
+class RankEngine(Engine):
+    """On rank 0: the engine of another rank. Weights come to all of them at once (`RankWeights`).
+
+    Args:
+        rank: whose.
+        model: name of the policy, for its tokenizer.
+        config: the engine's knobs.
+        capabilities: the engine's.
+
+    Attributes:
+        rank: whose.
+        path: where that rank listens, known once the ranks have met.
+        weights: hands out weights, likewise.
+    """
+
+    def __init__(self, rank: int, model: str, config: EngineConfig, capabilities: Capabilities) -> None:
+        super().__init__(config.max_model_len)
+        self.capabilities = capabilities
+        self.rank = rank
+        self.path: str | None = None
+        self.weights: Any = None
+        self._model = model
+        self._loading = asyncio.Lock()
+        self._writer: StreamWriter | None = None
+        self._answers: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+
+    async def load(self) -> None:
+        """Have that rank load its engine, once."""
+        async with self._loading:
+            if self._writer is not None:
+                return
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(self.path)
+            except OSError as error:
+                raise RolloutError(f"rank {self.rank} is not reached: {error}") from error
+            self._answers = asyncio.create_task(self._take_answers(reader))
+            dtype, shapes, self.quantized = await self._ask("load")
+            self._dtype: torch.dtype = getattr(torch, dtype)
+            self._weight_shapes = {name: tuple(shape) for name, shape in shapes.items()}
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
+
+    async def shutdown(self) -> None:
+        """End the connection; the other rank frees its engine itself."""
+        if self._answers is not None:
+            self._answers.cancel()
+        self._end("the engine was shut down")
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self._ask("sleep")
+
+    async def wake_up(self) -> None:
+        """See `Engine.wake_up`; an engine that is not loaded is awake."""
+        if self._writer is not None:
+            await self._ask("wake_up")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What that engine computes in."""
+        return self._dtype
+
+    @property
+    def weight_shapes(self) -> dict[str, Shape]:
+        """What that engine takes."""
+        return self._weight_shapes
+
+    async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        return [Completion(token_ids, *found) for found in await self._ask("generate", token_ids, n, sampling)]
+
+    async def _logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._ask("logprobs", token_ids)
+
+    async def _take(self, stream: WeightStream, version: int) -> None:
+        await self.weights.send(stream, version)
+
+    def took(self, version: int) -> None:
+        """That engine has weights of this version."""
+        self._model_version = version
+
+    # -- requests and answers -----------------------------------------------------------------------------------------
+
+    async def _ask(self, what: str, *arguments: Any) -> Any:
+        if (writer := self._writer) is None:
+            raise RolloutError("the engine was shut down")
+        number = next(self._numbers)
+        _write(writer, [number, what, arguments])
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            _write(writer, [number, CANCEL, []])
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _take_answers(self, reader: StreamReader) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, result, error = await _read(reader)
+                answer = self._waiting.get(number)
+                if answer is None or answer.done():
+                    continue  # it was cancelled
+                if error is None:
+                    answer.set_result(result)
+                else:
+                    answer.set_exception(self._error(*error))
+        # What that rank failed by ends the run, as soon as rank 0 looks. Were its requests to fail before, the step
+        # might be taken as done, without its tasks.
+        await asyncio.sleep(LOST_SECONDS)
+        self._end(f"rank {self.rank} has ended, and its engine with it")
+
+    def _end(self, why: str) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(RolloutError(why))
+
+    def _error(self, kinds: list[str], message: str) -> Exception:
+        kind = next((ERRORS[each] for each in kinds if each in ERRORS), None)
+        return RolloutError(f"rank {self.rank}: {kinds[0]}: {message}") if kind is None else kind(message)
+
+
+class EngineAnswers:
+    """On another rank: answers what its `RankEngine` on rank 0 asks, on the loop that the engine's coroutines run on.
+
+    Args:
+        engine: what answers.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-engine-")  # mode 0700
+        self._server: asyncio.Server | None = None
+
+    async def listen(self) -> str:
+        """Begin to; the path of the socket."""
+        path = str(Path(self._folder.name) / "socket")
+        self._server = await asyncio.start_unix_server(self._serve, path)
+        return path
+
+    async def close(self) -> None:
+        """Free the engine; requests under way fail."""
+        if self._server is not None:
+            self._server.close()
+        await self._engine.shutdown()
+        self._folder.cleanup()
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        tasks: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                number, what, arguments = await _read(reader)
+                if what != CANCEL:
+                    tasks[number] = asyncio.create_task(self._answer(writer, number, what, arguments))
+                    tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))
+                elif number in tasks:
+                    tasks[number].cancel()
+        except (EOFError, OSError):
+            for task in list(tasks.values()):
+                task.cancel()
+        finally:
+            writer.close()
+
+    async def _answer(self, writer: StreamWriter, number: int, what: str, arguments: list[Any]) -> None:
+        try:
+            answer = [number, await self._results[what](*arguments), None]
+        except Exception as error:  # rank 0's request failed, or its task: it decides what comes of it
+            answer = [number, None, [[each.__name__ for each in type(error).__mro__], str(error)]]
+        _write(writer, answer)
+
+    @property
+    def _results(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "load": self._load,
+            "generate": self._generate,
+            "logprobs": engine.logprobs,
+            "sleep": engine.sleep,
+            "wake_up": engine.wake_up,
+        }
+
+    async def _load(self) -> list[Any]:
+        engine = self._engine
+        await engine.load()
+        return [str(engine.dtype).removeprefix("torch."), engine.weight_shapes, engine.quantized]
+
+    async def _generate(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[list[Any]]:
+        found = await self._engine.generate(token_ids, n, **sampling)
+        return [[getattr(each, name) for name in FIELDS] for each in found]

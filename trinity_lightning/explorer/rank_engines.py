@@ -1,0 +1,200 @@
+"""Every rank rolls out with an engine in its own process (engine.per_rank), while rank 0 drives the step."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.alone import ranks_of
+from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.processes import processes_of
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.explorer.callback import policy_of
+from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.follower import ExplorerFollower
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
+from trinity_lightning.sync.stream import Shape, WeightStream, parameter_stream
+
+ENGINES, TAKE, WEIGHT, TAKEN = "engines", "take_weights", "a weight for engines", "weights in all engines"
+LOOK_SECONDS = 0.005  # a rank that waits for rank 0 looks so often whether it came, or has requests
+
+
+class RankWeights:
+    """On rank 0: gives all engines the same weights at once, rank 0's own among them; see `PolicyEngines.group`.
+
+    Each tensor is handed to the other ranks as rank 0's own engine reads it, by the connection of gradients.
+
+    Args:
+        models: rank 0's own engine, if it has one, and those of others.
+        ranks: who takes part.
+    """
+
+    def __init__(self, models: Sequence[Engine], ranks: Ranks) -> None:
+        self._others = [each for each in models if isinstance(each, RankEngine)]
+        self._own = next((each for each in models if not isinstance(each, RankEngine)), None)
+        self.ranks = ranks
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give them to all engines; RankError: another rank's did not take them."""
+        handed_out = replace(stream, tensors=partial(self._handed_out, stream, version))
+        if self._own is None:
+            await run_in_thread(lambda: [None for _ in handed_out])
+        else:
+            await self._own.sync_weights(handed_out, version)
+        for each in self._others:
+            each.took(version)
+
+    def _handed_out(self, stream: WeightStream, version: int) -> Iterator[tuple[str, Tensor]]:
+        own = self._others[0].capabilities.shares_weights  # every rank has the weights that are trained
+        self.ranks.call(TAKE, version, None if own else dict(stream.shapes))
+        for name, tensor in stream:
+            if not own:
+                self.ranks.exchange((name, tensor.dtype, tensor.device.type), at=WEIGHT)
+                _spread(tensor.contiguous(), name, self.ranks)
+            yield name, tensor
+        self.ranks.exchange(None, at=TAKEN)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:
+    """Make a contiguous tensor that of rank 0, on all ranks."""
+    data = tensor.view(-1).view(torch.uint8)
+    ranks.wait(lambda limit: ranks.group.broadcast(data, 0, limit), name, data.device)
+
+
+# -- rank 0 ------------------------------------------------------------------------------------------------------------
+
+
+def with_rank_engines(own: Engine, config: TrainConfig) -> list[Engine]:
+    """Rank 0's own engine, and those of the other ranks."""
+    others = range(1, processes_of(config.trainer))
+    return [own, *(RankEngine(rank, config.model.name, config.engine, own.capabilities) for rank in others)]
+
+
+class RankEngines(L.Callback):
+    """On rank 0, before `ExplorerCallback`: connect its explorer with the engines of the other ranks."""
+
+    def __init__(self, explorer: Explorer, config: EngineConfig) -> None:
+        self._explorer = explorer
+        self._config = config
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the others the engine's knobs, planned or not, and learn where they listen."""
+        ranks: Any = ranks_of(trainer)
+        models = self._explorer.engines.models
+        others = [each for each in models if isinstance(each, RankEngine)]
+        if not others:
+            return
+        ranks.exchange(self._config, at=ENGINES)
+        self._explorer.engines.group = weights = RankWeights(models, ranks)
+        for each, each.path in zip(others, ranks.exchange(None, at=ENGINES)[1:], strict=True):
+            each.weights = weights
+
+
+# -- the other ranks ---------------------------------------------------------------------------------------------------
+
+
+class EngineFollower(ExplorerFollower):
+    """As ExplorerFollower, with an engine that rolls out for rank 0 whenever this rank waits for it.
+
+    Args:
+        make: makes the engine.
+    """
+
+    def __init__(self, make: Callable[[EngineConfig], Engine]) -> None:
+        super().__init__()
+        self._make = make
+        self._served: ServedEngine | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen to rank 0, which asks for the engine to be loaded."""
+        ranks: Any = ranks_of(trainer)
+        engine = self._make(ranks.exchange(None, patient=True, at=ENGINES)[0])
+        engine.bind(policy_of(pl_module).policy)
+        self._served = ServedEngine(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """End the engine."""
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """End the engine."""
+        self._close()
+
+    def _close(self) -> None:
+        served, self._served = self._served, None
+        if served is not None:
+            served.close()
+
+
+class ServedEngine:
+    """A rank's engine, which computes on its main thread while that waits for rank 0.
+
+    Args:
+        engine: what rolls out.
+        ranks: this rank among the others.
+        model: the policy.
+        device: where it is trained.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks, model: Any, device: torch.device) -> None:
+        self._engine, self._ranks, self._model, self._device = engine, ranks, model, device
+        self._answers = EngineAnswers(engine)
+        self._driver = Driver([engine])
+        path = self._driver.run(self._answers.listen())
+        self._driver.start(self._beats())
+        self._serve_others, ranks.serve = ranks.serve, self._serve
+        ranks.meanwhile = self._compute
+        ranks.exchange(path, at=ENGINES)
+
+    def close(self) -> None:
+        """Free the engine; requests under way fail."""
+        self._ranks.meanwhile = None
+        try:
+            self._driver.end(self._answers.close())
+        finally:
+            self._driver.close()
+
+    def _compute(self) -> None:
+        self._driver.pump(LOOK_SECONDS)
+
+    async def _beats(self) -> None:
+        """Let rank 0 know that this rank waits for it: a step of the engine may take longer than SILENT_SECONDS."""
+        while True:
+            await asyncio.to_thread(self._ranks.beat)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _serve(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == TAKE:
+            self._take(*arguments)
+        else:
+            self._serve_others(name, arguments)
+
+    def _take(self, version: int, shapes: Mapping[str, Shape] | None) -> None:
+        """Give the engine what rank 0 hands out; without shapes, the weights that this rank trains."""
+        stream = parameter_stream(self._model)
+        if shapes is not None:
+            stream = WeightStream(shapes, partial(self._received, shapes), self._device)
+        self._ranks.meanwhile = None  # the engine waits for tensors, and cannot do anything else
+        self._driver.run(self._engine.sync_weights(stream, version))
+        self._ranks.meanwhile = self._compute
+        self._ranks.exchange(None, patient=True, at=TAKEN)
+
+    def _received(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+        for _ in shapes:
+            name, dtype, kind = self._ranks.exchange(None, patient=True, at=WEIGHT)[0]
+            device = self._device if kind == self._device.type else torch.device(kind)
+            tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+            _spread(tensor, name, self._ranks)
+            yield name, tensor
