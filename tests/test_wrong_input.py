@@ -402,6 +402,22 @@ REFUSED = {
         ["+recipe=grpo", "trainer=fsdp2", "engine=transformers"],
         ["engine=transformers generates with the training model", "vllm_server"],
     ),
+    "an engine in each of one process": (
+        ["+recipe=grpo", "engine.per_rank=true"],
+        ["engine.per_rank is of several devices", "choose trainer=ddp or fsdp2"],
+    ),
+    "an engine in each process of two machines": (
+        ["+recipe=grpo", "trainer=ddp", "+trainer.num_nodes=2", "engine.per_rank=true"],
+        ["engine.per_rank is of processes on one machine", "trainer.num_nodes is 2", "engine=vllm_server"],
+    ),
+    "adapters for an engine in each process": (
+        ["+recipe=lora", "trainer=ddp", "engine.per_rank=true", "synchronizer.lora=adapter"],
+        ["synchronizer.lora=adapter is not for engine.per_rank", "merged"],
+    ),
+    "servers in each process": (
+        ["+recipe=grpo", "engine=vllm_server", "trainer=ddp", "engine.per_rank=true"],
+        ["engine.per_rank is of engine=transformers or vllm, and engine=vllm_server does not read it"],
+    ),
     "a strategy over trainer=ddp": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy=fsdp"],
         ["trainer.strategy=fsdp", "trainer=ddp"],

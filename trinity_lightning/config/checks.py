@@ -234,7 +234,8 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     engine, label = run.engine, f"engine={run.engine.name}"
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
         owners = [name for name, each in CAPABILITIES.items() if given[0] in each.keys]
-        owner = f"engine={owners[0]}" if len(owners) == 1 else "vLLM"
+        of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
+        owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
         raise ConfigError(f"engine.{given[0]} is of {owner}, and {label} does not read it: leave the key out.")
     if run.explorer.samples_older_weights:
         from trinity_lightning.config.older_weights import check_engine

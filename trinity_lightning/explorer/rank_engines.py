@@ -193,7 +193,8 @@ class ServedEngine:
 
     def _received(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
         for _ in shapes:
-            name, dtype, kind = self._ranks.exchange(None, patient=True, at=WEIGHT)[0]
+            handed_in: list[Any] = self._ranks.exchange(None, patient=True, at=WEIGHT)
+            name, dtype, kind = handed_in[0]
             device = self._device if kind == self._device.type else torch.device(kind)
             tensor = torch.empty(shapes[name], dtype=dtype, device=device)
             _spread(tensor, name, self._ranks)

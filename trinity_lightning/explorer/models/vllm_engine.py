@@ -217,7 +217,10 @@ class VLLMEngine(InProcessEngine):
             # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
             free, total = torch.cuda.mem_get_info()
             arguments.setdefault("gpu_memory_utilization", round(FREE_SHARE * free / total, 4))
-        return LLMEngine.from_engine_args((EngineArgs if on_cpu else _on_this_gpu(EngineArgs))(**arguments))
+        # Of a rank other than 0 (engine.per_rank) it is another than the first.
+        gpu = 0 if on_cpu else torch.cuda.current_device()
+        kind = _for_gpu(EngineArgs, gpu) if gpu else EngineArgs
+        return LLMEngine.from_engine_args(kind(**arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         chosen = {name: value for name, value in sampling.items() if value is not None}
@@ -326,13 +329,13 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Te
         generator.set_state(state)
 
 
-def _on_this_gpu(kind: type[Any]) -> type[Any]:
-    """vLLM's EngineArgs for the GPU that this process trains on; its own are for the first that it sees."""
+def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
+    """vLLM's EngineArgs, but for that GPU; they are for the first that this process sees."""
 
     class Args(kind):  # type: ignore[misc]
         def create_engine_config(self, *arguments: Any, **settings: Any) -> Any:
             config = super().create_engine_config(*arguments, **settings)
-            config.device_config.device = torch.device("cuda", torch.cuda.current_device())
+            config.device_config.device = torch.device("cuda", gpu)
             return config
 
     return Args
