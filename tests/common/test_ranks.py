@@ -249,7 +249,10 @@ def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(mo
                 passed.append(what)
                 if what == "reads":
                     ranks.exchange(None)
-            rolling_out(ranks)
+            try:
+                rolling_out(ranks)
+            finally:
+                passed.append(f"hangs: {ranks.hangs}")
         time.sleep(1.5)
         ranks.exchange(None)
         beat, cut_off = ranks.beat, time.monotonic() + 1.5
@@ -257,7 +260,7 @@ def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(mo
         ranks.exchange(None, patient=True)
 
     error = together(work, size=2)[0]
-    assert passed == ["reads", "waits"]
+    assert passed == ["reads", "waits", "hangs: True"]
     assert isinstance(error, RankError)
     assert str(error) == "rank 1 did not answer for 1 s: killed, or cut off."
 

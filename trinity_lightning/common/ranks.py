@@ -90,6 +90,9 @@ class Ranks(Alone):
                 if self.store.check([FAILED]):
                     return _error([Failure(**json.loads(self.store.get(FAILED)))])
                 silent = self._silent()
+                if silent is not None:  # what it does not answer to is not waited for any more
+                    self.hangs = self._known = self._ended = True
+                    self._broken, self.group = partial(RankError, silent), None  # others hear that it is over
         except RuntimeError as error:
             return RankError(f"rank 0 has ended, or what started it ({error})")
         reason = self.lost() or silent
