@@ -51,16 +51,16 @@ class Objective:
         self._streams: Streams | None = None
         losses = of_rollouts = [self._policy_loss]
         parameters = inspect.signature(self._policy_loss).parameters
+        self.pairs = "pairs" in parameters
         takes_terms = "terms" in parameters or "teacher_top_k_logprobs" in parameters
         if takes_terms:
             losses, of_rollouts = self._take_terms()
-        if takes_terms or config.policy_loss.name not in PARTS["policy loss"]:
-            from trinity_lightning.trainer.objective_checks import check_result  # of a loss of one's own
+        if takes_terms or self.pairs or config.policy_loss.name not in PARTS["policy loss"]:
+            from trinity_lightning.trainer.objective_checks import check_result  # no usual loss
 
             check_result(config.policy_loss.name, self._policy_loss)
 
         # what the loss is
-        self.pairs = "pairs" in parameters
         train_all = [self.pairs or has_gradient_without_advantage(each) for each in of_rollouts]
         self._ignores_advantages = all(train_all)
         self._mode = _aggregation((of_rollouts or losses)[0])
