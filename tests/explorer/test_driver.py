@@ -162,6 +162,27 @@ def test_many_coroutines_share_the_steps(driver: Driver, engine: CountingEngine)
     assert engine.loads == 1
 
 
+def test_requests_of_the_same_moment_share_the_first_step_whichever_thread_is_quicker(
+    driver: Driver, engine: CountingEngine
+) -> None:
+    """What is computed together rounds together: the same seed gives the same bits."""
+
+    async def ask(after: int) -> None:
+        for _ in range(after):
+            await asyncio.sleep(0)
+            time.sleep(0.002)  # the main thread may step in between
+        await engine.generate([after])
+
+    async def all_of_them() -> None:
+        await engine.load()
+        await asyncio.gather(*map(ask, (0, 1, 2)))
+
+    together: list[int] = []
+    engine.before_step = lambda: together.append(len(engine.left))
+    driver.run(all_of_them())
+    assert together == [3]
+
+
 def test_a_run_ends_as_soon_as_its_coroutine_does(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may wait for the clock: a wake-up lost between two looks would cost a whole interval each."""
     monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 5.0)

@@ -25,6 +25,9 @@ CANCEL_SECONDS = 30.0
 END_SECONDS = 30.0  # for runners and engines to end
 BLOCKED_SECONDS = 5.0  # for a loop to answer before what was to end on it is left to itself
 WARN_SECONDS = 10.0
+# Turns of the loop without a new request after which none is about to come, and how long one of them is waited for.
+QUIET_TURNS = 3
+TURN_SECONDS = 0.01
 # How long a thread may keep the interpreter that another one waits for; Python's own is 5 ms. The main thread asks for
 # it at every operation of torch, and next to a reward that computes in Python waited that long each time: a training
 # step of 0.95 s took 8.9 s, and with 0.1 ms takes 3.3 s. The reward is no slower, nor is anything if none computes.
@@ -181,9 +184,25 @@ class Driver:
 
     def _pump(self, task: "LoopTask[Any]") -> None:
         self._wake.clear()  # before looking: what happens from here on sets it again
+        self._collect()
         worked = [engine.pump() for engine in self._engines]
         if not any(worked) and not task.done:
             self._wake.wait(SIGNAL_CHECK_SECONDS)
+
+    def _collect(self) -> None:
+        """Once a request has come, take in all that the loop is about to make, for the same seed to give the same bits.
+
+        What is computed together rounds together, and must not depend on which of the two threads is quicker.
+        """
+        quiet = 0 if self._run_commands() else QUIET_TURNS
+        while quiet < QUIET_TURNS and self._turn():
+            quiet = 0 if self._run_commands() else quiet + 1
+
+    def _turn(self) -> bool:
+        """Let the loop do what it can at once; False if that takes long: engines do not wait for a reward, say."""
+        turned = threading.Event()
+        self._loop.call_soon_threadsafe(turned.set)
+        return turned.wait(TURN_SECONDS)
 
     def _pump_until(self, task: "LoopTask[Any]", deadline: float) -> bool:
         """Pump until the task is done; False if it is not by then, or if the loop is blocked."""
@@ -193,10 +212,10 @@ class Driver:
                 return False
         return True
 
-    def _run_commands(self) -> None:
-        """Carry out what was posted last: requests to abort."""
-        for engine in self._engines:
-            engine.run_commands()
+    def _run_commands(self) -> bool:
+        """Carry out what was posted: requests to start and to abort, weights; whether there was any."""
+        worked = [engine.run_commands() for engine in self._engines]
+        return any(worked)
 
     def _make_calls(self) -> None:
         while self._later:
