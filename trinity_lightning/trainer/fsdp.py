@@ -23,6 +23,9 @@ class ShardStrategy(ReplicaStrategy):
     Weights of bfloat16 are computed with in bfloat16, and their shards are float32: there are no other masters. One
     process alone shards nothing.
 
+    It is made of the strategy of replicas, whose hand-over of steps, metrics and faults it shares. Lightning's
+    ModelParallelStrategy has none of that, and writes checkpoints without a CheckpointIO: one could be half of a file.
+
     A checkpoint is that of one device, which rank 0 puts together in its host's memory, or, with
     `save_distributed_checkpoint`, a folder to which each rank writes its shares; `auto`: if it has ONE_FILE_BYTES.
     """
