@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
-from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -128,7 +128,9 @@ def build(config: DictConfig) -> Run:
 
         data, callbacks = offline_parts(typed, folder, policy, monitor, checkpoint, response_budget(typed), follower)
     elif follower:
-        data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), _follower(typed, folder)]
+        from trinity_lightning.explorer.follower import follower_of
+
+        data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), follower_of(typed, folder)]
     else:
         data, callbacks = online_parts(typed, folder, monitor, offload=plan is not None and plan.offload)
     if not follower:  # rank 0 rolls out, saves, shows and records
@@ -145,17 +147,6 @@ def build(config: DictConfig) -> Run:
         checkpoint=checkpoint,
         plan=plan,
     )
-
-
-def _follower(config: TrainConfig, folder: Path) -> L.Callback:
-    """What takes part in the explore steps of rank 0."""
-    if config.engine.per_rank:
-        from trinity_lightning.explorer.rank_engines import EngineFollower
-
-        return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
-    from trinity_lightning.explorer.follower import ExplorerFollower
-
-    return ExplorerFollower()
 
 
 def _follows() -> bool:
@@ -307,10 +298,16 @@ def explorer_callback(
         explorer,
         config.synchronizer,
         folder=folder / "checkpoints",
-        command=resume_command(folder),
+        command=partial(_resume_command, folder),
         watcher=monitor,
         offload=offload,
     )
+
+
+def _resume_command(folder: Path) -> str | None:
+    from trinity_lightning.config.resume_command import resume_command  # said if the run is stopped
+
+    return resume_command(folder)
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning.common.hardware import GIB, faster_dtype, free_memory
+from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.models import resolve_model
@@ -47,11 +47,10 @@ def check_room(config: TrainConfig) -> None:
     for key, model, engine, follows in started:
         _check_model(key, model, engine, follows)
     caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine, _ in started if engine.kv_cache_gb}
-    if not torch.cuda.is_available() and sum(caches.values()) * GIB > (free := free_memory()):
-        raise ConfigError(
-            f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
-            f"{free / GIB:.1f} GiB of memory are free: give less, or null."
-        )
+    if caches and not torch.cuda.is_available():
+        from trinity_lightning.common.memory import check_caches
+
+        check_caches(caches)
 
 
 def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> None:

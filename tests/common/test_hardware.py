@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
-from trinity_lightning.common import hardware as module
-from trinity_lightning.common.hardware import HeapBound, forget, free_memory
+from trinity_lightning.common import hardware, memory
+from trinity_lightning.common.hardware import HeapBound
+from trinity_lightning.common.memory import forget, free_memory
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20
@@ -21,11 +22,11 @@ MIB = 1 << 20
 @pytest.fixture(params=range(2), ids=["version 2", "version 1"])
 def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file with the limit of a container that uses 100 MiB, 60 of them for files that it read."""
-    _, _, cache = module._CONTAINER[request.param]
+    _, _, cache = memory._CONTAINER[request.param]
     limit, used = tmp_path / "limit", tmp_path / "used"
     used.write_text(f"{100 * MIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {40 * MIB}\n{cache} {60 * MIB}\nactive_file 0\n")
-    monkeypatch.setattr(module, "_CONTAINER", [(str(limit), str(used), cache)])
+    monkeypatch.setattr(memory, "_CONTAINER", [(str(limit), str(used), cache)])
     return limit
 
 
@@ -129,7 +130,7 @@ def test_free_memory_between_buffers_is_given_back() -> None:
 def test_the_heap_is_trimmed_when_the_process_has_grown_by_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed_at: list[int] = []
     now = SimpleNamespace(rss=0)
-    monkeypatch.setattr(module, "trim_heap", lambda: trimmed_at.append(now.rss))
+    monkeypatch.setattr(hardware, "trim_heap", lambda: trimmed_at.append(now.rss))
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: now)
     heap = HeapBound()
     for now.rss in (400, 430, 440, 445, 430, 470, 480, 400, 441):

@@ -124,7 +124,9 @@ class Run:
         self.explorer = Explorer(config, [Elsewhere()], source, [heldout])
         self.monitor = RunMonitor(folder, STEPS)
         synchronizer = SynchronizerConfig(check_interval=1000, drill=False)
-        self.callback = ExplorerCallback(self.explorer, synchronizer, folder=folder / "checkpoints", command=COMMAND)
+        self.callback = ExplorerCallback(
+            self.explorer, synchronizer, folder=folder / "checkpoints", command=lambda: COMMAND
+        )
         self.data = ExperienceDataModule("grpo", optimizer_steps=ITEMS)
         self.policy = PolicyModule(
             "tiny", AlgorithmConfig(optimizer_steps=ITEMS), OptimizerConfig(lr=1e-2), dtype="fp32"

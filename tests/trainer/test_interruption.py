@@ -54,7 +54,7 @@ def fit(folder, torn=None, resumed=False, data=read):
         return sums
 
     policy._accumulate = tearing
-    stop = StopCheckpoint(folder, "trinity-lightning +recipe=offline ckpt_path=last")
+    stop = StopCheckpoint(folder, lambda: "trinity-lightning +recipe=offline ckpt_path=last")
     trainer = quiet_trainer(folder, stop, max_epochs=STEPS)
     checkpoint = folder / "interrupted.ckpt" if resumed else None
     trainer.fit(policy, datamodule=data(), ckpt_path=checkpoint, weights_only=True)

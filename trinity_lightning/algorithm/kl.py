@@ -5,14 +5,15 @@ k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1
 Log-ratios are clamped to +-20 before any exp: values and gradients stay finite whatever the models say.
 """
 
-from collections.abc import Callable
-from typing import Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, BatchTotals, aggregate
 from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.training import AlgorithmConfig
 
 # (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -127,3 +128,33 @@ def entropy_loss(
     bonus = aggregate(entropies, action_mask, loss_agg_mode, **totals)
     mean = aggregate(entropies.detach(), action_mask, num_tokens=totals.get("num_tokens"))
     return -coefficient * bonus, {"entropy": mean}
+
+
+def with_penalties(
+    loss: Tensor,
+    config: AlgorithmConfig,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    old_logprobs: Tensor,
+    entropies: Tensor,
+    action_mask: Tensor,
+    totals: Mapping[str, Any],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A policy loss with the configured KL and entropy terms added, and the metrics of the KL.
+
+    Args:
+        loss: of the policy.
+        config: whose `kl` and `entropy_coef` are read.
+        logprobs, ref_logprobs, old_logprobs, action_mask: as of `kl_loss`.
+        entropies: as of `entropy_loss`.
+        totals: how both are aggregated.
+    """
+    metrics: dict[str, Tensor] = {}
+    if config.kl.coef != 0 and ref_logprobs is not None:
+        term, metrics = kl_loss(
+            config.kl.name, logprobs, ref_logprobs, old_logprobs, action_mask, coefficient=config.kl.coef, **totals
+        )
+        loss = loss + term
+    if config.entropy_coef != 0:
+        loss = loss + entropy_loss(entropies, action_mask, coefficient=config.entropy_coef, **totals)[0]
+    return loss, metrics

@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
-from trinity_lightning.config.hydra import resume_command
 from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.resume_command import resume_command
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
@@ -257,7 +258,7 @@ def offline_parts(
         interval, longest = dataset.held_out.interval, dataset.max_length
         callbacks.append(HeldOutLoss(data.held_out, interval, config.steps, monitor.keep_metrics, longest))
     if not follower:
-        callbacks += [monitor, StopCheckpoint(folder / "checkpoints", resume_command(folder))]
+        callbacks += [monitor, StopCheckpoint(folder / "checkpoints", partial(resume_command, folder))]
     return data, callbacks
 
 

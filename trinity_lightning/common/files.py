@@ -8,10 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from trinity_lightning.errors import DiskFullError, TrinityError
-
-FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
-
 
 @contextmanager
 def disk_full_named(path: Path) -> Iterator[None]:
@@ -19,11 +15,10 @@ def disk_full_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = None if isinstance(error, TrinityError) else error  # ours say enough
-        while cause is not None:  # torch.save fails once more as it ends the file; safetensors has the text alone
-            for number in (each for each, text in FULL.items() if text in str(cause)):
-                raise DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path)) from error
-            cause = cause.__cause__ or cause.__context__
+        from trinity_lightning.common.disk_full import disk_full
+
+        if (full := disk_full(error, path)) is not None:
+            raise full from error
         raise
 
 

@@ -1,4 +1,4 @@
-"""This machine: its memory, what a process reuses or gives back of it, its threads, how fast its CPU multiplies."""
+"""This machine: what a process reuses or gives back of its memory, its threads, how fast its CPU multiplies."""
 
 import ctypes
 import math
@@ -8,12 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
-from torch import Tensor
 
 from trinity_lightning.config.training import WeightDtype
 
@@ -21,31 +19,6 @@ from trinity_lightning.config.training import WeightDtype
 
 
 GIB = 1 << 30
-
-# The container that a process runs in, by control groups version 2 and version 1: limit, use, and what `memory.stat`
-# next to them calls the files in that use that were read before: they are given back when memory is needed.
-_CONTAINER = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has free, or its container, whichever is less."""
-    free = psutil.virtual_memory().available
-    for limit, used, files in _CONTAINER:
-        try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-            statistics = dict(line.split() for line in Path(limit).with_name("memory.stat").read_text().splitlines())
-            free = min(free, left + int(statistics[files]))
-        except (OSError, ValueError, KeyError):  # no such file, or "max": no limit
-            continue
-    return max(free, 0)
-
 
 # glibc's names for them in malloc.h, and the most that a buffer and the free end of the heap may be.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -91,18 +64,6 @@ class HeapBound:
         if resident > _GROWTH * self._least:
             trim_heap()
             self._least = math.inf
-
-
-def forget(tensor: Tensor) -> None:
-    """Give the memory behind a tensor's storage back to the system; it reads as zeros then.
-
-    Only whole pages, and on Linux: elsewhere nothing happens.
-
-    Args:
-        tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
-    """
-    storage = tensor.untyped_storage()
-    advise("MADV_DONTNEED", storage.data_ptr(), storage.nbytes())
 
 
 def advise(advice: str, address: int, size: int) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig, config_dir, options
+from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
 from trinity_lightning.errors import ConfigError, TrinityError
 
@@ -106,36 +104,6 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
 
 
-def resume_command(folder: str | Path) -> str | None:
-    """The command that goes on with the run that was composed here, to be pasted; None if Hydra did not start it."""
-    if not HydraConfig.initialized():
-        return None
-    hydra = HydraConfig.get()
-    words = _program()
-    for source in hydra.runtime.config_sources:
-        if source.provider == "command-line":
-            words += ["--config-dir", source.path]
-    words += [each for each in hydra.overrides.task if not each.startswith("ckpt_path=")]
-    words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
-    words.append(f"hydra.run.dir={_quoted(str(Path(folder).absolute()))}")  # another run may be newer
-    return shlex.join([*words, "ckpt_path=last"])
-
-
-def _program() -> list[str]:
-    """The words that started this process: a module of this package, a script, or a console command."""
-    program = Path(sys.argv[0])
-    if program.suffix != ".py":
-        return [program.name]
-    if program.resolve().is_relative_to(PACKAGE_DIR):
-        return ["python", "-m", "trinity_lightning.train"]
-    return ["python", sys.argv[0]]
-
-
-def _quoted(value: str) -> str:
-    """A value as Hydra reads it: in quotes if it has characters that mean something to Hydra."""
-    return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'
-
-
 def check_overrides(config: DictConfig) -> None:
     """Refuse `NAME={}` of a mapping that is not empty: Hydra merges mappings, and it would change nothing.
 
@@ -158,18 +126,10 @@ def check_read(config: DictConfig) -> None:
     Raises:
         ConfigError: names the keys.
     """
-    if (storage := OmegaConf.select(config, "buffer.storage")) == "memory":
-        return
-    from trinity_lightning.config.stored import check_given, keys_of, keys_of_recipe
+    if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
+        from trinity_lightning.config.stored import check_composed
 
-    overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
-    given = [key for each in overrides if not each.is_delete() for key in keys_of(each.value(), each.key_or_group)]
-    check_given(storage, given)
-    if not {"buffer", "buffer.storage"} & {*given}:  # else a recipe with rollouts is used without
-        name, runtime = HydraConfig.get().runtime.choices.get("recipe"), HydraConfig.get().runtime
-        for folder in (Path(each.path) for each in runtime.config_sources if each.schema == "file"):
-            if (recipe := folder / "recipe" / f"{name}.yaml").is_file():
-                check_given(storage, keys_of_recipe(recipe), f"recipe/{name}.yaml: ")
+        check_composed(storage, HydraConfig.get())
 
 
 def check_processes(config: DictConfig) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import HydraConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from trinity_lightning.config.registry import PARTS
@@ -43,6 +45,18 @@ def check_without_rollouts(run: TrainConfig) -> None:
             "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by buffer.dataset.max_length, which is not given: "
             "give it."
         )
+
+
+def check_composed(storage: str, hydra: HydraConf) -> None:
+    """Refuse keys of the command line, or of a recipe of one's own, that are not read; a ConfigError."""
+    overrides = OverridesParser.create().parse_overrides(hydra.overrides.task)
+    given = [key for each in overrides if not each.is_delete() for key in keys_of(each.value(), each.key_or_group)]
+    check_given(storage, given)
+    if not {"buffer", "buffer.storage"} & {*given}:  # else a recipe with rollouts is used without
+        name = hydra.runtime.choices.get("recipe")
+        for folder in (Path(each.path) for each in hydra.runtime.config_sources if each.schema == "file"):
+            if (recipe := folder / "recipe" / f"{name}.yaml").is_file():
+                check_given(storage, keys_of_recipe(recipe), f"recipe/{name}.yaml: ")
 
 
 def check_given(storage: str, keys: Iterable[str], where: str = "") -> None:

@@ -74,3 +74,14 @@ def check_devices(settings: Mapping[str, Any]) -> None:
         from trinity_lightning.config.processes import check_processes_here
 
         check_processes_here(settings)
+
+
+def refuse_devices(settings: Mapping[str, Any]) -> None:
+    """Refuse several devices that nothing joins, and strategies that would not; a ConfigError."""
+    strategy = settings.get("strategy") or AUTO
+    if strategy != AUTO:
+        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
+        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
+    for key, one in (("num_nodes", 1), ("devices", "1")):
+        if (given := settings.get(key, 1)) not in (1, one):
+            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")

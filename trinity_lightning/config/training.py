@@ -366,6 +366,12 @@ def strategy_of(settings: Mapping[str, Any]) -> str | None:
     return strategy.get("_target_") if isinstance(strategy, Mapping) else None
 
 
+def is_alone(settings: Mapping[str, Any]) -> bool:
+    """Whether these settings are for one device, and no strategy."""
+    one = settings.get("num_nodes", 1) == 1 and settings.get("devices", 1) in (1, "1")
+    return one and (settings.get("strategy") or AUTO) == AUTO
+
+
 def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings of `lightning.Trainer` under which a policy would not train, or not as they say.
 
@@ -382,21 +388,12 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
             f"trainer.accumulate_grad_batches is {batches}: set algorithm.max_tokens_per_micro_batch, and "
             "algorithm.optimizer_steps."
         )
-    if not trains_together(settings):
-        _check_alone(settings)
+    if not trains_together(settings) and not is_alone(settings):
+        from trinity_lightning.config.trainer_settings import refuse_devices
+
+        refuse_devices(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
         raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
-
-
-def _check_alone(settings: Mapping[str, Any]) -> None:
-    """Refuse several devices that nothing joins, and strategies that would not; a ConfigError."""
-    strategy = settings.get("strategy") or AUTO
-    if strategy != AUTO:
-        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
-    for key, one in (("num_nodes", 1), ("devices", "1")):
-        if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")
 
 
 def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:

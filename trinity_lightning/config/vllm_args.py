@@ -59,3 +59,12 @@ def _check_speculation(key: str, engine: EngineConfig) -> None:
         raise ConfigError(
             f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
         )
+
+
+def reason_of(error: Exception) -> str:
+    """Why vLLM could not load a model."""
+    from pydantic import ValidationError  # which vLLM brings
+
+    if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
+        return error.errors()[0]["msg"]
+    return f"{type(error).__name__}: {error}"

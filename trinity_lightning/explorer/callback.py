@@ -9,6 +9,7 @@ import logging
 import math
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ class ExplorerCallback(StopCheckpoint):
         synchronizer: SynchronizerConfig | None = None,
         *,
         folder: Path | None = None,
-        command: str | None = None,
+        command: Callable[[], str | None] = lambda: None,
         watcher: Watcher = NOBODY,
         offload: bool = False,
     ) -> None:

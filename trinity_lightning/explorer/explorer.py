@@ -15,11 +15,11 @@ from torch import Tensor
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
-from trinity_lightning.errors import ConfigError, RewardError, RolloutError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
-from trinity_lightning.explorer.runner import Status, fails_by_reward
+from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import ANSWER, Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection
@@ -28,8 +28,6 @@ from trinity_lightning.sync.engines import PolicyEngines
 from trinity_lightning.sync.stream import WeightStream
 
 logger = logging.getLogger(__name__)
-
-_FEW = 3  # different errors of reward functions that a message shows
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
@@ -211,13 +209,9 @@ def report_failures(what: str, statuses: Sequence[Status], tasks: int, experienc
     reasons = log_failures(what, statuses, tasks)
     if experiences > 0:
         return
-    nothing = f"{what}: none of its {tasks} tasks gave an experience"
-    if statuses and all(map(fails_by_reward, statuses)):
-        errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
-        more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
-        raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}")
-    why = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
-    raise RolloutError(f"{nothing}. {why}")
+    from trinity_lightning.explorer.failures import refuse_nothing
+
+    refuse_nothing(what, statuses, tasks, reasons)
 
 
 class Explorer:

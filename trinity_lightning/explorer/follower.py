@@ -1,7 +1,12 @@
 """Explore steps on the ranks other than 0, if several processes train: rank 0 rolls out, and hands each step over."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import lightning as L
 
+from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.engines import engines_of
 from trinity_lightning.explorer.callback import data_of, epochs_of, let_monitor, policy_of
 from trinity_lightning.monitor.csv_logger import step_of
 
@@ -42,3 +47,12 @@ class ExplorerFollower(L.Callback):
             trainer.strategy.model_to_device()
             trainer.strategy.barrier()
             trainer.strategy.teardown()
+
+
+def follower_of(config: TrainConfig, folder: Path) -> ExplorerFollower:
+    """What takes part in the explore steps of rank 0, on a rank of its own; `folder`: the run's."""
+    if config.engine.per_rank:
+        from trinity_lightning.explorer.rank_engines import EngineFollower
+
+        return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
+    return ExplorerFollower()

@@ -4,6 +4,7 @@ import copy
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -67,13 +68,13 @@ class StopCheckpoint(L.Callback):
 
     Args:
         folder: where the checkpoint goes; None: with those of ModelCheckpoint.
-        command: what resumes the run on the command line, to be pasted.
+        command: asked then for what resumes the run on the command line, to be pasted; None: it has no such command.
 
     Attributes:
         ctrl_c: how often it was pressed.
     """
 
-    def __init__(self, folder: Path | None = None, command: str | None = None) -> None:
+    def __init__(self, folder: Path | None = None, command: Callable[[], str | None] = lambda: None) -> None:
         self.ctrl_c = CtrlC()
         self._folder = folder
         self._command = command
@@ -126,7 +127,7 @@ class StopCheckpoint(L.Callback):
             if self.wanted:
                 from trinity_lightning.explorer.stopped import save_stopped
 
-                save_stopped(trainer, self._before, self._folder, self._command)
+                save_stopped(trainer, self._before, self._folder, self._command())
         finally:
             self._end()
 

@@ -20,7 +20,8 @@ def save_stopped(trainer: Any, before: BeforeItem, folder: Path | None, command:
     Args:
         trainer: Lightning's.
         before: where it stood before the item under way.
-        folder, command: as of `StopCheckpoint`.
+        folder: as of `StopCheckpoint`.
+        command: what resumes the run on the command line; None: there is none.
     """
     where = folder or getattr(trainer.checkpoint_callback, "dirpath", None)
     if where is None:

@@ -132,16 +132,11 @@ class MetricsCSVLogger(Logger):
         columns = self._load()
         rows = read_rows(self.path)[1] if columns else []
 
-        def beyond(row: Row) -> bool:
-            late = "explore_step" in row and int(row["explore_step"]) > explore_step
-            return late or (step is not None and "step" in row and int(row["step"]) >= step)
+        from trinity_lightning.monitor.resumed import rows_known
 
-        try:
-            kept = next((index for index, row in enumerate(rows) if beyond(row)), len(rows))
-        except ValueError as error:
-            raise _damaged(self.path, error) from error
-        if kept < len(rows):
-            self._write_all(rows[:kept], columns)
+        kept = rows_known(rows, explore_step, step, self.path)
+        if len(kept) < len(rows):
+            self._write_all(kept, columns)
 
     def _belongs(self, cells: Row) -> bool:
         """Whether these metrics are part of the last row."""
@@ -193,7 +188,7 @@ def _line(row: Row, columns: Iterable[str]) -> bytes:
     return text.getvalue().encode()
 
 
-def _damaged(path: Path, error: Exception) -> StorageFormatError:
+def damaged(path: Path, error: Exception) -> StorageFormatError:
     return StorageFormatError(f"'{path}' is damaged ({error}): move it away, and the metrics begin again.")
 
 
@@ -209,5 +204,5 @@ def read_rows(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
         reader = csv.DictReader(io.StringIO(content[: content.rfind(b"\n") + 1].decode()))
         rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     return list(reader.fieldnames or []), rows

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import threading
@@ -199,17 +198,3 @@ class CPULoad:
         seconds, others = self._seconds, self._others
         self._seconds = self._others = 0.0
         return max(others / seconds, 0.0) if seconds >= ENOUGH_SECONDS else None
-
-
-def advice(others: float, threads: int, cores: int) -> str | None:
-    """What to do if so many training threads and others (in cores) do not fit on the usable cores; None if they do.
-
-    The threads of an operation wait for its slowest: one that others hold back holds back all.
-    """
-    fitting = max(cores - math.ceil(others), 1)
-    if others < NOTABLE or threads + others <= cores or fitting >= threads:
-        return None
-    return (
-        f"other programs use {others:.1f} of {cores} cores while {threads} threads train, which wait for each other at "
-        f"every operation: if that lasts, OMP_NUM_THREADS={fitting} is faster (ckpt_path=last goes on with it)."
-    )

@@ -3,14 +3,12 @@
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 from tqdm import tqdm
@@ -19,10 +17,9 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import UNTRAINED
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
-from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
+from trinity_lightning.monitor.machine import NOTABLE, CPULoad, MemoryMeter, write_environment
 from trinity_lightning.monitor.presentation import format_step_line, metric_globs
 
-logger = logging.getLogger(__name__)
 LOGPROB_DIFF = "actor/logprob_diff/mean"
 MOST_LOGPROB_DIFF = 1.0  # rounding gives hundredths, weights of a few steps ago tenths; the mean weight is then e^-1
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
@@ -135,25 +132,19 @@ class RunMonitor(L.Callback):
         """Once: the weights that correct for such an engine leave next to nothing to learn from."""
         if difference > MOST_LOGPROB_DIFF and not self._warned_of_engine:
             self._warned_of_engine = True
-            logger.warning(
-                "explore step %d: the log-probabilities that the engine gave its responses are %.1f nats from the "
-                "trainer's in the mean (%s). Either they are not those of the distribution that it samples from, or "
-                "the weights that it samples with are too old: look at the engine's own log-probabilities, and at "
-                "synchronizer and explorer.sync_interval.",
-                step,
-                difference,
-                LOGPROB_DIFF,
-            )
+            from trinity_lightning.monitor.caveats import warn_of_engine
+
+            warn_of_engine(LOGPROB_DIFF, difference, step)
 
     def _load_of_others(self) -> dict[str, float]:
         """The metric, if it could be measured; a warning, once, if it is too much."""
         others = self._load.take()
         if others is None:
             return {}
-        advised = advice(others, torch.get_num_threads(), len(os.sched_getaffinity(0)))
-        if advised is not None and not self._advised:
-            self._advised = True
-            logger.warning("%s", advised)
+        if others >= NOTABLE and not self._advised:
+            from trinity_lightning.monitor.caveats import warn_of_load
+
+            self._advised = warn_of_load(others)
         return {"perf/other_cores": others}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

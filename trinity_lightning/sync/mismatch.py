@@ -67,3 +67,11 @@ def different_logprobs(
         "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
         "server of engine.urls), or another model."
     )
+
+
+def unmoved() -> WeightSyncError:
+    """That no noise of the drill's moves the policy's log-probabilities."""
+    return WeightSyncError(
+        "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
+        "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."
+    )

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import in_parts
 
 # 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
@@ -188,10 +187,9 @@ class Synchronizer:
                     self._compare(after, "drill with perturbed weights")
                     self.drill_scale = scale
                     return
-        raise WeightSyncError(
-            "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
-            "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."
-        )
+        from trinity_lightning.sync.mismatch import unmoved
+
+        raise unmoved()
 
     def _compare(self, trainer: list[float], what: str) -> tuple[float, float]:
         found = [compare(trainer, engine, self.tolerance, what) for engine in self.engine_logprobs()]

@@ -19,11 +19,6 @@ from trinity_lightning.trainer.trials import has_gradient_without_advantage, is_
 if TYPE_CHECKING:
     from trinity_lightning.trainer.streams import Streams
 
-PARTLY_CORRECTED = (
-    "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
-    "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
-)
-
 
 class Objective:
     """What is minimised, and what it needs to be computed.
@@ -54,7 +49,9 @@ class Objective:
         self.pairs = "pairs" in parameters
         takes_terms = "terms" in parameters or "teacher_top_k_logprobs" in parameters
         if takes_terms:
-            losses, of_rollouts = self._take_terms()
+            from trinity_lightning.trainer.streams import terms_of
+
+            self._policy_loss, self._streams, losses, of_rollouts = terms_of(config.policy_loss.name, self._policy_loss)
         if takes_terms or self.pairs or config.policy_loss.name not in PARTS["policy loss"]:
             from trinity_lightning.trainer.objective_checks import check_result  # no usual loss
 
@@ -79,24 +76,14 @@ class Objective:
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
         self._needs_engine = self._against_engine
         self.caveats = []
-        if self._has_kl or self.needs_entropy:
-            from trinity_lightning.algorithm.kl import K1_AS_A_LOSS, entropy_loss, kl_loss  # an option
+        if self._has_kl and config.kl.name == "k1":
+            from trinity_lightning.algorithm.kl import K1_AS_A_LOSS
 
-            self._kl_loss, self._entropy_loss = kl_loss, entropy_loss
-            self.caveats += [K1_AS_A_LOSS] if self._has_kl and config.kl.name == "k1" else []
+            self.caveats.append(K1_AS_A_LOSS)
         if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
+            from trinity_lightning.trainer.objective_checks import PARTLY_CORRECTED
+
             self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
-
-    def _take_terms(self) -> tuple[list[PolicyLossFn], list[PolicyLossFn]]:
-        """The losses of all terms, which are made here once, and of those that are not an expert's, rollouts first."""
-        from trinity_lightning.algorithm.policy_loss.terms import with_terms
-        from trinity_lightning.trainer.streams import TEACHER, Streams
-
-        self._policy_loss, terms = with_terms(self._config.policy_loss.name, self._policy_loss)
-        if TEACHER in inspect.signature(self._policy_loss).parameters:
-            self._streams = Streams(terms)
-        ordered = sorted(terms.values(), key=lambda term: term.stream.tokens != "rollouts")
-        return [each.loss for each in ordered], [each.loss for each in ordered if each.stream.tokens != "expert"]
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
@@ -167,14 +154,11 @@ class Objective:
         )
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
-        if self._has_kl and ref is not None:
-            term, kl_metrics = self._kl_loss(
-                config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals
-            )
-            loss, metrics = loss + term, metrics | kl_metrics
-        if self.needs_entropy:
-            term, _ = self._entropy_loss(entropy, mask, coefficient=config.entropy_coef, **totals)
-            loss = loss + term
+        if self._has_kl or self.needs_entropy:
+            from trinity_lightning.algorithm.kl import with_penalties  # an option
+
+            loss, kl_metrics = with_penalties(loss, config, logprobs, ref, old, entropy, mask, totals)
+            metrics |= kl_metrics
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
 

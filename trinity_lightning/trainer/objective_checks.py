@@ -14,6 +14,11 @@ from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.trials import call, tried
 
+PARTLY_CORRECTED = (
+    "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
+    "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
+)
+
 
 def check_result(name: str, loss_fn: PolicyLossFn) -> None:
     """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""

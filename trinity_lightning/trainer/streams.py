@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn
-from trinity_lightning.algorithm.policy_loss.terms import Term
+from trinity_lightning.algorithm.policy_loss.terms import Term, with_terms
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
 from trinity_lightning.config.streams import KEY
@@ -129,3 +129,19 @@ def _is_supervised(loss_fn: PolicyLossFn) -> bool:
     return bool(plain[1].any()) and all(
         torch.equal(one, other) for each in others for one, other in zip(plain, each, strict=True)
     )
+
+
+def terms_of(
+    name: str, policy_loss: PolicyLossFn
+) -> tuple[PolicyLossFn, Streams | None, list[PolicyLossFn], list[PolicyLossFn]]:
+    """A policy loss of several terms, whose losses are made here, once.
+
+    Returns:
+        the loss of all; its terms on experiences, if a teacher says anything of them; the losses of all terms, those of
+        rollouts first; and of these the ones that are not an expert's.
+    """
+    policy_loss, terms = with_terms(name, policy_loss)
+    streams = Streams(terms) if TEACHER in inspect.signature(policy_loss).parameters else None
+    ordered = sorted(terms.values(), key=lambda term: term.stream.tokens != "rollouts")
+    of_rollouts = [each.loss for each in ordered if each.stream.tokens != "expert"]
+    return policy_loss, streams, [each.loss for each in ordered], of_rollouts

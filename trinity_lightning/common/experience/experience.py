@@ -1,7 +1,6 @@
 """`Experience`: the result of one rollout, unpadded; its identity, and the rules that it keeps."""
 
 import math
-import numbers
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -339,7 +338,7 @@ def _make_eid(eid: Any) -> EID:
     return eid_of(eid)
 
 
-def _as_array(value: Any, name: str, kinds: str, expected: str) -> np.ndarray:
+def as_array(value: Any, name: str, kinds: str, expected: str) -> np.ndarray:
     """A list, tuple or array as a 1-D numpy array whose dtype is of one of the `kinds`."""
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise ExperienceError(f"{name}: expected {expected}, got {type(value).__name__}.")
@@ -367,7 +366,7 @@ def _token_ids(value: Any, name: str) -> Tensor:
         if value.dtype not in INTEGER_DTYPES:
             raise ExperienceError(f"{name}: expected token ids of an integer dtype, got {value.dtype}.")
         return _one_dimensional(value, name)
-    array = _as_array(value, name, "iu", "a 1-D tensor or list of integers")
+    array = as_array(value, name, "iu", "a 1-D tensor or list of integers")
     limits = np.iinfo(np.int32)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise ExperienceError(
@@ -381,33 +380,25 @@ def _floats(value: Any, name: str) -> Tensor:
     """Per-token numbers [len]: a tensor as it is, anything list-like as float32."""
     if isinstance(value, Tensor):
         return _one_dimensional(value, name)
-    return torch.from_numpy(_as_array(value, name, "fiu", "a 1-D tensor or list of numbers").astype(np.float32))
+    return torch.from_numpy(as_array(value, name, "fiu", "a 1-D tensor or list of numbers").astype(np.float32))
 
 
 def _mask(value: Any, name: str) -> Tensor:
     """Per-token mask [len]: a tensor as it is, anything list-like of booleans, zeros and ones as bool."""
     if isinstance(value, Tensor):
         return _one_dimensional(value, name)
-    array = _as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
-    mask = array.astype(bool)
-    if not np.array_equal(mask, array):
-        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
-    return torch.from_numpy(mask)
+    from trinity_lightning.common.experience.values import mask_of  # few experiences have any
+
+    return mask_of(value, name)
 
 
 def reward_value(value: Any) -> float | None:
     """A reward as float, or None."""
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
     if value is None or type(value) is float:
         return value
-    if isinstance(value, (numbers.Real, np.bool_)):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise ExperienceError("reward: expected a number within the range of a float.") from error
-    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
-    raise ExperienceError(f"reward: expected a real number or None, got {what}.")
+    from trinity_lightning.common.experience.values import real_number
+
+    return real_number(value, "reward")
 
 
 def _prompt_length(value: Any) -> int:
@@ -426,9 +417,9 @@ def _instance_of(value: Any, name: str, kind: type) -> Any:
 
 
 def _custom_fields(value: Any, name: str) -> list[CustomField]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
-        raise ExperienceError(f"{name}: expected a list of CustomField.")
-    return list(value)
+    from trinity_lightning.common.experience.values import custom_fields  # few experiences have any
+
+    return custom_fields(value, name)
 
 
 def _tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:

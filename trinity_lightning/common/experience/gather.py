@@ -34,13 +34,10 @@ def column_of(experiences: Sequence[Experience], name: str) -> list[Tensor]:
         if set(map(_dtype_of, rows)) == {dtype} and isinstance(dtype, torch.dtype):
             return rows
     except AttributeError:  # an unknown name, or None in place of a tensor
-        rows = [getattr(experience, name, None) for experience in experiences]
-    for experience, row in zip(experiences, rows, strict=True):
-        if not isinstance(row, Tensor) or row.dtype != dtype:
-            found = row.dtype if isinstance(row, Tensor) else type(row).__name__
-            wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
-            raise ExperienceError(f"experience {experience.eid.uid}: {name}: expected {wanted}, got {found}.")
-    return rows
+        pass
+    from trinity_lightning.common.experience.refusals import no_column
+
+    raise no_column(experiences, name, dtype)
 
 
 def lengths_of(rows: Sequence[Tensor]) -> np.ndarray:
@@ -51,10 +48,9 @@ def check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: 
     """Every length must fit the width; the error names the first experience that does not."""
     if lengths.max() <= width and lengths.min() >= 0:
         return
-    at = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
-    raise ExperienceError(
-        f"experience {experiences[at].eid.uid}: expected {what} of at most {width}, got {lengths[at]}."
-    )
+    from trinity_lightning.common.experience.refusals import too_wide
+
+    raise too_wide(experiences, lengths, width, what)
 
 
 def to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:

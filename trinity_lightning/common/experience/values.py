@@ -1,10 +1,11 @@
-"""What few experiences have: tensors, arrays and tuples in the info, tensors by name, custom fields.
+"""What few experiences have: tensors, arrays and tuples in the info, masks as lists, tensors by name, custom fields.
 
 msgpack has no type for the first: such a value is a list that starts with a marker, an empty extension type:
 [TUPLE, *items], [TENSOR, dtype, shape], [ARRAY, dtype, shape], [SCALAR, dtype]. The numbers are in the tensors
 "values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back.
 """
 
+import numbers
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience.codec import DTYPE_NAMES, TORCH_DTYPES, known_dtype
-from trinity_lightning.common.experience.experience import EID, CustomField, ExperienceError
+from trinity_lightning.common.experience.experience import EID, CustomField, ExperienceError, as_array
 from trinity_lightning.common.experience.unencodable import reason_of
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
@@ -70,6 +71,35 @@ def eid_of(fields: Any) -> EID:
         raise ExperienceError(
             f"eid: expected the fields batch, task, run, step, suffix, got {list(fields)}."
         ) from error
+
+
+def mask_of(value: Any, name: str) -> Tensor:
+    """A mask [len] from anything list-like of booleans, zeros and ones; an ExperienceError if it is none."""
+    array = as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
+    mask = array.astype(bool)
+    if not np.array_equal(mask, array):
+        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
+    return torch.from_numpy(mask)
+
+
+def real_number(value: Any, name: str) -> float:
+    """A real number, of numpy or torch perhaps, as float; an ExperienceError if it is none."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, (numbers.Real, np.bool_)):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
+    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
+    raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
+
+
+def custom_fields(value: Any, name: str) -> list[CustomField]:
+    """A list of custom fields; an ExperienceError if it is none."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
+        raise ExperienceError(f"{name}: expected a list of CustomField.")
+    return list(value)
 
 
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:

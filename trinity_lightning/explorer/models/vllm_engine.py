@@ -74,9 +74,6 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-FREE_SHARE = 0.95  # of what is free on a GPU, for vLLM to find it free
-
-
 class VLLMEngine(InProcessEngine):
     """An `InferenceModel` over vLLM's engine, stepped by the thread that drives it.
 
@@ -178,13 +175,10 @@ class VLLMEngine(InProcessEngine):
         except ConfigError:
             raise
         except Exception as error:
-            from pydantic import ValidationError  # which vLLM brings
+            from trinity_lightning.config.vllm_args import reason_of
 
             self._close()
-            reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
-                reason = error.errors()[0]["msg"]
-            raise ModelLoadError(f"vLLM cannot load '{path}': {reason}") from error
+            raise ModelLoadError(f"vLLM cannot load '{path}': {reason_of(error)}") from error
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
 
@@ -213,14 +207,11 @@ class VLLMEngine(InProcessEngine):
 
             avoid_compiled_sampler()
         arguments = engine_args(path, self._config, on_cpu)
-        if not on_cpu and "kv_cache_memory_bytes" in arguments:
-            # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
-            free, total = torch.cuda.mem_get_info()
-            arguments.setdefault("gpu_memory_utilization", round(FREE_SHARE * free / total, 4))
-        # Of a rank other than 0 (engine.per_rank) it is another than the first.
-        gpu = 0 if on_cpu else torch.cuda.current_device()
-        kind = _for_gpu(EngineArgs, gpu) if gpu else EngineArgs
-        return LLMEngine.from_engine_args(kind(**arguments))
+        if on_cpu:
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        from trinity_lightning.explorer.models.vllm_gpu import args_of_gpu
+
+        return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         chosen = {name: value for name, value in sampling.items() if value is not None}
@@ -327,18 +318,6 @@ class VLLMEngine(InProcessEngine):
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-
-
-def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
-    """vLLM's EngineArgs, but for that GPU; they are for the first that this process sees."""
-
-    class Args(kind):  # type: ignore[misc]
-        def create_engine_config(self, *arguments: Any, **settings: Any) -> Any:
-            config = super().create_engine_config(*arguments, **settings)
-            config.device_config.device = torch.device("cuda", gpu)
-            return config
-
-    return Args
 
 
 def _model_of(worker: Any) -> Any:

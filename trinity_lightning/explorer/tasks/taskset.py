@@ -372,17 +372,10 @@ class Taskset(TaskSelection):
             ConfigError: the state is that of another taskset; the message says what differs.
         """
         own = self.state_dict()
-        if state.keys() != own.keys():
-            raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
-        different = [
-            f"{key} {state[key]!r} -> {own[key]!r}"
-            for key in own
-            if key not in ("position", "difficulty") and state[key] != own[key]
-        ]
-        if different:
-            raise ConfigError(
-                f"taskset '{self.name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
-                "at other tasks. Resume with the saved taskset, or start a new run."
-            )
+        moves = {key: own[key] for key in ("position", "difficulty")}
+        if state.keys() != own.keys() or {**state, **moves} != own:
+            from trinity_lightning.explorer.tasks.saved import refuse_state
+
+            refuse_state(self.name, state, own)
         self._position = state["position"]
         self._order.load_state_dict(state["difficulty"])

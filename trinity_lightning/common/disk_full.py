@@ -1,0 +1,19 @@
+"""Whether an error was one of a disk, or a quota, that is full."""
+
+import errno
+import os
+from pathlib import Path
+
+from trinity_lightning.errors import DiskFullError, TrinityError
+
+FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
+
+
+def disk_full(error: Exception, path: Path) -> DiskFullError | None:
+    """What to raise in place of it, of this path or of the one that it names; None: it is of something else."""
+    cause: BaseException | None = None if isinstance(error, TrinityError) else error  # ours say enough
+    while cause is not None:  # torch.save fails once more as it ends the file; safetensors has the text alone
+        for number in (each for each, text in FULL.items() if text in str(cause)):
+            return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
+        cause = cause.__cause__ or cause.__context__
+    return None
