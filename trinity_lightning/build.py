@@ -167,10 +167,9 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
 
         return checkpoint_to_resume(config, folder)
     if (folder / "config.yaml").exists():
-        from trinity_lightning.config.checkpoints import checkpoints_in
+        from trinity_lightning.config.checkpoints import holds_a_run
 
-        resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
-        raise ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
+        raise holds_a_run(folder)
     return None
 
 
@@ -305,7 +304,7 @@ def explorer_callback(
 
 
 def _resume_command(folder: Path) -> str | None:
-    from trinity_lightning.config.resume_command import resume_command  # said if the run is stopped
+    from trinity_lightning.config.checkpoints import resume_command  # said if the run is stopped
 
     return resume_command(folder)
 

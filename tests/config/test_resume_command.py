@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
+from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run, resume_command
 from trinity_lightning.config.schema import PACKAGE_DIR
 from trinity_lightning.errors import ConfigError
 
@@ -32,7 +32,7 @@ def test_a_run_is_resumed_in_its_own_folder(
     begun: None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(PACKAGE_DIR / "train.py")])
-    command = shlex.split(compose.resume_command(tmp_path / name) or "")
+    command = shlex.split(resume_command(tmp_path / name) or "")
     assert command[:3] == ["python", "-m", "trinity_lightning.train"]
     assert command[3:6] == ["+recipe=grpo", "model=tiny", "hydra.verbose=true"]
     assert command[-1] == "ckpt_path=last"
@@ -49,7 +49,7 @@ def test_a_run_is_resumed_by_what_started_it(
     begun: None, program: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
-    assert (compose.resume_command("run") or "").startswith(words)
+    assert (resume_command("run") or "").startswith(words)
 
 
 def test_the_last_run_is_the_newest_that_has_a_checkpoint_and_is_named(

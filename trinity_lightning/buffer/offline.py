@@ -16,8 +16,8 @@ from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
+from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.config.resume_command import resume_command
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError

@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from trinity_lightning.config.engines import Capabilities
-from trinity_lightning.errors import ReadOnlyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,9 @@ class Completion:
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
     """In place of the dataclass's own refusal, which does not say what to do. ReadOnlyError: always."""
-    if name in Completion.__dataclass_fields__:
-        fix = f"dataclasses.replace(completion, {name}=...) makes another one"
-    else:
-        fix = (
-            "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
-        )
-    raise ReadOnlyError(f"'{name}' of a Completion cannot be set, it is what the model said: {fix}.")
+    from trinity_lightning.common.experience.refusals import read_only
+
+    raise read_only(name, Completion.__dataclass_fields__)
 
 
 Completion.__setattr__ = Completion.__delattr__ = _refuse_writing  # type: ignore[method-assign,assignment]

@@ -1,12 +1,17 @@
 """Which files and folders are checkpoints, which one is meant, and whether it is whole; before torch is imported."""
 
 import logging
+import re
+import shlex
+import sys
 from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_lightning.config.schema import PACKAGE_DIR
 from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -146,3 +151,39 @@ def recorded_run(record: Path) -> DictConfig:
         f"'{record}', which says what the run to resume is, is damaged ({reason}): restore it, or delete it, and give "
         "the same configuration."
     )
+
+
+def holds_a_run(folder: Path) -> ConfigError:
+    """That another run cannot begin in this one's folder."""
+    resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
+    return ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
+
+
+def resume_command(folder: str | Path) -> str | None:
+    """The command that goes on with the run that was composed here, to be pasted; None if Hydra did not start it."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    words = _program()
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            words += ["--config-dir", source.path]
+    words += [each for each in hydra.overrides.task if not each.startswith("ckpt_path=")]
+    words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
+    words.append(f"hydra.run.dir={_quoted(str(Path(folder).absolute()))}")  # another run may be newer
+    return shlex.join([*words, "ckpt_path=last"])
+
+
+def _program() -> list[str]:
+    """The words that started this process: a module of this package, a script, or a console command."""
+    program = Path(sys.argv[0])
+    if program.suffix != ".py":
+        return [program.name]
+    if program.resolve().is_relative_to(PACKAGE_DIR):
+        return ["python", "-m", "trinity_lightning.train"]
+    return ["python", sys.argv[0]]
+
+
+def _quoted(value: str) -> str:
+    """A value as Hydra reads it: in quotes if it has characters that mean something to Hydra."""
+    return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'

@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config.engines import (
-    CAPABILITIES,
     ENGINE_KEYS,
     SENT,
     Capabilities,
@@ -155,11 +154,10 @@ def _check_training(run: TrainConfig) -> None:
         raise ConfigError(
             "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."
         )
-    if rollouts and algorithm.optimizer_steps > run.explorer.batch_size:
-        raise ConfigError(
-            f"algorithm.optimizer_steps ({algorithm.optimizer_steps}) is more than explorer.batch_size "
-            f"({run.explorer.batch_size}), and the rollouts of a prompt stay together: give fewer."
-        )
+    if rollouts and algorithm.optimizer_steps > 1:
+        from trinity_lightning.config.optimizers import check_dealt  # an option
+
+        check_dealt(algorithm.optimizer_steps, run.explorer.batch_size)
     if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
     if run.optimizer.warmup_steps or run.optimizer.total_steps:
@@ -233,10 +231,9 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
     engine, label = run.engine, f"engine={run.engine.name}"
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
-        owners = [name for name, each in CAPABILITIES.items() if given[0] in each.keys]
-        of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
-        owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
-        raise ConfigError(f"engine.{given[0]} is of {owner}, and {label} does not read it: leave the key out.")
+        from trinity_lightning.config.keys import unread_key
+
+        raise ConfigError(unread_key(given[0], label))
     if run.explorer.samples_older_weights:
         from trinity_lightning.config.older_weights import check_engine
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from trinity_lightning.config.engines import CAPABILITIES
 from trinity_lightning.config.values import nearest
 
 # What keys of earlier versions, and of other libraries, are called here.
@@ -27,3 +28,11 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
 def choice_of(group: str) -> str:
     """What to write instead of the name of a choice as the value of its group."""
     return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
+
+
+def unread_key(key: str, engine: str) -> str:
+    """A message for a key of `engine` that this engine does not read: which ones do."""
+    owners = [name for name, each in CAPABILITIES.items() if key in each.keys]
+    of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
+    owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
+    return f"engine.{key} is of {owner}, and {engine} does not read it: leave the key out."

@@ -54,3 +54,12 @@ def check_engine(explorer: ExplorerConfig, engine: str, can: Capabilities) -> No
             f"explorer.sync_offset is {explorer.sync_offset}, and {engine} cannot generate while the trainer trains. "
             "Choose engine=vllm_server."
         )
+
+
+def check_corrected_once(algorithm: AlgorithmConfig) -> None:
+    """Refuse importance weights besides a ratio against the engine; a ConfigError."""
+    if algorithm.rollout_correction.level != "none":
+        raise ConfigError(
+            "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
+            "algorithm.rollout_correction.level=none."
+        )

@@ -1,8 +1,8 @@
-"""Rules of optimizers other than plain AdamW, and of schedules that may not fit the run."""
+"""Rules of optimizers other than plain AdamW, schedules that may not fit the run, several steps, and the KL penalty."""
 
 import importlib.util
 
-from trinity_lightning.config.training import ADAM, BETAS, EPS, OptimizerConfig
+from trinity_lightning.config.training import ADAM, BETAS, EPS, KLConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 
 ENDING = ("cosine", "linear")  # polynomial stays at its lr_end from there on
@@ -34,3 +34,25 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
         raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
     if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError("optimizer.name=adamw_8bit needs torchao: pip install 'trinity-lightning[optim]'.")
+
+
+def check_dealt(optimizer_steps: int, prompts: int) -> None:
+    """Refuse more optimizer steps than an explore step has prompts; a ConfigError."""
+    if optimizer_steps > prompts:
+        raise ConfigError(
+            f"algorithm.optimizer_steps ({optimizer_steps}) is more than explorer.batch_size "
+            f"({prompts}), and the rollouts of a prompt stay together: give fewer."
+        )
+
+
+def check_kl(kl: KLConfig) -> None:
+    """Refuse an estimate without a weight, and a weight of none; a ConfigError."""
+    if kl.name == "none" and kl.coef > 0:
+        raise ConfigError(
+            f"algorithm.kl.coef is {kl.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
+            "set algorithm.kl.coef=0."
+        )
+    if kl.name != "none" and kl.coef == 0:
+        raise ConfigError(
+            f"algorithm.kl.name={kl.name} has no effect without algorithm.kl.coef: set that, or leave it out."
+        )

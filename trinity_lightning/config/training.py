@@ -125,15 +125,10 @@ class KLConfig(Section, key="algorithm.kl"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name == "none" and self.coef > 0:
-            raise ConfigError(
-                f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
-                "set algorithm.kl.coef=0."
-            )
-        if self.name not in ("none", KLConfig.name) and self.coef == 0:
-            raise ConfigError(
-                f"algorithm.kl.name={self.name} has no effect without algorithm.kl.coef: set that, or leave it out."
-            )
+        if self.name != KLConfig.name:
+            from trinity_lightning.config.optimizers import check_kl
+
+            check_kl(self)
 
 
 @dataclass
@@ -231,11 +226,10 @@ class AlgorithmConfig(Section, key="algorithm"):
             from trinity_lightning.config.streams import streams_of  # an option
 
             streams_of(self)
-        if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
-            raise ConfigError(
-                "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
-                "algorithm.rollout_correction.level=none."
-            )
+        if self.old_logprobs == "engine":
+            from trinity_lightning.config.older_weights import check_corrected_once  # an option
+
+            check_corrected_once(self)
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
             self.layout = Layout(self.layout)

@@ -250,10 +250,9 @@ class Explorer:
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
         for model in models:
             if not isinstance(model, Engine):
-                raise ConfigError(
-                    f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
-                    f"make it a subclass of {Engine.__module__}.Engine."
-                )
+                from trinity_lightning.explorer.failures import no_engine
+
+                raise no_engine(model)
             if config.samples_older_weights:
                 from trinity_lightning.config.older_weights import check_engine
 
@@ -314,13 +313,9 @@ class Explorer:
 
     async def explore(self) -> str:
         """Explore steps until the taskset is exhausted, with evaluations and syncs as they are due; why it ended."""
-        if self.step == 0 and self.config.eval_on_startup and self._evals:
-            await self.eval()
-        while await self.explore_step():
-            if self.need_sync():
-                await self.sync_weight()
-            if self.need_eval():
-                await self.eval()
+        from trinity_lightning.explorer.without_trainer import explore
+
+        await explore(self)
         return f"the taskset '{self._source.name}' is exhausted after {self.step} explore steps"
 
     async def explore_step(self) -> bool:
@@ -417,13 +412,9 @@ class Explorer:
         Args:
             checkpoints: explore step and weights of each; None for the weights that the engines have.
         """
-        if checkpoints is None:
-            return {self.step: await self.eval()}
-        results = {}
-        for step, weights in checkpoints:
-            await self.engines.send(weights, step)
-            results[step] = await self.eval(step)
-        return results
+        from trinity_lightning.explorer.without_trainer import benchmark
+
+        return await benchmark(self, checkpoints)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
-from trinity_lightning.errors import ConfigError, WeightSyncError
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
@@ -192,10 +192,9 @@ class SyncPolicy:
             with self._ranks.within(limit):
                 return self.run(asyncio.wait_for(coroutine, limit + grace), False)
         except TimeoutError as error:
-            raise WeightSyncError(
-                f"a weight sync did not end within {limit:g} s (synchronizer.sync_timeout): does every engine live? "
-                "Restart the servers of engine.urls: they may hold half of the weights."
-            ) from error
+            from trinity_lightning.sync.mismatch import not_in_time
+
+            raise not_in_time(limit) from error
 
     @property
     def _ranks(self) -> Alone:

@@ -75,3 +75,11 @@ def unmoved() -> WeightSyncError:
         "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
         "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."
     )
+
+
+def not_in_time(seconds: float) -> WeightSyncError:
+    """That a weight sync took longer."""
+    return WeightSyncError(
+        f"a weight sync did not end within {seconds:g} s (synchronizer.sync_timeout): does every engine live? "
+        "Restart the servers of engine.urls: they may hold half of the weights."
+    )

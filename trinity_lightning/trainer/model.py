@@ -161,19 +161,12 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    if set(kinds) != {"full_attention"}:
-        others = ", ".join(sorted(set(kinds) - {"full_attention"}))
-        return f"has layers of {others}, and only full attention can share prefixes"
-    if config._attn_implementation != NAME:
-        return "shares prefixes only with model.attn_implementation=sdpa"
-    if model.device.type not in ("cpu", "cuda"):
-        return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
-    if has_dropout(model):
-        return (
-            "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
-            "prefix for all of its rows alike"
-        )
-    return _fault_of_sharing(model, function)
+    plain = set(kinds) == {"full_attention"} and config._attn_implementation == NAME and not has_dropout(model)
+    if plain and model.device.type in ("cpu", "cuda"):
+        return _fault_of_sharing(model, function)
+    from trinity_lightning.trainer.own_logits import why_unshared
+
+    return why_unshared(model, set(kinds))
 
 
 @torch.inference_mode(False)

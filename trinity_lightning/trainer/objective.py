@@ -214,9 +214,9 @@ class Objective:
 
 def _column(micro: MicroBatch, name: str) -> Tensor:
     if name not in micro.columns:
-        raise ConfigError(
-            f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result."
-        )
+        from trinity_lightning.trainer.objective_checks import no_column
+
+        raise no_column(name)
     return micro.columns[name]
 
 

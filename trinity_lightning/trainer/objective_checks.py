@@ -111,3 +111,8 @@ def _has_ratio(loss_fn: PolicyLossFn) -> bool:
         for advantage in (1.0, -1.0)
         for one, other in zip(tried(loss_fn, advantage, moved=0.0), tried(loss_fn, advantage, moved=-1.0), strict=True)
     )
+
+
+def no_column(name: str) -> ConfigError:
+    """That an optimizer batch lacks a column."""
+    return ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")

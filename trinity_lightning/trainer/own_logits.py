@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trinity_lightning.errors import ModelLoadError
+from trinity_lightning.trainer.attention import NAME
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
 from trinity_lightning.trainer.model import LogprobFn, name_of
 
@@ -38,3 +39,18 @@ def logprobs_by_forward(
     kept, columns = places.unique(return_inverse=True)
     logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
+
+
+def why_unshared(model: Any, kinds: set[str]) -> str:
+    """Why rows of a model cannot share prefixes: by its layers (of these kinds), attention, device or dropout."""
+    if kinds != {"full_attention"}:
+        others = ", ".join(sorted(kinds - {"full_attention"}))
+        return f"has layers of {others}, and only full attention can share prefixes"
+    if model.config.get_text_config()._attn_implementation != NAME:
+        return "shares prefixes only with model.attn_implementation=sdpa"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
+    return (
+        "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
+        "prefix for all of its rows alike"
+    )

@@ -1,6 +1,5 @@
 """What an experience is worth: the base classes of the add strategies, GRPO, and several in a row."""
 
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from trinity_lightning.common.runs import (
 from trinity_lightning.common.spread import spread_of_each
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.config.values import number, one_of, unknown_name
+from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
 # -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
@@ -41,11 +40,10 @@ Metrics = dict[str, float]
 
 def reject_dpo(exps: Sequence[Experience]) -> None:
     """Refuse preference pairs, which have no response to weigh. ExperienceError: naming the first of them."""
-    for exp in exps:
-        if exp.experience_type == "dpo":
-            raise ExperienceError(
-                f"experience {exp.eid} is a DPO pair, which has no advantages: train on it without an add strategy."
-            )
+    if pairs := [exp for exp in exps if exp.experience_type == "dpo"]:
+        from trinity_lightning.algorithm.add_strategy.refusals import no_pairs
+
+        raise no_pairs(pairs[0])
 
 
 def have_valid_rewards(exps: Sequence[Experience]) -> bool:
@@ -134,12 +132,9 @@ class AddStrategy(ABC):
 
     def _refuse(self, unknown: dict[str, Any]) -> None:
         if unknown:
-            raise TypeError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), self._arguments()))
+            from trinity_lightning.algorithm.add_strategy.refusals import no_argument
 
-    @classmethod
-    def _arguments(cls) -> list[str]:
-        parameters = inspect.signature(cls).parameters.values()
-        return [p.name for p in parameters if p.name != "writer" and p.kind is not inspect.Parameter.VAR_KEYWORD]
+            raise no_argument(type(self), next(iter(unknown)))
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
@@ -355,9 +350,9 @@ class ComposedAddStrategy(AddStrategy):
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
         if not specs:
-            raise ConfigError(
-                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
-            )
+            from trinity_lightning.algorithm.add_strategy.refusals import no_strategy
+
+            raise no_strategy(ADD_STRATEGY)
         self.stages: dict[str, list[Experience]] = {}
         self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]

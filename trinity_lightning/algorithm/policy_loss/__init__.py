@@ -5,13 +5,13 @@ Every loss of the table of parts is a name of this package too, imported when it
 
 from typing import Any
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import LOSS_AGG_MODES as LOSS_AGG_MODES
 from trinity_lightning.algorithm.policy_loss.policy_loss import POLICY_LOSS_FN as POLICY_LOSS_FN
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals as BatchTotals
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn as PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.policy_loss import aggregate as aggregate
 from trinity_lightning.algorithm.policy_loss.policy_loss import create_policy_loss as create_policy_loss
 from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo  # the function, in place of the module
+from trinity_lightning.config.training import LOSS_AGG_MODES as LOSS_AGG_MODES
 
 
 def __getattr__(name: str) -> Any:

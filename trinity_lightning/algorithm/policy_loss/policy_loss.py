@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.training import LOSS_AGG_MODES
-from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError
 
 
 class BatchTotals(TypedDict, total=False):
@@ -66,17 +63,11 @@ def aggregate(
     values = values.masked_fill(~mask, 0.0)
     if action_mask.is_floating_point():
         values = values * action_mask
-    sequences = max(mask.shape[0] if num_sequences is None else num_sequences, 1)
     if loss_agg_mode == "token-mean":
         return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else max(num_tokens, 1))
-    if loss_agg_mode == "seq-mean-token-mean":
-        return (values.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / sequences
-    if loss_agg_mode == "seq-mean-token-sum":
-        return values.sum() / sequences
-    if loss_agg_mode == "seq-mean-token-sum-norm":
-        longest = mask.shape[1] if max_response_length is None else max_response_length
-        return values.sum() / (sequences * max(longest, 1))
-    raise ConfigError(unknown_name("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES))
+    from trinity_lightning.algorithm.policy_loss.sequences import mean_of_sequences
+
+    return mean_of_sequences(values, mask, loss_agg_mode, num_sequences, max_response_length)
 
 
 def measured_tokens(num_computed_tokens: int | None, totals: BatchTotals) -> int | None:

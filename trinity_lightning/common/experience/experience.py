@@ -1,6 +1,5 @@
 """`Experience`: the result of one rollout, unpadded; its identity, and the rules that it keeps."""
 
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -318,13 +317,11 @@ def check_assigned(experience: Experience) -> None:
     Raises:
         ExperienceError: eid, info, metrics or reward is of the wrong type; the message names the field and the fix.
     """
-    for name, kind, fix in (("eid", EID, "EID()"), ("info", dict, "{}"), ("metrics", dict, "{}")):
-        value = getattr(experience, name)
-        if not isinstance(value, kind):
-            raise ExperienceError(
-                f"{name} of an Experience was set to {value!r:.80}: it must be of type {kind.__name__}, at least "
-                f"{name}={fix}."
-            )
+    for name, kind in (("eid", EID), ("info", dict), ("metrics", dict)):
+        if not isinstance(getattr(experience, name), kind):
+            from trinity_lightning.common.experience.refusals import wrongly_assigned
+
+            raise wrongly_assigned(experience, name, kind)
     experience.reward = reward_value(experience.reward)
 
 
@@ -405,8 +402,9 @@ def _prompt_length(value: Any) -> int:
     """A prompt length as int."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
-    raise ExperienceError(f"prompt_length: expected an int, got {shown}.")
+    from trinity_lightning.common.experience.refusals import no_length
+
+    raise no_length(value)
 
 
 def _instance_of(value: Any, name: str, kind: type) -> Any:

@@ -1,12 +1,14 @@
-"""What is said of experiences that cannot be gathered to one tensor, or compared by one reward."""
+"""What is said of experiences with wrong fields, or that do not go together; and of setting fields of completions."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.experience import Experience, ExperienceError
+from trinity_lightning.common.experience.experience import EID, Experience, ExperienceError
+from trinity_lightning.errors import ReadOnlyError
 
 
 def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
@@ -34,3 +36,29 @@ def unequal_rewards(run: str, rewards: Sequence[float]) -> ExperienceError:
         "compared with the task's other runs by one reward: choose add_strategy=step_wise_grpo (the last step's "
         "reward) or gigpo (their sum), or give every step the run's reward (step_reward=return)."
     )
+
+
+def wrongly_assigned(experience: Experience, name: str, kind: type) -> ExperienceError:
+    """That a field was set to what is not of its kind."""
+    fix = "EID()" if kind is EID else "{}"
+    return ExperienceError(
+        f"{name} of an Experience was set to {getattr(experience, name)!r:.80}: it must be of type {kind.__name__}, at "
+        f"least {name}={fix}."
+    )
+
+
+def no_length(value: object) -> ExperienceError:
+    """That this is no prompt length."""
+    shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
+    return ExperienceError(f"prompt_length: expected an int, got {shown}.")
+
+
+def read_only(name: str, fields: Container[str]) -> ReadOnlyError:
+    """That the attribute cannot be set, and what to do instead; `fields`: names of those that there are."""
+    if name in fields:
+        fix = f"dataclasses.replace(completion, {name}=...) makes another one"
+    else:
+        fix = (
+            "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
+        )
+    return ReadOnlyError(f"'{name}' of a Completion cannot be set, it is what the model said: {fix}.")

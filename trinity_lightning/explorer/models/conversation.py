@@ -1,15 +1,18 @@
 """What only some conversations have: turns before, whose tokens are known, and messages whose content is in parts."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.models.chat import Messages, apply_template
 
 # Stands for a response whose tokens are known, so that what the template writes after it can be found.
 _PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
 
 _PROBE: list[dict[str, Any]] = [{"role": "user", "content": "."}]
+
+logger = logging.getLogger(__name__)
 
 
 def continued(
@@ -42,3 +45,23 @@ def text_of(content: object) -> str:
     ):
         return "".join(part["text"] for part in content)
     raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
+
+
+def too_long(prompt: int, context: int) -> PromptTooLongError:
+    """That a prompt of so many tokens leaves nothing."""
+    return PromptTooLongError(
+        f"the prompt has {prompt} tokens, and the model's context of {context} leaves no room for a response. Raise "
+        "engine.max_model_len, or drop such tasks."
+    )
+
+
+def warn_of_room(prompt: int, max_tokens: int, context: int) -> None:
+    """That it leaves less than was asked for."""
+    logger.warning(
+        "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
+        "engine.max_model_len (%d), or lower max_tokens.",
+        prompt,
+        context - prompt,
+        max_tokens,
+        context,
+    )

@@ -1,7 +1,6 @@
 """What an engine of the policy is, and what engines that compute in this process have in common."""
 
 import asyncio
-import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +14,9 @@ from torch import Tensor
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.errors import PromptTooLongError, RolloutError
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
-
-logger = logging.getLogger(__name__)
 
 
 class Engine(ABC):
@@ -195,23 +192,17 @@ class Engine(ABC):
 
     def _check_length(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self._max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, and the model's context of "
-                f"{self._max_model_len} leaves no room for a response. Raise engine.max_model_len, or drop such tasks."
-            )
+            from trinity_lightning.explorer.models.conversation import too_long
+
+            raise too_long(len(token_ids), self._max_model_len)
 
     def _check_room(self, prompt: int, max_tokens: int | None) -> None:
         room = self._max_model_len - prompt
         if max_tokens is not None and max_tokens > room and not self._warned_of_room:
             self._warned_of_room = True
-            logger.warning(
-                "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
-                "engine.max_model_len (%d), or lower max_tokens.",
-                prompt,
-                room,
-                max_tokens,
-                self._max_model_len,
-            )
+            from trinity_lightning.explorer.models.conversation import warn_of_room
+
+            warn_of_room(prompt, max_tokens, self._max_model_len)
 
 
 # -- engines that compute in this process ------------------------------------------------------------------------------

@@ -241,3 +241,9 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
     for index in range(min(len(taskset), FIRST_ENTRIES)):
         taskset[index]
     return taskset
+
+
+def name_of(path: str | Path) -> str:
+    """How the taskset of a dataset is called if nothing else is said: by the last part of its path."""
+    last = Path(path)
+    return last.stem if last.suffix in FILE_FORMATS else last.name

@@ -280,13 +280,9 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: nothing there, an unknown format, split or field, or no entries.
         """
-        from trinity_lightning.config.stored import FILE_FORMATS
-        from trinity_lightning.explorer.tasks.sources import dataset_entries
+        from trinity_lightning.explorer.tasks.sources import dataset_entries, name_of
 
-        entries = dataset_entries(str(path), split, subset)
-        last = Path(path)
-        name = name or (last.stem if last.suffix in FILE_FORMATS else last.name)
-        return cls(entries, name=name, seed=seed, **options)
+        return cls(dataset_entries(str(path), split, subset), name=name or name_of(path), seed=seed, **options)
 
     @classmethod
     def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
@@ -374,7 +370,7 @@ class Taskset(TaskSelection):
         own = self.state_dict()
         moves = {key: own[key] for key in ("position", "difficulty")}
         if state.keys() != own.keys() or {**state, **moves} != own:
-            from trinity_lightning.explorer.tasks.saved import refuse_state
+            from trinity_lightning.explorer.tasks.selection import refuse_state
 
             refuse_state(self.name, state, own)
         self._position = state["position"]
