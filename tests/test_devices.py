@@ -347,13 +347,24 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
     assert re.search(rf"did not answer in time, at {at} \(rank 1 hangs\)", printed), printed[-4000:]
 
 
-def test_a_rank_whose_engine_hangs_ends_the_run_by_its_time_limits(run_train: Commands, tmp_path: Path) -> None:
-    limits = ("explorer.max_timeout=2", "explorer.max_retry_times=0", "trainer.strategy.timeout=2")
-    run = stopped(run_train, tmp_path, "1 step 3", *RUN, *TWO, PER_RANK, *limits)
+@pytest.mark.parametrize(
+    ("place", "arguments", "message"),
+    [
+        ("1 step 3", RUN, "(rank 1 hangs)"),  # its engine does not sleep: the next round misses it
+        ("1 add 1", VLLM, "the engine of rank 1 did not sleep within 10 s"),
+    ],
+    ids=["transformers", "vllm"],
+)
+def test_a_rank_whose_engine_hangs_ends_the_run_by_its_time_limits(
+    place: str, arguments: tuple[str, ...], message: str, run_train: Commands, tmp_path: Path
+) -> None:
+    """In a request of rank 0, which it therefore has."""
+    limits = ("explorer.max_timeout=2", "explorer.max_retry_times=0", "trainer.strategy.timeout=10")
+    run = stopped(run_train, tmp_path, place, *arguments, *TWO, PER_RANK, *limits)
     family = run_train.followers(run)
     assert run.wait(60) == 1
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
-    assert "(rank 1 hangs)" in (printed := (tmp_path / "stdout").read_text()), printed[-4000:]
+    assert message in (printed := (tmp_path / "stdout").read_text()), printed[-4000:]
 
 
 def test_one_of_two_servers_beside_two_processes_that_is_killed_is_started_again(

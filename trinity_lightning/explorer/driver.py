@@ -104,7 +104,7 @@ class Driver:
         reason: BaseException | None = None
         try:
             while not task.done and reason is None:
-                self._pump(task)
+                self.pump(SIGNAL_CHECK_SECONDS, task)
                 if not task.done:
                     self._watch.check()
                 if not task.done and time.monotonic() > deadline:
@@ -176,18 +176,13 @@ class Driver:
         finally:
             self._loop.close()
 
-    def pump(self, seconds: float) -> None:
-        """Do a piece of what the engines have to do; if there is nothing, wait so long for something."""
-        self._wake.clear()
-        if not any(engine.pump() for engine in self._engines):
-            self._wake.wait(seconds)
-
-    def _pump(self, task: "LoopTask[Any]") -> None:
+    def pump(self, seconds: float, task: "LoopTask[Any] | None" = None) -> None:
+        """Do a piece of what each engine has to do; if there is nothing, wait so long for it, or for the task."""
         self._wake.clear()  # before looking: what happens from here on sets it again
         self._collect()
         worked = [engine.pump() for engine in self._engines]
-        if not any(worked) and not task.done:
-            self._wake.wait(SIGNAL_CHECK_SECONDS)
+        if not any(worked) and not (task is not None and task.done):
+            self._wake.wait(seconds)
 
     def _collect(self) -> None:
         """Once a request has come, take in all that the loop is about to make, for the same seed to give the same bits.
@@ -207,7 +202,7 @@ class Driver:
     def _pump_until(self, task: "LoopTask[Any]", deadline: float) -> bool:
         """Pump until the task is done; False if it is not by then, or if the loop is blocked."""
         while not task.done:
-            self._pump(task)
+            self.pump(SIGNAL_CHECK_SECONDS, task)
             if not task.done and (time.monotonic() > deadline or self._is_stuck()):
                 return False
         return True

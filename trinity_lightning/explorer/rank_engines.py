@@ -1,6 +1,7 @@
 """Every rank rolls out with an engine in its own process (engine.per_rank), while rank 0 drives the step."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks
-from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.processes import processes_of
 from trinity_lightning.config.schema import TrainConfig
@@ -24,6 +24,8 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_stream
 
+logger = logging.getLogger(__name__)
+
 ENGINES, TAKE, WEIGHT, TAKEN = "engines", "take_weights", "a weight for engines", "weights in all engines"
 LOOK_SECONDS = 0.005  # a rank that waits for rank 0 looks so often whether it came, or has requests
 
@@ -34,27 +36,23 @@ class RankWeights:
     Each tensor is handed to the other ranks as rank 0's own engine reads it, by the connection of gradients.
 
     Args:
-        models: rank 0's own engine, if it has one, and those of others.
+        own: rank 0's engine.
+        others: those of the other ranks.
         ranks: who takes part.
     """
 
-    def __init__(self, models: Sequence[Engine], ranks: Ranks) -> None:
-        self._others = [each for each in models if isinstance(each, RankEngine)]
-        self._own = next((each for each in models if not isinstance(each, RankEngine)), None)
-        self.ranks = ranks
+    def __init__(self, own: Engine, others: Sequence[RankEngine], ranks: Ranks) -> None:
+        self._own, self._others, self.ranks = own, others, ranks
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give them to all engines; RankError: another rank's did not take them."""
         handed_out = replace(stream, tensors=partial(self._handed_out, stream, version))
-        if self._own is None:
-            await run_in_thread(lambda: [None for _ in handed_out])
-        else:
-            await self._own.sync_weights(handed_out, version)
+        await self._own.sync_weights(handed_out, version)
         for each in self._others:
             each.took(version)
 
     def _handed_out(self, stream: WeightStream, version: int) -> Iterator[tuple[str, Tensor]]:
-        own = self._others[0].capabilities.shares_weights  # every rank has the weights that are trained
+        own = self._own.capabilities.shares_weights  # every rank has the weights that are trained
         self.ranks.call(TAKE, version, None if own else dict(stream.shapes))
         for name, tensor in stream:
             if not own:
@@ -64,7 +62,7 @@ class RankWeights:
         self.ranks.exchange(None, at=TAKEN)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """There is no connection to close."""
 
 
 def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:
@@ -92,14 +90,14 @@ class RankEngines(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give the others the engine's knobs, planned or not, and learn where they listen."""
         ranks: Any = ranks_of(trainer)
-        models = self._explorer.engines.models
+        own, *models = self._explorer.engines.models
         others = [each for each in models if isinstance(each, RankEngine)]
         if not others:
             return
         ranks.exchange(self._config, at=ENGINES)
-        self._explorer.engines.group = weights = RankWeights(models, ranks)
+        self._explorer.engines.group = RankWeights(own, others, ranks)
         for each, each.path in zip(others, ranks.exchange(None, at=ENGINES)[1:], strict=True):
-            each.weights = weights
+            each.limit = ranks.timeout.total_seconds()
 
 
 # -- the other ranks ---------------------------------------------------------------------------------------------------
@@ -123,10 +121,14 @@ class EngineFollower(ExplorerFollower):
         engine = self._make(ranks.exchange(None, patient=True, at=ENGINES)[0])
         engine.bind(policy_of(pl_module).policy)
         self._served = ServedEngine(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
+        self._served.start()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """End the engine."""
-        self._close()
+        try:
+            self._close()
+        except Exception as error:  # the one that ends the run is to reach the other ranks
+            logger.warning("the engine did not end as it should: %s: %s", type(error).__name__, error)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """End the engine."""
@@ -152,6 +154,10 @@ class ServedEngine:
         self._engine, self._ranks, self._model, self._device = engine, ranks, model, device
         self._answers = EngineAnswers(engine)
         self._driver = Driver([engine])
+
+    def start(self) -> None:
+        """Listen to rank 0, and tell it where."""
+        ranks = self._ranks
         path = self._driver.run(self._answers.listen())
         self._driver.start(self._beats())
         self._serve_others, ranks.serve = ranks.serve, self._serve

@@ -4,9 +4,9 @@ Frames are JSON behind four bytes of its length: [number, what, arguments] one w
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
+import math
 import tempfile
 from asyncio import StreamReader, StreamWriter
 from pathlib import Path
@@ -18,7 +18,7 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.ranks import SILENT_SECONDS
 from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
+from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RankError, RolloutError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.sync.stream import Shape, WeightStream
 
@@ -33,9 +33,10 @@ ERRORS = {
 FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")
 
 
-def _write(writer: StreamWriter, frame: list[Any]) -> None:
+def _encoded(frame: list[Any]) -> bytes:
+    """A frame; TypeError or ValueError: JSON cannot have it."""
     data = json.dumps(frame).encode()
-    writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 async def _read(reader: StreamReader) -> list[Any]:
@@ -56,7 +57,7 @@ class RankEngine(Engine):
     Attributes:
         rank: whose.
         path: where that rank listens, known once the ranks have met.
-        weights: hands out weights, likewise.
+        limit: seconds that it has to load, to sleep or to wake up.
     """
 
     def __init__(self, rank: int, model: str, config: EngineConfig, capabilities: Capabilities) -> None:
@@ -64,28 +65,31 @@ class RankEngine(Engine):
         self.capabilities = capabilities
         self.rank = rank
         self.path: str | None = None
-        self.weights: Any = None
+        self.limit = math.inf
         self._model = model
         self._loading = asyncio.Lock()
+        self._loaded = False
         self._writer: StreamWriter | None = None
         self._answers: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
 
     async def load(self) -> None:
-        """Have that rank load its engine, once."""
+        """Have that rank load its engine, once; RankError: not within `limit`."""
         async with self._loading:
-            if self._writer is not None:
+            if self._loaded:
                 return
-            try:
-                reader, self._writer = await asyncio.open_unix_connection(self.path)
-            except OSError as error:
-                raise RolloutError(f"rank {self.rank} is not reached: {error}") from error
-            self._answers = asyncio.create_task(self._take_answers(reader))
-            dtype, shapes, self.quantized = await self._ask("load")
+            if self._writer is None:
+                try:
+                    reader, self._writer = await asyncio.open_unix_connection(self.path)
+                except OSError as error:
+                    raise RolloutError(f"rank {self.rank} is not reached: {error}") from error
+                self._answers = asyncio.create_task(self._take_answers(reader))
+            dtype, shapes, self.quantized = await self._ask_in_time("load")
             self._dtype: torch.dtype = getattr(torch, dtype)
             self._weight_shapes = {name: tuple(shape) for name, shape in shapes.items()}
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
+            self._loaded = True
 
     async def shutdown(self) -> None:
         """End the connection; the other rank frees its engine itself."""
@@ -94,13 +98,13 @@ class RankEngine(Engine):
         self._end("the engine was shut down")
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-        await self._ask("sleep")
+        """See `Engine.sleep`; RankError: that rank does not answer."""
+        await self._ask_in_time("sleep")
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`; an engine that is not loaded is awake."""
-        if self._writer is not None:
-            await self._ask("wake_up")
+        """See `Engine.wake_up`; an engine that is not loaded is awake. RankError: that rank does not answer."""
+        if self._loaded:
+            await self._ask_in_time("wake_up")
 
     @property
     def tokenizer(self) -> Any:
@@ -118,13 +122,21 @@ class RankEngine(Engine):
         return self._weight_shapes
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        for name, value in sampling.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise RolloutError(
+                    f"sampling.{name} cannot be sent to another rank (engine.per_rank): {error}"
+                ) from error
+        token_ids = [int(each) for each in token_ids]
         return [Completion(token_ids, *found) for found in await self._ask("generate", token_ids, n, sampling)]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
-        return await self._ask("logprobs", token_ids)
+        return await self._ask("logprobs", [int(each) for each in token_ids])
 
     async def _take(self, stream: WeightStream, version: int) -> None:
-        await self.weights.send(stream, version)
+        raise NotImplementedError("all engines take weights at once: RankWeights.send")
 
     def took(self, version: int) -> None:
         """That engine has weights of this version."""
@@ -132,22 +144,32 @@ class RankEngine(Engine):
 
     # -- requests and answers -----------------------------------------------------------------------------------------
 
+    async def _ask_in_time(self, what: str) -> Any:
+        """For what needs that rank's main thread, which may hang while another thread sends its beats."""
+        try:
+            return await asyncio.wait_for(self._ask(what), self.limit)
+        except TimeoutError as error:
+            raise RankError(
+                f"the engine of rank {self.rank} did not {what.replace('_', ' ')} within {self.limit:g} s: it "
+                "hangs, or needs a higher trainer.strategy.timeout."
+            ) from error
+
     async def _ask(self, what: str, *arguments: Any) -> Any:
         if (writer := self._writer) is None:
             raise RolloutError("the engine was shut down")
         number = next(self._numbers)
-        _write(writer, [number, what, arguments])
+        writer.write(_encoded([number, what, arguments]))
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             return await answer
         except asyncio.CancelledError:
-            _write(writer, [number, CANCEL, []])
+            writer.write(_encoded([number, CANCEL, []]))
             raise
         finally:
             del self._waiting[number]
 
     async def _take_answers(self, reader: StreamReader) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 number, result, error = await _read(reader)
                 answer = self._waiting.get(number)
@@ -157,13 +179,16 @@ class RankEngine(Engine):
                     answer.set_result(result)
                 else:
                     answer.set_exception(self._error(*error))
-        # What that rank failed by ends the run, as soon as rank 0 looks. Were its requests to fail before, the step
-        # might be taken as done, without its tasks.
-        await asyncio.sleep(LOST_SECONDS)
-        self._end(f"rank {self.rank} has ended, and its engine with it")
+        except (EOFError, OSError):
+            # What that rank failed by ends the run, as soon as rank 0 looks. Were its requests to fail before, the step
+            # might be taken as done, without its tasks.
+            await asyncio.sleep(LOST_SECONDS)
+            self._end(f"rank {self.rank} has ended, and its engine with it")
+        except Exception as error:
+            self._end(f"what rank {self.rank} answers cannot be read: {type(error).__name__}: {error}")
 
     def _end(self, why: str) -> None:
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._loaded = self._writer, None, False
         if writer is not None:
             writer.close()
         for answer in self._waiting.values():
@@ -188,19 +213,29 @@ class EngineAnswers:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> str:
-        """Begin to; the path of the socket."""
+        """Listen; returns the socket's path. ConfigError: it cannot be where temporary files are."""
         path = str(Path(self._folder.name) / "socket")
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be a socket ({error}): set TMPDIR to a short path, such as /tmp."
+            ) from error
         return path
 
     async def close(self) -> None:
         """Free the engine; requests under way fail."""
+        self._stop_listening()
+        await self._engine.shutdown()
+
+    def _stop_listening(self) -> None:
+        """Listen no more, and leave nothing in the folder of temporary files."""
         if self._server is not None:
             self._server.close()
-        await self._engine.shutdown()
         self._folder.cleanup()
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self._stop_listening()  # rank 0 has come
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
@@ -218,10 +253,10 @@ class EngineAnswers:
 
     async def _answer(self, writer: StreamWriter, number: int, what: str, arguments: list[Any]) -> None:
         try:
-            answer = [number, await self._results[what](*arguments), None]
+            answer = _encoded([number, await self._results[what](*arguments), None])
         except Exception as error:  # rank 0's request failed, or its task: it decides what comes of it
-            answer = [number, None, [[each.__name__ for each in type(error).__mro__], str(error)]]
-        _write(writer, answer)
+            answer = _encoded([number, None, [[each.__name__ for each in type(error).__mro__], str(error)]])
+        writer.write(answer)
 
     @property
     def _results(self) -> dict[str, Any]:
@@ -240,5 +275,7 @@ class EngineAnswers:
         return [str(engine.dtype).removeprefix("torch."), engine.weight_shapes, engine.quantized]
 
     async def _generate(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[list[Any]]:
+        if bias := sampling.get("logit_bias"):  # JSON makes strings of keys
+            sampling["logit_bias"] = {int(token): value for token, value in bias.items()}
         found = await self._engine.generate(token_ids, n, **sampling)
         return [[getattr(each, name) for name in FIELDS] for each in found]
