@@ -170,7 +170,7 @@ def test_requests_of_the_same_moment_share_the_first_step_whichever_thread_is_qu
     async def ask(after: int) -> None:
         for _ in range(after):
             await asyncio.sleep(0)
-            time.sleep(0.002)  # the main thread may step in between
+            time.sleep(0.002)  # noqa: ASYNC251  # holds the loop: the main thread may step meanwhile
         await engine.generate([after])
 
     async def all_of_them() -> None:
