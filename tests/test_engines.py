@@ -41,6 +41,8 @@ from trinity_lightning.explorer.models.vllm_server import server_cores
             {"max_model_len": 512, "kv_cache_gb": 2.0, "name": "vllm_server", "servers": 3},
             "engine.kv_cache_gb: 6 GiB in all",
         ),
+        ({"max_model_len": 512, "kv_cache_gb": 2.0, "per_rank": True}, None),
+        ({"max_model_len": 512, "kv_cache_gb": 2.5, "per_rank": True}, "engine.kv_cache_gb: 5 GiB in all"),
     ],
 )
 def test_what_vllm_has_no_room_for(
@@ -48,7 +50,7 @@ def test_what_vllm_has_no_room_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(memory, "free_memory", lambda: 4 * GIB)
-    run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(**engine))
+    run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(**engine), trainer={"devices": 2})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_room(run)
 

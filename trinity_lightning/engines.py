@@ -50,6 +50,10 @@ def check_room(config: TrainConfig) -> None:
     if caches and not torch.cuda.is_available():
         from trinity_lightning.common.memory import check_caches
 
+        if config.engine.per_rank and "engine" in caches:
+            from trinity_lightning.config.processes import processes_of
+
+            caches["engine"] *= processes_of(config.trainer or {})
         check_caches(caches)
 
 
