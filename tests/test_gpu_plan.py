@@ -14,7 +14,15 @@ from trinity_lightning.common.memory_plan import REFERENCE, Rollouts, plan
 from trinity_lightning.common.model_memory import Training
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.config.schema import BufferConfig, ExplorerConfig, TrainConfig
-from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, KLConfig, ModelConfig, WeightDtype
+from trinity_lightning.config.training import (
+    REPLICAS,
+    AlgorithmConfig,
+    DatasetConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    WeightDtype,
+)
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.gpu_plan import planned_engine, rollouts_of, training_of, with_memory_plan
@@ -33,11 +41,31 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert training_of(config(), 1) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
     assert training_of(replace(config(), algorithm=AlgorithmConfig()), 1).tokens is None
     assert training_of(replace(config(), trainer={"precision": "bf16-mixed"}), 1).width == 4
-    assert rollouts_of(config()) == Rollouts(4, 512, 512)
+    assert rollouts_of(config(), 1) == Rollouts(4, 512, 512)
     given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
-    assert rollouts_of(given) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
-    assert rollouts_of(config(name="vllm_server", servers=3)).servers == 3
-    assert rollouts_of(config(speculative=4)).drafted == 4
+    assert rollouts_of(given, 1) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
+    assert rollouts_of(config(name="vllm_server", servers=3), 1).servers == 3
+    assert rollouts_of(config(speculative=4), 1).drafted == 4
+
+
+def test_engines_of_all_ranks_share_the_tasks_and_their_weights_sleep_in_one_host() -> None:
+    """As many as the planned machine has GPUs, however many there are here."""
+    trainer = {"devices": "auto", "strategy": {"_target_": REPLICAS}}
+    run = replace(config(per_rank=True), trainer=trainer)
+    assert rollouts_of(run, 8) == Rollouts(4, 512, 4 * 16, processes=8)
+    assert rollouts_of(replace(run, trainer={**trainer, "devices": 2}), 8).processes == 2
+
+
+@pytest.mark.parametrize(("name", "on_host", "offloadable"), [("adamw", 0, 2), ("adamw_offload", 2, 2)])
+def test_adamw_moves_to_the_host_with_all_trainers_of_a_machine(name: str, on_host: int, offloadable: int) -> None:
+    trainer = {"devices": 2, "strategy": {"_target_": REPLICAS}}
+    training = training_of(replace(config(), trainer=trainer, optimizer=OptimizerConfig(name=name)), 8)
+    assert (training.on_host, training.offloadable) == (on_host, offloadable)
+
+
+def test_an_optimizer_of_ones_own_does_not_move_to_the_host() -> None:
+    training = training_of(replace(config(), optimizer=OptimizerConfig(name="torch.optim.SGD")), 1)
+    assert training.offloadable == 0
 
 
 def test_a_value_model_is_planned_for() -> None:
@@ -83,7 +111,7 @@ def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
     run = replace(config(), model=ModelConfig("smollm2", WeightDtype.bf16), algorithm=AlgorithmConfig())
     planned, found = with_memory_plan(run)
     assert found is not None
-    assert found == plan(SMOLLM2, training_of(run, 1), rollouts_of(run), 20 * GIB, 10**15)
+    assert found == plan(SMOLLM2, training_of(run, 1), rollouts_of(run, 1), 20 * GIB, 10**15)
     assert planned == replace(run, engine=planned_engine(run.engine, found, 24 * GIB))
 
 

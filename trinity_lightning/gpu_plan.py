@@ -30,10 +30,9 @@ from trinity_lightning.config.engines import (
     capabilities_of,
 )
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.processes import processes_of
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import gpus_that_train
-from trinity_lightning.config.training import MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of, trains_together
+from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of, trains_together
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
@@ -123,14 +122,14 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     if online and not capabilities_of(engine.name).is_vllm:
         return config, None
     if online:
-        engine = replace(engine, max_num_seqs=engine.max_num_seqs or requests_at_once(_requests(config)))
+        engine = replace(engine, max_num_seqs=engine.max_num_seqs or requests_at_once(_requests(config, gpus.count)))
         config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config, gpus.count)
     training = replace(training, tokens=training.tokens or tokens)
     if not online or not _shares_the_gpu(engine):
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
-    rollouts = replace(rollouts_of(config), beside=beside)
+    rollouts = replace(rollouts_of(config, gpus.count), beside=beside)
     found = plan(shape, training, rollouts, gpus.free, gpus.host)
     if found.offload and engine.per_rank:
         raise ConfigError(
@@ -200,6 +199,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
     """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
+    trainers = _trainers_here(settings, gpus)
     objective, longest = Objective(config.algorithm), config.engine.max_model_len
     if config.buffer.storage == "dataset":
         longest = (2 if objective.pairs else 1) * (config.buffer.dataset.max_length or 0)
@@ -215,7 +215,8 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         adapter_width=adapter_width,
         moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # of one's own unknown: taken to be Adam's
         value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
-        on_host=_trainers_here(settings, gpus) if config.optimizer.name == OFFLOADED else 0,
+        on_host=trainers if config.optimizer.name == OFFLOADED else 0,
+        offloadable=trainers if config.optimizer.name in ADAM else 0,
     )
 
 
@@ -253,26 +254,31 @@ def _trainers_here(settings: Mapping[str, Any], gpus: int) -> int:
     return gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
 
 
-def _requests(config: TrainConfig) -> int:
-    """Rollouts of a step; with an engine in every process those of its share of the tasks."""
-    tasks, each = config.explorer.batch_size, config.explorer.repeat_times
-    return -(-tasks // processes_of(config.trainer)) * each if config.engine.per_rank else tasks * each
+def _sharing(config: TrainConfig, gpus: int) -> int:
+    """How many processes of a machine have an engine of their own, and share the tasks."""
+    return _trainers_here(config.trainer or {}, gpus) if config.engine.per_rank else 1
 
 
-def rollouts_of(config: TrainConfig) -> Rollouts:
-    """What the plan has to know of rollouts."""
+def _requests(config: TrainConfig, gpus: int) -> int:
+    """Rollouts of a step, of each engine's share of the tasks if every process has one."""
+    return -(-config.explorer.batch_size // _sharing(config, gpus)) * config.explorer.repeat_times
+
+
+def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
+    """What the plan has to know of rollouts, on machines of so many GPUs."""
     engine = config.engine
     sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
     return Rollouts(
         width=4 if engine.dtype is EngineDtype.fp32 else 2,
         context=engine.max_model_len,
-        requests=_requests(config),
+        requests=_requests(config, gpus),
         max_num_seqs=engine.max_num_seqs,
         kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
         drafted=engine.speculative or 0,
         sleep=sleeps[engine.sleep],
         servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
         adapters=_adapters_in_vllm(config) if config.synchronizer.lora == "adapter" else 0,
+        processes=_sharing(config, gpus),
     )
 
 

@@ -289,7 +289,7 @@ def _on_gpus(
         alike = run.engine.per_rank and first.shared
         shares = _ranks(devices, first, first if alike else plan(shape, training, None, machine.free, machine.host))
     if engines and engines.server_gpus:
-        memory = engine_alone(shape, replace(rollouts_of(run), gpus=engines.gpus), machine.total)
+        memory = engine_alone(shape, replace(rollouts_of(run, machine.count), gpus=engines.gpus), machine.total)
         servers, gpus = run.engine.servers, engines.server_gpus
         shares.append(Share(f"{_counted(servers, 'server')}, {_counted(gpus, 'GPU')} each", servers * gpus, memory))
     return run, shares
@@ -308,7 +308,7 @@ def _on_a_cpu(
         args = engine_args(run.model.name, run.engine, on_cpu=True)
         cache, at_once = args["kv_cache_memory_bytes"] / GIB, args["max_num_seqs"]
         run = replace(run, engine=replace(run.engine, kv_cache_gb=cache, max_num_seqs=at_once))
-        rollouts = rollouts_of(run)
+        rollouts = rollouts_of(run, 1)
     theirs = rollouts if run.engine.per_rank else None
     others = [plan(shape, training, theirs, free // here, 0) for _ in range(1, min(devices, 2))]
     free -= sum((here - 1) * (each.device - each.left) for each in others)
@@ -400,7 +400,7 @@ def _rollout_parts(
     """Seconds of a step's rollouts and of the weight sync, if it has them; engines on one device share its speed."""
     if engines is None or hardware.flops is None:
         return {}
-    rollouts = replace(rollouts_of(run), gpus=engines.gpus)
+    rollouts = replace(rollouts_of(run, hardware.machine.count), gpus=engines.gpus)
     cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
     flops, bandwidth = hardware.flops / engines.on_one, hardware.bandwidth / engines.on_one
     generating = rollout_seconds(step, rollouts, engines.count, cache, shape, size, flops, bandwidth)

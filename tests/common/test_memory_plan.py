@@ -21,6 +21,7 @@ from trinity_lightning.common.memory_plan import (
     GRADIENTS,
     MASTERS,
     MOMENTS,
+    PINNED,
     POLICY,
     VALUE_MODEL,
     WORKSPACES,
@@ -166,7 +167,7 @@ def test_masters_and_moments_of_all_trainers_of_a_machine_are_in_its_memory_or_r
 
 def test_vllm_sleeps_in_what_the_optimizer_leaves_of_the_host() -> None:
     training, rollouts = Training(2, 1024, on_host=1, checkpointing=True), Rollouts(2, 1024, 512)
-    needed = sum(states_on_host(QWEN_1_5B, training).values()) + engine_weights(QWEN_1_5B, rollouts)
+    needed = sum(states_on_host(QWEN_1_5B, training).values()) + PINNED * engine_weights(QWEN_1_5B, rollouts)
     assert plan(QWEN_1_5B, training, rollouts, 16 * GIB, needed).sleep
     with pytest.raises(ConfigError, match=r"does not fit into the 16\.0 GiB"):
         plan(QWEN_1_5B, training, rollouts, 16 * GIB, needed - 1)
@@ -200,7 +201,35 @@ def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
 def test_masters_and_moments_move_only_to_a_host_with_room_for_them() -> None:
     training, rollouts = Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512)
     assert plan(QWEN_1_5B, training, rollouts, 32 * GIB, HOST).offload
-    assert not plan(QWEN_1_5B, training, rollouts, 32 * GIB, host=4 * GIB).offload
+    assert not plan(QWEN_1_5B, training, rollouts, 32 * GIB, host=8 * GIB).offload
+    # Each tensor is pinned as a power of two: at most twice of float32 masters, two moments, and vLLM's weights.
+    needed = 2 * (4 + 8 + 2) * QWEN_1_5B.parameters
+    assert plan(QWEN_1_5B, training, rollouts, 32 * GIB, needed).offload
+    assert not plan(QWEN_1_5B, training, rollouts, 32 * GIB, needed - 1).offload
+
+
+def test_engines_of_all_processes_sleep_in_the_memory_of_one_machine() -> None:
+    training, rollouts = Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512, processes=8)
+    needed = 2 * 8 * engine_weights(QWEN_1_5B, rollouts)
+    assert plan(QWEN_1_5B, training, rollouts, 36 * GIB, needed).sleep
+    assert not plan(QWEN_1_5B, training, rollouts, 36 * GIB, needed - 1).sleep
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_host_is_advised_only_if_it_has_room_for_all_trainers(processes: int) -> None:
+    """Beside one's own optimizer never; it is one's AdamW of 8 bits that would have larger moments there."""
+    training, advice = Training(2, 1024, tokens=16384, offloadable=processes), "optimizer.name=adamw_offload"
+    needed = sum(states_on_host(QWEN_1_5B, replace(training, on_host=processes)).values())
+    for asked, host, offered in (
+        (training, needed, True),
+        (training, needed - 1, False),
+        (replace(training, moments=2), needed, True),
+        (replace(training, moments=2), needed - 1, False),
+        (replace(training, offloadable=0), HOST, False),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            plan(QWEN_1_5B, asked, None, 24 * GIB, host)
+        assert (advice in str(refused.value)) is offered
 
 
 def test_servers_on_the_trainers_device_have_caches_of_their_own() -> None:
@@ -234,12 +263,12 @@ def test_a_device_of_the_size_that_a_refusal_names_has_room(training: Training) 
     """The CUDA context that the trainer has already is of the device, and not of what is free there."""
     rollouts = Rollouts(2, 1024, 512)
     with pytest.raises(ConfigError) as refused:
-        plan(QWEN_1_5B, training, rollouts, 24 * GIB, host=4 * GIB)
+        plan(QWEN_1_5B, training, rollouts, 24 * GIB, host=8 * GIB)
     named = float(str(refused.value).split("a device of ")[1].split()[0]) * GIB
     context = CUDA_CONTEXT - WORKSPACES
-    assert plan(QWEN_1_5B, training, rollouts, int(named + 0.05 * GIB - context), host=4 * GIB).left >= 0
+    assert plan(QWEN_1_5B, training, rollouts, int(named + 0.05 * GIB - context), host=8 * GIB).left >= 0
     with pytest.raises(ConfigError):
-        plan(QWEN_1_5B, training, rollouts, int(named - 0.05 * GIB - context), host=4 * GIB)
+        plan(QWEN_1_5B, training, rollouts, int(named - 0.05 * GIB - context), host=8 * GIB)
 
 
 def test_a_server_that_is_to_sleep_is_refused() -> None:

@@ -34,6 +34,7 @@ WORKSPACES = CUDA_CONTEXT // 2  # of these, what a process still takes whose con
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
 FIRST_SHARDS = 8  # devices that a trainer of one device is advised to have
+PINNED = 2  # times a size at most: torch and vLLM pin host memory tensor by tensor, each as a power of two
 MOST_DOUBLED = 8  # how often that number is, if it is not enough
 SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 
@@ -65,6 +66,7 @@ class Rollouts:
         gpus: GPUs that an engine is split over (tensor parallelism).
         drafted: tokens that speculative decoding proposes for a request at once.
         adapters: parameters of adapters that vLLM computes with itself, besides the weights (synchronizer.lora).
+        processes: of a machine that have an engine each, on a device of their own (engine.per_rank).
 
     Raises:
         ConfigError: a server that is to sleep.
@@ -81,6 +83,7 @@ class Rollouts:
     gpus: int = 1
     drafted: int = 0
     adapters: int = 0
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.sleep and self.servers:
@@ -235,7 +238,7 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
         ways = [replace(_way(shape, training, rollouts, device, each), on_host=on_host) for each in budgets]
         fitting = _fitting(shape, rollouts, ways)[:1]
     if not fitting:
-        raise ConfigError(_refusal(shape, training, rollouts, ways[-1]))
+        raise ConfigError(_refusal(shape, training, rollouts, ways[-1], host))
     if rollouts is None:
         return fitting[0]
     wanted = ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once) if rollouts.kv_cache is None else rollouts.kv_cache
@@ -269,7 +272,8 @@ def _ways(
     states = weight_states(shape, training)
     moved = states.get(MASTERS, 0) + states.get(MOMENTS, 0)
     for offload in (False, True) if moved else (False,):
-        if host >= engine_weights(shape, rollouts) + (moved if offload else 0) or (rollouts.sleep and not offload):
+        needed = _asleep(shape, rollouts) + PINNED * (moved if offload else 0)
+        if host >= needed or (rollouts.sleep and not offload):
             free = device - sum(states.values()) - CUDA_GRAPHS - sum(_others(training, rollouts, device).values())
             tokens = max(training.tokens or micro_batch_tokens(shape, training, free), training.longest_row)
             yield _way(shape, training, rollouts, device, tokens, sleep=True, offload=offload)
@@ -327,6 +331,11 @@ def _way(
 def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
     """Bytes of what vLLM computes with on each of its GPUs: the model, and adapters that are not merged into it."""
     return rollouts.width * (shape.parameters + rollouts.adapters) // rollouts.gpus
+
+
+def _asleep(shape: ModelShape, rollouts: Rollouts) -> int:
+    """Bytes of a machine's memory that the weights of its engines take while these sleep."""
+    return PINNED * rollouts.processes * engine_weights(shape, rollouts)
 
 
 def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
@@ -428,7 +437,19 @@ def _more_shards(
     return said, found, rollouts, tokens
 
 
-def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan) -> Iterator[str]:
+def _moves_to_host(
+    shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan, host: int
+) -> bool:
+    """Whether adamw_offload is for this run, and the host has room for it beside vLLM's weights, if these go there."""
+    offloaded = replace(training, on_host=training.offloadable, moments=2 * FLOAT)
+    asleep = _asleep(shape, rollouts) if rollouts and way.sleep else 0
+    fits = sum(states_on_host(shape, offloaded).values()) + asleep <= host
+    return training.offloadable > 0 and training.shards == 1 and not training.on_cpu and fits
+
+
+def _knobs(
+    shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan, host: int
+) -> Iterator[str]:
     """What to change, and how many bytes fewer are needed then in the fuller phase."""
     tokens = way.micro_batch_tokens
     options: list[tuple[str, Training, Rollouts | None, int]] = [
@@ -438,7 +459,7 @@ def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way
     ]
     if not training.adapters:
         options.append(_more_shards(shape, training, rollouts, way))
-    if training.shards == 1 and not training.on_cpu:
+    if _moves_to_host(shape, training, rollouts, way, host):
         on_host = "optimizer.name=adamw_offload, with masters and moments in the host's memory, takes {} less"
         options.append((on_host, replace(training, on_host=1), rollouts, tokens))
     if training.tokens:
@@ -463,7 +484,7 @@ def _knobs(shape: ModelShape, training: Training, rollouts: Rollouts | None, way
         yield "engine.sleep=auto frees vLLM's memory for training"
 
 
-def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan) -> str:
+def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan, host: int) -> str:
     """Why not even the most frugal way fits, and what to change."""
     phases = _phases(shape, rollouts, way)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -474,7 +495,7 @@ def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts | None, w
     if rollouts is not None:
         one = gib(cache_bytes(shape, rollouts, 1))
         request = f" (one request of engine.max_model_len={rollouts.context} needs {one} of cache)"
-    advice = [*_knobs(shape, training, rollouts, way), f"a device of {gib(room)} has room"]
+    advice = [*_knobs(shape, training, rollouts, way, host), f"a device of {gib(room)} has room"]
     return (
         f"the model does not fit into the {gib(way.device)} that are free on this device{request}. While {phase}, with "
         f"micro-batches of {way.micro_batch_tokens} tokens, {_listed(phases[phase])}. {'; '.join(advice)}."

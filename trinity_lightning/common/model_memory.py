@@ -98,6 +98,7 @@ class Training:
         value_model: of a critic that is a model of its own; None: there is none.
         on_host: processes of a machine that keep masters and moments in its memory (optimizer.name=adamw_offload);
             0: they are on the devices.
+        offloadable: how many these would be; 0: the optimizer is one's own, and adamw_offload would be another.
     """
 
     width: int
@@ -113,6 +114,7 @@ class Training:
     moments: int = 2 * FLOAT
     value_model: ModelShape | None = None
     on_host: int = 0
+    offloadable: int = 1
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> int:
