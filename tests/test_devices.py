@@ -423,6 +423,7 @@ INTERACTIVE = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"}  # a shell,
             "each task of srun would run one of its own",
         ),
         ((), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "need one folder for the run"),
+        ((), {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, "srun has started 4 of the processes"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(

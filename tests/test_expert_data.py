@@ -114,6 +114,18 @@ def test_what_another_run_kept(tmp_path: Path) -> None:
     assert all(is_expert(e) and e.logprobs is None for e in got)
 
 
+def test_the_place_among_expert_data_is_kept_under_another_system_prompt(tokenizer: Any) -> None:
+    entries = [{"prompt": f"{i}", "answer": "y"} for i in range(3)]
+    first, second = (AnswerReader(Taskset(entries), tokenizer, {"system_prompt": said}) for said in ("a", "b"))
+    first.read(1)
+    second.load_state_dict(first.state_dict())
+    after, expected = (str(each.read(1)[0].prompt_text) for each in (second, first))
+    assert after[-1] == expected[-1]
+    opaque = ([{"messages": [{"role": "user", "content": each}], "answer": "y"}] for each in (object(), object()))
+    one, other = (AnswerReader(Taskset(each), tokenizer) for each in opaque)
+    other.load_state_dict(one.state_dict())
+
+
 def test_the_place_among_other_expert_data_is_refused(tmp_path: Path) -> None:
     for name in "ab":
         write_lines(tmp_path / f"{name}.jsonl", [{"prompt": "x", "answer": f"{name}{i}"} for i in range(3)])

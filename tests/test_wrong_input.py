@@ -19,10 +19,13 @@ from support.runs import TWO, RunTrain, environment
 
 from trinity_lightning.build import instantiate
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import validate
+from trinity_lightning.config.checks import check_anywhere, validate
+from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.explain import explain
+from trinity_lightning.config.processes import check_launched
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_models, check_objective
 from trinity_lightning.trainer.budget import CPU_TOKENS
@@ -639,6 +642,16 @@ def test_help_that_nobody_reads_ends_in_silence() -> None:
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
+def test_a_plan_refuses_an_engine_in_every_process_where_only_one_trains() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.per_rank is of several devices"):
+        check_anywhere(composed("+recipe=grpo", "model=tiny", "engine.per_rank=true"))
+
+
+def test_an_estimate_without_a_weight_is_refused_of_a_run_alone() -> None:
+    """A checkpoint of an earlier version may hold one, and is loaded."""
+    assert (KLConfig(name="k2").coef, CriticConfig(kl_name="k3").kl_coef) == (0, 0)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command checks before it loads anything, in its order."""
@@ -674,7 +687,8 @@ def test_another_number_of_processes_than_was_started_is_refused(
         monkeypatch.setenv(name, value)
     config = composed("+recipe=grpo", "model=tiny", *TWO, *arguments)
     with nullcontext() if sentence is None else pytest.raises(ConfigError, match=sentence):
-        validate(config)
+        check_launched(config.trainer)
+    validate(config)  # as an evaluation does, which is one process
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,12 @@ class AnswerReader(BufferReader):
         self._workflow_args = dict(workflow_args or {})
         content = hashlib.sha256()
         for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
-            content.update(json.dumps(self._conversation(taskset[i]), default=str).encode())
+            raw = taskset[i]
+            self._conversation(raw)
+            # The entry itself: the system prompt may change. What is no JSON counts by its type alone, as its text may
+            # be an address in memory.
+            said = [raw.get(key) for key in ("messages", "prompt", "answer")]
+            content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
         self._source = content.hexdigest()[:16]
 
     def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:

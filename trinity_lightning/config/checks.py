@@ -25,7 +25,7 @@ from trinity_lightning.config.schema import (
     config_dir,
     typed_config,
 )
-from trinity_lightning.config.training import Layout
+from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 
 
@@ -82,6 +82,10 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
         from trinity_lightning.config.trainer_settings import check_trainer
 
         check_trainer(run, config.trainer or {})
+    if run.buffer.has_rollouts and run.engine.per_rank:
+        from trinity_lightning.config.processes import check_engines_of_ranks
+
+        check_engines_of_ranks(run, config.trainer or {})
     return run
 
 
@@ -158,6 +162,10 @@ def _check_training(run: TrainConfig) -> None:
         from trinity_lightning.config.optimizers import check_dealt  # an option
 
         check_dealt(algorithm.optimizer_steps, run.explorer.batch_size)
+    if algorithm.kl.name != KLConfig.name:
+        from trinity_lightning.config.optimizers import check_weighed  # an option
+
+        check_weighed(algorithm.kl)
     if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
     if run.optimizer.warmup_steps or run.optimizer.total_steps:
@@ -201,10 +209,6 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     if can.is_vllm and not run.engine.urls:
         require_vllm()
     _check_engine(run, can)
-    if run.engine.per_rank:
-        from trinity_lightning.config.processes import check_engines_of_ranks
-
-        check_engines_of_ranks(run, trainer)
     if run.synchronizer.method != "auto" or run.synchronizer.folder is not None:
         from trinity_lightning.config.servers import check_synchronizer
 

@@ -46,12 +46,16 @@ def check_dealt(optimizer_steps: int, prompts: int) -> None:
 
 
 def check_kl(kl: KLConfig) -> None:
-    """Refuse an estimate without a weight, and a weight of none; a ConfigError."""
+    """Refuse a weight of no penalty; a ConfigError."""
     if kl.name == "none" and kl.coef > 0:
         raise ConfigError(
             f"algorithm.kl.coef is {kl.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
             "set algorithm.kl.coef=0."
         )
+
+
+def check_weighed(kl: KLConfig) -> None:
+    """Refuse an estimate without a weight, of a run: a checkpoint may hold one; a ConfigError."""
     if kl.name != "none" and kl.coef == 0:
         raise ConfigError(
             f"algorithm.kl.name={kl.name} has no effect without algorithm.kl.coef: set that, or leave it out."

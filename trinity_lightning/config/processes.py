@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from trinity_lightning.config.engines import capabilities_of, gpu_count
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import MIXED, trains_together
-from trinity_lightning.config.values import AUTO
+from trinity_lightning.config.values import AUTO, whole_number
 from trinity_lightning.errors import ConfigError
 
 # One of these is set in a process that torchrun, srun, or a cluster's own way of starting has begun.
@@ -19,13 +19,12 @@ ALWAYS = 2  # processes that any machine may have, if only to try it
 
 
 def check_processes_here(trainer: Mapping[str, Any]) -> None:
-    """Refuse more processes than a CPU has cores or a launcher has started, and several machines that nothing connects.
+    """Refuse more processes than a CPU has cores, and several machines that nothing connects.
 
     Raises:
         ConfigError: says how many there may be, or by which command the run is started.
     """
     devices, nodes = str(trainer.get("devices")), trainer.get("num_nodes", 1)
-    _check_launched(trainer, nodes)
     if nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
             f"trainer.num_nodes is {nodes}, and no launcher started this process, which would wait for the others: on "
@@ -49,8 +48,9 @@ def _by_srun() -> bool:
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
-def _check_launched(trainer: Mapping[str, Any], nodes: int) -> None:
-    """Refuse another number of processes, or of machines, than torchrun or srun says that it has started."""
+def check_launched(trainer: Mapping[str, Any]) -> None:
+    """Refuse another number of processes or machines than torchrun or srun has started; a ConfigError."""
+    nodes: int = whole_number("trainer.num_nodes", trainer.get("num_nodes", 1), least=1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, names = "torchrun", ("WORLD_SIZE", "GROUP_WORLD_SIZE")
     elif _by_srun():
@@ -96,7 +96,14 @@ def check_engines_of_ranks(run: TrainConfig, trainer: Mapping[str, Any]) -> None
 
 
 def check_start(config: DictConfig, hydra: Any) -> None:
-    """Refuse a sweep that each process would begin, and torchrun's without one folder; a ConfigError says how."""
+    """Refuse a sweep that each process would begin, torchrun's processes without one folder, and as `check_launched`.
+
+    An evaluation is one process, whatever the recipe trains with, and is not checked by this.
+
+    Raises:
+        ConfigError: says how to start the run.
+    """
+    check_launched(config.trainer)
     by_srun = _by_srun()
     if hydra.mode == RunMode.MULTIRUN and not by_srun:
         raise ConfigError(

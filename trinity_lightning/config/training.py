@@ -117,7 +117,7 @@ class KLConfig(Section, key="algorithm.kl"):
         coef: its weight; 0 means none, and no reference model.
 
     Raises:
-        ConfigError: an unknown estimate, one without a weight, or a weight that is negative, not finite, or of none.
+        ConfigError: an unknown estimate, or a weight that is negative, not finite, or of none.
     """
 
     name: str = checked("k3", one_of, names=PARTS["KL estimate"])
