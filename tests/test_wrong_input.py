@@ -179,6 +179,11 @@ REFUSED = {
     ),
     "a dataset without a path": (["+recipe=dpo"], ["buffer.path=FILE"]),
     "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], ["no file or folder 'pairs.jsonl'"]),
+    "a dataset of an empty path": (["+recipe=dpo", "buffer.path="], ["buffer.path is empty: give a file, a folder"]),
+    "a taskset of an empty path": (
+        ["+recipe=grpo", "taskset.source=dataset", "taskset.path="],
+        ["taskset.path is empty: give a file, a folder"],
+    ),
     "a taskset of a name like the section's": (
         ["+recipe=grpo", "+tasksets={mine: {name: mine, source: dataset, path: ./my_taskset.jsonl}}"],
         ["tasksets.mine.path: there is no file or folder './my_taskset.jsonl'"],

@@ -103,7 +103,7 @@ def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
     if asked != held:
         raise ConfigError(
             f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
-            f"'{checkpoint}' are {held}: a resumed run keeps its own, so leave model.dtype and that precision out."
+            f"'{checkpoint}' are {held}: a resumed run keeps its own: set model.dtype={held}, without that precision."
         )
 
 

@@ -112,7 +112,7 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
         (
             Example.pair,
             {"prompt": "a", "completion": "b"},
-            "learns from prompt, chosen and rejected; it has completion, ",
+            "learns from prompt, chosen and rejected, or from .* it has completion, ",
         ),
         (Example.pair, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         (Example.pair, {"prompt": "a", "chosen": [assistant("b")], "rejected": "c"}, "both text, or both lists"),

@@ -78,7 +78,8 @@ class Example:
         """
         if not {"chosen", "rejected"} <= self._fields.keys():
             raise ConfigError(
-                f"algorithm.policy_loss=dpo learns from prompt, chosen and rejected; it has {self._columns()}."
+                f"algorithm.policy_loss=dpo learns from prompt, chosen and rejected, or from whole conversations "
+                f"in the latter two; it has {self._columns()}."
             )
         chosen, rejected = (self._column(name, str, list) for name in ("chosen", "rejected"))
         prompt = self._fields.get("prompt")
@@ -98,9 +99,9 @@ class Example:
         (begin, good), (other, bad) = (self._rendered(prompt, each) for each in (chosen, rejected))
         begin = min(begin, other)
         if good == bad:
-            raise ConfigError("chosen and rejected are the same.")
+            raise ConfigError("chosen and rejected are the same: leave the entry out.")
         if begin == min(len(good), len(bad)):
-            raise ConfigError(f"{'chosen' if begin == len(good) else 'rejected'} is empty.")
+            raise ConfigError(f"{'chosen' if begin == len(good) else 'rejected'} is empty: leave the entry out.")
         return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:])
 
     def response(self) -> Experience:

@@ -110,6 +110,8 @@ def is_local(path: str) -> bool:
 
 def check_dataset_path(key: str, path: str | None) -> None:
     """Refuse a file or folder that is not there; a ConfigError."""
+    if path == "":
+        raise ConfigError(f"{key} is empty: give a file, a folder, or the name of a dataset on the hub.")
     if path and is_local(path) and not (place := Path(path).expanduser()).exists():
         match = nearest(place.name, [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else [])
         hint = f": did you mean '{place.parent / match}'?" if match else "."

@@ -86,7 +86,7 @@ def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = F
     if local.is_file() and local.suffix not in FILE_FORMATS:
         raise ConfigError(f"dataset '{path}' is of no known format: give one of {', '.join(FILE_FORMATS)}.")
     if local.is_file() and local.stat().st_size == 0:
-        raise ConfigError(f"dataset '{path}' is empty.")
+        raise ConfigError(f"dataset '{path}' is empty: give a file with entries.")
     import datasets  # a second to import
     from datasets.exceptions import DatasetsError
 
