@@ -122,8 +122,8 @@ def test_ranks_that_follow_read_nothing(tmp_path: Path) -> None:
         (
             "dpo",
             sums(),
-            "data.jsonl: algorithm.policy_loss=dpo learns from prompt, chosen and rejected, or from whole conversations "
-            "in the latter two; it has completion",
+            "data.jsonl: algorithm.policy_loss=dpo learns from prompt, chosen and rejected, or from whole "
+            "conversations in the latter two; it has completion",
         ),
         ("sft", preferences(), "data.jsonl: algorithm.policy_loss=sft learns from prompt and completion"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.page import write_report as write_report
+from trinity_lightning.page import write_report
 
 
 def check_run(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a policy asks of its critic, if it has one: the experiences of others bring their advantages."""
+"""What a policy asks of its critic, if it has one; without one, advantages come with the experiences."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -64,7 +64,7 @@ class Objective:
         self._has_kl = config.kl.coef != 0
         self._against_engine = config.old_logprobs == "engine"
         if self.pairs or self._against_engine or self._ignores_advantages:
-            from trinity_lightning.trainer.objective_checks import check_settings  # no usual loss
+            from trinity_lightning.trainer.objective_checks import check_settings  # each rule needs one of these
 
             check_settings(config, losses, self.pairs, self._ignores_advantages)
 
