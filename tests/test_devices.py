@@ -116,6 +116,19 @@ def test_an_engine_in_each_process_rolls_out_as_one(
     alike(finished(run_train, tmp_path, *VLLM, *TRAINERS[trainer], PER_RANK), with_vllm)
 
 
+def test_engines_of_the_processes_have_adapters_older_weights_and_evaluations_as_one(
+    run_train: Commands, tmp_path: Path
+) -> None:
+    adapted = ("+recipe=lora", *SMALL, "steps=4", "name=run", "model.lora.r=4", "optimizer.lr=0.03")
+    adapted += ("explorer.sync_interval=2", "explorer.eval_interval=1")
+    folders = tmp_path / "one", tmp_path / "two"
+    for folder in folders:
+        folder.mkdir()
+    one = finished(run_train, folders[0], *adapted)
+    assert sum(any(value and name.startswith("eval/") for name, value in row.items()) for row in rows(one)) == 4
+    alike(finished(run_train, folders[1], *adapted, *TWO, PER_RANK), one)
+
+
 def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
