@@ -153,8 +153,12 @@ class MemoryPlan:
             ("device memory", f"{gib(self.device)} free: {self.way}, leaves {gib(self.left)}"),
             ("while training", _listed(self.training)),
             ("while generating", _listed(self.generating)),
-            *([("on the host", _listed(self.on_host))] if self.on_host else []),
+            *self.host_rows(),
         ]
+
+    def host_rows(self) -> list[tuple[str, str]]:
+        """Of these, what is said of the host's memory, if anything is there."""
+        return [("on the host", _listed(self.on_host))] if self.on_host else []
 
 
 def gib(size: float) -> str:
