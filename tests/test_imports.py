@@ -95,8 +95,8 @@ DEFAULT_RUN = (
     "common.experience.payload",
     "trainer.lean_layers",
 )
-MAX_DEFAULT_RUN = 8_000  # lines of code
-MAX_FILES, MAX_LINES = 250, 37_900  # of the package
+MAX_DEFAULT_RUN = 8_300  # lines of code
+MAX_FILES, MAX_LINES = 262, 39_500  # of the package
 
 
 @functools.cache
