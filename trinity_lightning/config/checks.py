@@ -99,11 +99,11 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
     for key in map(str, node):
         name = f"{prefix}{key}"
         if fields is not None and key not in fields:
-            from trinity_lightning.config.keys import unknown_key
+            from trinity_lightning.config.explain import unknown_key
 
             raise ConfigError(unknown_key(name, fields))
         if name in FREE and isinstance(node[key], str):  # `logger: csv` in a recipe
-            from trinity_lightning.config.keys import choice_of
+            from trinity_lightning.config.explain import choice_of
 
             raise ConfigError(choice_of(name))
         apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
@@ -235,7 +235,7 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
     engine, label = run.engine, f"engine={run.engine.name}"
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
-        from trinity_lightning.config.keys import unread_key
+        from trinity_lightning.config.explain import unread_key
 
         raise ConfigError(unread_key(given[0], label))
     if run.explorer.samples_older_weights:

@@ -1,4 +1,7 @@
-"""Errors of Hydra, OmegaConf and YAML as one sentence: the file or the key, what is allowed, the nearest match."""
+"""What is wrong with a configuration, in one sentence: the file or the key, what is allowed, the nearest match.
+
+Errors of Hydra, OmegaConf and YAML are put into words, and the same said of sections given as mappings.
+"""
 
 import argparse
 import logging
@@ -6,19 +9,20 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from trinity_lightning.config.engines import CAPABILITIES
 from trinity_lightning.config.hydra import CONFIG_ERRORS
-from trinity_lightning.config.keys import RENAMED, choice_of, unknown_key
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
+from trinity_lightning.config.sections import Section
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
@@ -256,7 +260,43 @@ def _not_there(key: str, parent: Any) -> str:
     return unknown_key(key, siblings)
 
 
-# -- sections that do not stand under their class's own key ------------------------------------------------------------
+# -- keys that are not there -------------------------------------------------------------------------------------------
+
+
+# What keys of earlier versions, and of other libraries, are called here.
+RENAMED = {
+    "algorithm.kl_coef": "algorithm.kl.coef",
+    "algorithm.policy_loss_args": "algorithm.policy_loss.args",
+    "engine.kind": "engine.name",
+    "optimizer.learning_rate": "optimizer.lr",
+}
+
+
+def unknown_key(key: str, siblings: Iterable[str]) -> str:
+    """A message for a key that is not there: what it is called, or the nearest of its siblings."""
+    if key in RENAMED:
+        return f"unknown key '{key}'. It is called {RENAMED[key]}."
+    prefix, dot, name = key.rpartition(".")
+    names = sorted(siblings)
+    match = nearest(name, names)
+    hint = f" Did you mean '{prefix}{dot}{match}'?" if match else ""
+    return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
+
+
+def choice_of(group: str) -> str:
+    """What to write instead of the name of a choice as the value of its group."""
+    return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
+
+
+def unread_key(key: str, engine: str) -> str:
+    """A message for a key of `engine` that this engine does not read: which ones do."""
+    owners = [name for name, each in CAPABILITIES.items() if key in each.keys]
+    of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
+    owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
+    return f"engine.{key} is of {owner}, and {engine} does not read it: leave the key out."
+
+
+# -- sections under another key than their class's own, and given as mappings by scripts and checkpoints ---------------
 
 
 def check_sections_by_other_names(config: DictConfig) -> None:
@@ -276,3 +316,20 @@ def _sections_by_other_names(config: DictConfig) -> Iterator[tuple[str, str, Dic
     for group in ("tasksets", "eval_tasksets"):
         for name, taskset in config[group].items():
             yield f"{group}.{name}", "taskset", taskset
+
+
+S = TypeVar("S", bound=Section)
+
+
+def section_given(key: str, kind: type[S], given: Any) -> S:
+    """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
+    tree = OmegaConf.create()
+    OmegaConf.update(tree, key, OmegaConf.structured(kind))
+    section = OmegaConf.select(tree, key)
+    try:
+        section.merge_with(given)
+        return OmegaConf.to_object(section)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(sentence_of(error)) from error
+    except ConfigError as error:
+        raise ConfigError(str(error) if kind._key else f"{key}.{error}") from error

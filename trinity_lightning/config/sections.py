@@ -33,7 +33,7 @@ class Section:
         known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in given:
             if name not in known:
-                from trinity_lightning.config.keys import unknown_key
+                from trinity_lightning.config.explain import unknown_key
 
                 raise ConfigError(unknown_key(f"{cls._key}{name}", known))
         return super().__new__(cls)
@@ -92,7 +92,7 @@ def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> 
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    from trinity_lightning.config.given import section_given
+    from trinity_lightning.config.explain import section_given
 
     return section_given(key, kind, given or {})
 
@@ -144,7 +144,7 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
         raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(known)}}}, each of them optional.")
     for each in entry:
         if each not in known:
-            from trinity_lightning.config.keys import unknown_key
+            from trinity_lightning.config.explain import unknown_key
 
             raise ConfigError(f"{unknown_key(f'{key}.{each}', known)} Arguments go into {key}.args: {key}.args.{each}.")
     name, args = entry.get("name") or name, entry.get("args") or {}

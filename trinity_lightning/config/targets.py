@@ -45,7 +45,7 @@ def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
     known = _arguments(part)
     for name in names if known else ():
         if name not in known:
-            from trinity_lightning.config.keys import unknown_key
+            from trinity_lightning.config.explain import unknown_key
 
             raise ConfigError(unknown_key(f"{key}.{name}", known))
 
