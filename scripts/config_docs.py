@@ -15,7 +15,7 @@ from typing import Any
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.arguments import loss_arguments
 from trinity_lightning.config import schema
-from trinity_lightning.config.critic import CriticConfig
+from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.explorer.rewards import REWARDS
 

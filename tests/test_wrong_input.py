@@ -20,11 +20,11 @@ from support.runs import TWO, RunTrain, environment
 from trinity_lightning.build import instantiate
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_anywhere, validate
-from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.explain import explain
-from trinity_lightning.config.processes import check_launched
+from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.trainer import check_launched
 from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_models, check_objective

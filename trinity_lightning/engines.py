@@ -39,7 +39,7 @@ def check_room(config: TrainConfig) -> None:
     """
     started: list[tuple[str, str, EngineConfig, bool]] = []
     if config.auxiliary_models:
-        from trinity_lightning.config.servers import auxiliary_servers
+        from trinity_lightning.config.auxiliary_models import auxiliary_servers
 
         started += auxiliary_servers(config)
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
@@ -51,7 +51,7 @@ def check_room(config: TrainConfig) -> None:
         from trinity_lightning.common.memory import check_caches
 
         if config.engine.per_rank and "engine" in caches:
-            from trinity_lightning.config.processes import processes_of
+            from trinity_lightning.config.trainer import processes_of
 
             caches["engine"] *= processes_of(config.trainer or {})
         check_caches(caches)

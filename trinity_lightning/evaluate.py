@@ -10,10 +10,9 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
-from trinity_lightning.config.checks import validate
+from trinity_lightning.config.checks import check_targets, validate
 from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.schema import config_dir
-from trinity_lightning.config.targets import check_targets
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check_models
 

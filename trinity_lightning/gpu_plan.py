@@ -284,7 +284,7 @@ def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
 
 def _adapters_in_vllm(config: TrainConfig) -> int:
     """Parameters of the adapters with the rank that vLLM makes room for."""
-    from trinity_lightning.config.adapters import room_for  # an option
+    from trinity_lightning.config.optimization import room_for  # an option
 
     rank = config.model.lora.r or 0
     return adapters_of(config)[0] * room_for(rank) // rank

@@ -26,10 +26,9 @@ from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server, gpus_that_train
+from trinity_lightning.config.servers import check_gpus_apart, check_one_device, gpus_of_a_server, gpus_that_train
 from trinity_lightning.config.training import OFFLOADED, Layout, WeightDtype, compute_dtype, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
-from trinity_lightning.config.vllm_args import check_one_device
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args

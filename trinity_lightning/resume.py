@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
-from trinity_lightning.config.critic import critic_config
+from trinity_lightning.config.objectives import critic_config
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype

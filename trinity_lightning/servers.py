@@ -7,9 +7,9 @@ import lightning as L
 import torch
 
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.servers import AuxiliaryConfig
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
 

@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import validate, workflow_arguments
+from trinity_lightning.config.checks import check_targets, validate, workflow_arguments
 from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.schema import TrainConfig, config_dir
-from trinity_lightning.config.targets import check_targets
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from trinity_lightning.common.criterion import judged
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import UNTRAINED
 from trinity_lightning.common.untrained import REASONS, what_helps
-from trinity_lightning.config.operators import OperatorConfig
+from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import OperatorError
 from trinity_lightning.monitor.run_monitor import write_completions

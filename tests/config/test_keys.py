@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from support.compose import composed
 
+from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.explain import RENAMED, _place, explain, explain_composition
 from trinity_lightning.config.hydra import CONFIG_ERRORS
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.servers import AuxiliaryConfig
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 

@@ -31,7 +31,7 @@ from trinity_lightning.explorer.models import vllm_engine
 OF_RUNS = (
     "hydra.main",
     "trinity_lightning.build",
-    "trinity_lightning.config.targets",
+    "trinity_lightning.config.checks",
     "trinity_lightning.explorer.models.transformers_engine",
     "trinity_lightning.explorer.rewards.text",
     "trinity_lightning.monitor.csv_logger",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.operators.experience_operator import OperatorChain
     from trinity_lightning.buffer.refill import MoreRollouts
-    from trinity_lightning.config.operators import OperatorConfig
+    from trinity_lightning.config.parts import OperatorConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
 """The sections of the configuration under the name that Trinity-RFT's users look for; they are in `config/`."""
 
+from trinity_lightning.config.auxiliary_models import AuxiliaryConfig as AuxiliaryConfig
 from trinity_lightning.config.engines import EngineConfig as EngineConfig
 from trinity_lightning.config.engines import EngineDtype as EngineDtype
 from trinity_lightning.config.engines import EngineSleep as EngineSleep
@@ -13,7 +14,6 @@ from trinity_lightning.config.schema import SamplingConfig as SamplingConfig
 from trinity_lightning.config.schema import TasksetConfig as TasksetConfig
 from trinity_lightning.config.schema import TrainConfig as TrainConfig
 from trinity_lightning.config.schema import WorkflowConfig as WorkflowConfig
-from trinity_lightning.config.servers import AuxiliaryConfig as AuxiliaryConfig
 from trinity_lightning.config.training import AlgorithmConfig as AlgorithmConfig
 from trinity_lightning.config.training import Dropout as Dropout
 from trinity_lightning.config.training import KLConfig as KLConfig

@@ -1,7 +1,11 @@
-"""Rules between the sections of a configuration, before torch is imported; a section's own are in its dataclass."""
+"""Rules between the sections of a configuration, before torch is imported; a section's own are in its dataclass.
+
+After those, whether Lightning's own objects have the arguments that the configuration gives them.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from trinity_lightning.config.engines import (
     require_vllm,
 )
 from trinity_lightning.config.models import BUILT_IN_MODELS, check_model_name
-from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES
+from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, import_object
 from trinity_lightning.config.schema import (
     FREE,
     TrainConfig,
@@ -44,7 +48,7 @@ def validate(config: DictConfig) -> TrainConfig:
 
         check_steps(Path(run.buffer.path or ""))
     if _has_own_trainer(config):
-        from trinity_lightning.config.trainer_settings import check_devices
+        from trinity_lightning.config.trainer import check_devices
 
         check_devices(config.trainer or {})
     return run
@@ -65,25 +69,25 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
         check_trainable(run.model.name)
     _check_weighing(run)
     if run.algorithm.critic is not None or "critic" in [each.name for each in run.add_strategy.values()]:
-        from trinity_lightning.config.critic import check_critic
+        from trinity_lightning.config.objectives import check_critic
 
         check_critic(run)
     _check_training(run)
     if run.buffer.expert.per_step > 0 or run.algorithm.policy_loss.name in ("mix", "streams", "teacher_kl"):
-        from trinity_lightning.config.experts import check_expert
+        from trinity_lightning.config.objectives import check_expert
 
         check_expert(run)
     if run.buffer.has_rollouts and (run.auxiliary_models or run.operators):
-        from trinity_lightning.config.servers import check_teachers  # an option
+        from trinity_lightning.config.auxiliary_models import check_teachers  # an option
 
         check_teachers(run)
     _check_sampling(run)
     if _has_own_trainer(config):
-        from trinity_lightning.config.trainer_settings import check_trainer
+        from trinity_lightning.config.trainer import check_trainer
 
         check_trainer(run, config.trainer or {})
     if run.buffer.has_rollouts and run.engine.per_rank:
-        from trinity_lightning.config.processes import check_engines_of_ranks
+        from trinity_lightning.config.trainer import check_engines_of_ranks
 
         check_engines_of_ranks(run, config.trainer or {})
     return run
@@ -135,7 +139,7 @@ def _check_weighing(run: TrainConfig) -> None:
         raise ConfigError(f"add_strategy={named[-1]} only filters: choose, say, add_strategy=[{named[-1]},grpo].")
     one_run, step_wise = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
     if one_run or step_wise or len(named) > 1 or not set(named).isdisjoint(STRATEGIES_WITH_RULES):
-        from trinity_lightning.config.strategies import check_strategies
+        from trinity_lightning.config.objectives import check_strategies
 
         check_strategies(run, named)
 
@@ -147,7 +151,7 @@ def _check_training(run: TrainConfig) -> None:
     """Refuse an objective that does not fit where its experiences come from."""
     algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
-        from trinity_lightning.config.older_weights import check_corrected
+        from trinity_lightning.config.objectives import check_corrected
 
         check_corrected(algorithm)
     if not rollouts:
@@ -159,17 +163,17 @@ def _check_training(run: TrainConfig) -> None:
             "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."
         )
     if rollouts and algorithm.optimizer_steps > 1:
-        from trinity_lightning.config.optimizers import check_dealt  # an option
+        from trinity_lightning.config.optimization import check_dealt  # an option
 
         check_dealt(algorithm.optimizer_steps, run.explorer.batch_size)
     if algorithm.kl.name != KLConfig.name:
-        from trinity_lightning.config.optimizers import check_weighed  # an option
+        from trinity_lightning.config.optimization import check_weighed  # an option
 
         check_weighed(algorithm.kl)
     if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
     if run.optimizer.warmup_steps or run.optimizer.total_steps:
-        from trinity_lightning.config.optimizers import check_schedule  # an option
+        from trinity_lightning.config.optimization import check_schedule  # an option
 
         check_schedule(run.optimizer, run.steps * run.items)
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":
@@ -214,7 +218,7 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
 
         check_synchronizer(run, can)
     if run.synchronizer.lora == "adapter":
-        from trinity_lightning.config.adapters import check_adapters
+        from trinity_lightning.config.optimization import check_adapters
 
         check_adapters(run)
     if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or sent:
@@ -226,7 +230,7 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     if run.eval_workflow is not None:
         workflow_arguments(run.eval_workflow, {}, models, "eval_workflow")
     if models or run.operators:
-        from trinity_lightning.config.servers import check_asked
+        from trinity_lightning.config.auxiliary_models import check_asked
 
         check_asked(run)
 
@@ -239,11 +243,11 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
 
         raise ConfigError(unread_key(given[0], label))
     if run.explorer.samples_older_weights:
-        from trinity_lightning.config.older_weights import check_engine
+        from trinity_lightning.config.objectives import check_older_weights
 
-        check_engine(run.explorer, label, can)
+        check_older_weights(run.explorer, label, can)
     if can.is_vllm and (engine.args or engine.speculative or engine.sleep is EngineSleep.always):
-        from trinity_lightning.config.vllm_args import check_vllm
+        from trinity_lightning.config.servers import check_vllm
 
         check_vllm(run, in_process=not can.overlaps_training)
 
@@ -265,6 +269,67 @@ def workflow_arguments(
     key = ASKING_WORKFLOWS.get(workflow)
     if key is None:
         return dict(args)
-    from trinity_lightning.config.servers import asked_model
+    from trinity_lightning.config.auxiliary_models import asked_model
 
     return {**args, key: asked_model(section, workflow, key, args.get(key, 0), models)}
+
+
+# -- Lightning's own objects (`trainer`, `logger`, `callbacks`) --------------------------------------------------------
+
+
+HANDED_ON = {"WandbLogger": "wandb.init"}  # what takes the arguments that a class does not have itself
+
+
+def check_targets(config: DictConfig) -> None:
+    """Refuse a `_target_` that is not there, and keys that it has no argument for; imports it.
+
+    Raises:
+        ConfigError: names the key, and the nearest argument.
+    """
+    for name in FREE:
+        node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
+        objects = {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
+        for key, entry in objects.items():
+            if not isinstance(entry, Mapping) or "_target_" not in entry:
+                raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
+            _check_arguments(key, entry)
+
+
+def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
+    if "_target_" in node:
+        try:
+            part = import_object(node["_target_"])
+        except ConfigError as error:
+            raise ConfigError(f"{key}._target_: {error}") from error
+        check_arguments(key, part, [name for name in node if not name.startswith("_")])
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            _check_arguments(f"{key}.{name}", value)
+
+
+def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
+    """Refuse names, which stand under the key, that a class or function has no argument for; a ConfigError."""
+    known = _arguments(part)
+    for name in names if known else ():
+        if name not in known:
+            from trinity_lightning.config.explain import unknown_key
+
+            raise ConfigError(unknown_key(f"{key}.{name}", known))
+
+
+def _arguments(part: Any) -> set[str]:
+    """Names of the arguments of a class or function; none if it takes any.
+
+    A class of this package hands further keywords on to its bases.
+    """
+    makers = [each.__init__ for each in part.__mro__ if "__init__" in vars(each)] if isinstance(part, type) else [part]
+    known: set[str] = set()
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters.values()
+        known |= {each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "self"}
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            return known
+        if not part.__module__.startswith("trinity_lightning."):
+            break
+    handed_on = HANDED_ON.get(getattr(part, "__name__", ""))
+    return known | _arguments(import_object(handed_on)) if handed_on else set()

@@ -74,7 +74,7 @@ def capabilities_of(name: str) -> Capabilities:
     """
     if name in CAPABILITIES:
         return CAPABILITIES[name]
-    from trinity_lightning.config.own_parts import own_capabilities
+    from trinity_lightning.config.parts import own_capabilities
 
     return own_capabilities(name)
 

@@ -135,7 +135,7 @@ def check_read(config: DictConfig) -> None:
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
     if trains_together(config.trainer or {}):
-        from trinity_lightning.config.processes import check_start
+        from trinity_lightning.config.trainer import check_start
 
         check_start(config, HydraConfig.get())
 

@@ -135,10 +135,10 @@ def check_there(run: TrainConfig) -> None:
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
         check_on_hub(name)
     if run.buffer.has_rollouts and run.auxiliary_models:
-        from trinity_lightning.config.servers import check_vocabularies
+        from trinity_lightning.config.auxiliary_models import check_vocabularies
 
         check_vocabularies(run)
     if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
-        from trinity_lightning.config.critic import check_value_model
+        from trinity_lightning.config.objectives import check_value_model
 
         check_value_model(run.algorithm.critic.model, run.model.name)

@@ -162,12 +162,12 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        from trinity_lightning.config.own_parts import check_module
+        from trinity_lightning.config.parts import check_module
 
         check_module(path, error)
         raise
     if not hasattr(module, attribute):
-        from trinity_lightning.config.own_parts import refuse_attribute
+        from trinity_lightning.config.parts import refuse_attribute
 
         refuse_attribute(module, attribute)
     return getattr(module, attribute)

@@ -420,12 +420,12 @@ class TrainConfig(Section):
         super().__post_init__()
         check_seed(self.seed)
         if self.operators:
-            from trinity_lightning.config.operators import operator_configs
+            from trinity_lightning.config.parts import operator_configs
 
             self.operators = operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         if self.auxiliary_models:
-            from trinity_lightning.config.servers import auxiliary_configs
+            from trinity_lightning.config.auxiliary_models import auxiliary_configs
 
             self.auxiliary_models = auxiliary_configs(self)
 

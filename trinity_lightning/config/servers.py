@@ -1,40 +1,31 @@
-"""Settings of servers: models in processes of their own, with GPUs and cores, auxiliary models, and Ray's workers.
+"""Settings of vLLM and its servers: arguments, GPUs and cores, ways of sending weights, and Ray's workers.
 
 Imported by the runs that have any of them.
 """
 
 import importlib.util
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from omegaconf import MISSING
-
+from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
 from trinity_lightning.config.engines import (
     SENT,
     SET_BY,
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
+    EngineSleep,
     SynchronizerConfig,
     gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.models import check_model_name, load_tokenizer, resolve_model
-from trinity_lightning.config.operators import OperatorConfig
-from trinity_lightning.config.own_models import check_same_vocabulary
-from trinity_lightning.config.registry import ASKING_WORKFLOWS
+from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.sections import Section, section_of
-from trinity_lightning.config.values import AUTO, one_of, unknown_name, url, whole_number
-from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
+from trinity_lightning.config.values import AUTO, one_of, unknown_name, url
 from trinity_lightning.errors import ConfigError
 
-TEACHER_OPERATOR, TEACHER_WORKFLOW = "teacher_top_k", "on_policy_distill"  # they ask a teacher
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 
 
@@ -72,222 +63,6 @@ def require_ray() -> None:
             "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
             "choose explorer.runner=local."
         )
-
-
-@dataclass
-class AuxiliaryConfig(Section):
-    """Another model than the policy, for workflows and operators that ask one: a judge, a teacher.
-
-    Attributes:
-        model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name
-            that requests carry.
-        url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
-        api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
-        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`; max_model_len of a
-            teacher (workflow on_policy_distill, operator teacher_top_k) is the policy's and one more.
-
-    Raises:
-        ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
-            a knob that such a server does not have.
-    """
-
-    model: str = MISSING
-    url: str | None = None
-    api_key_env: str | None = None
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-    def __post_init__(self) -> None:
-        if self.url is not None:
-            url("url", self.url, "http://node7:8000/v1")
-            if self.engine != EngineConfig():
-                raise ConfigError(
-                    f"engine is of a server that is started here, and {self.url} is there: leave one out."
-                )
-        if self.engine.urls:
-            raise ConfigError("engine.urls is not read: give the endpoint as url.")
-        for name in self.engine.changed("name", "servers", "sleep"):
-            value = getattr(self.engine, name)
-            raise ConfigError(
-                f"engine.{name} is {getattr(value, 'value', value)}, and an auxiliary model has one server of vLLM "
-                "that never sleeps: leave the key out, and give the knobs of its engine one by one."
-            )
-        if self.url is None and self.api_key_env is not None:
-            raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
-
-
-def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
-    """The auxiliary model that stands under a key: a section already, or a mapping.
-
-    Raises:
-        ConfigError: a key or a value that such a model does not have, or no model.
-    """
-    named = {"model": "", **given} if isinstance(given, Mapping) else given
-    section = section_of(key, AuxiliaryConfig, named) if isinstance(named, Mapping | AuxiliaryConfig) else None
-    if section is None or not section.model:
-        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
-    return section
-
-
-def auxiliary_configs(run: TrainConfig) -> dict[str, Any]:
-    """The auxiliary models by name. A teacher that reads whole rollouts has room for those and the token it samples.
-
-    Args:
-        run: a configuration whose auxiliary models are sections, or mappings.
-
-    Raises:
-        ConfigError: as `auxiliary_config`.
-    """
-    given = run.auxiliary_models
-    configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", each) for name, each in given.items()}
-    teachers = teachers_of(run)
-    for name, each in given.items():
-        starts = isinstance(each, Mapping) and not each.get("url")
-        if name in teachers and starts and "max_model_len" not in (each.get("engine") or {}):
-            configs[str(name)].engine.max_model_len = run.engine.max_model_len + 1
-    return configs
-
-
-def asked_model(section: str, workflow: str, key: str, asked: Any, models: Sequence[str]) -> int:
-    """The auxiliary model that a workflow asks, by its number.
-
-    Args:
-        section: what to call the workflow's section in messages.
-        workflow: its name.
-        key: the argument that says which model.
-        asked: its value: a name, or a number.
-        models: names of the auxiliary models.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    fix = f"Give one, such as +auxiliary_models.{key}.model=FOLDER."
-    if isinstance(asked, str):
-        if asked not in models:
-            message = unknown_name("auxiliary model", asked, models)
-            raise ConfigError(f"{section}.args.{key}: {message} {fix}")
-        asked = list(models).index(asked)
-    whole_number(f"{section}.args.{key}", asked, least=0)
-    if asked >= len(models):
-        raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
-    return asked
-
-
-# -- teachers: auxiliary models that read the policy's own tokens ------------------------------------------------------
-
-
-def teachers_of(run: TrainConfig) -> list[str]:
-    """Names of the auxiliary models that teach, as operators give them, there or not, and as the workflow asks one."""
-    names = [str(each.args.get("model", "teacher")) for each in run.operators.values() if each.name == TEACHER_OPERATOR]
-    if run.workflow.name == TEACHER_WORKFLOW:
-        key, models = ASKING_WORKFLOWS[TEACHER_WORKFLOW], list(map(str, run.auxiliary_models))
-        number = asked_model("workflow", TEACHER_WORKFLOW, key, run.workflow.args.get(key, 0), models)
-        names.append(models[number])
-    return names
-
-
-def auxiliary_servers(run: TrainConfig) -> list[tuple[str, str, EngineConfig, bool]]:
-    """Of each auxiliary model that is started here the key of its engine, its name, its engine, and whether that has
-    its context from the policy's, as teachers do.
-    """
-    teachers, own = teachers_of(run), run.engine.max_model_len + 1
-    return [
-        (f"auxiliary_models.{name}.engine", it.model, it.engine, name in teachers and it.engine.max_model_len == own)
-        for name, it in run.auxiliary_models.items()
-        if it.url is None
-    ]
-
-
-def check_teachers(run: TrainConfig) -> None:
-    """Refuse teachers that are not there, cannot read the policy's longest sequences, or are asked for too much.
-
-    So is one that is asked for what no strategy weighs by.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
-    for operator in (each for each in run.operators.values() if each.name == TEACHER_OPERATOR):
-        _check_operator(run, operator)
-    _check_weighed(run)
-    longest, teachers = run.engine.max_model_len, teachers_of(run)
-    for name in teachers:
-        teacher = run.auxiliary_models[name]
-        if run.workflow.name == TEACHER_WORKFLOW and run.sampling.temperature != 1:
-            raise ConfigError(
-                f"workflow={TEACHER_WORKFLOW} compares log-probabilities at temperature 1, not "
-                f"{run.sampling.temperature}: set sampling.temperature=1."
-            )
-        if teacher.url is not None and run.workflow.name == TEACHER_WORKFLOW and name == teachers[-1]:
-            raise ConfigError(
-                f"workflow={TEACHER_WORKFLOW} asks for log-probabilities, and an endpoint (auxiliary_models.{name}.url)"
-                " only chats: leave out the url for a model that the run starts, or choose operators=teacher_top_k."
-            )
-        if teacher.url is None and teacher.engine.max_model_len <= longest:
-            raise ConfigError(
-                f"auxiliary_models.{name}.engine.max_model_len is {teacher.engine.max_model_len}, and this teacher "
-                f"reads sequences of up to {longest} tokens (engine.max_model_len) and samples one more: give "
-                f"{longest + 1}."
-            )
-
-
-def _check_weighed(run: TrainConfig) -> None:
-    """Refuse a workflow that asks a teacher for what nothing trains on, as parts of your own may."""
-    strategies = [each.name for each in run.add_strategy.values()]
-    parts = [*strategies, run.algorithm.policy_loss.name, *(each.name for each in run.operators.values())]
-    weighed = TEACHER_WORKFLOW in strategies or any("." in name for name in parts)
-    if run.workflow.name == TEACHER_WORKFLOW and not weighed:
-        raise ConfigError(
-            f"workflow={TEACHER_WORKFLOW} asks a teacher, and add_strategy={strategies[-1]} does not weigh by its "
-            f"answers: choose add_strategy={TEACHER_WORKFLOW}, or another workflow."
-        )
-
-
-def check_asked(run: TrainConfig) -> None:
-    """Refuse a judge that is not there, and a model that nothing asks, as parts of your own may; a ConfigError."""
-    models, operators = list(map(str, run.auxiliary_models)), list(run.operators.values())
-    for operator in operators:
-        if operator.name == "judge" and operator.args.get("model") not in models:
-            message = unknown_name("auxiliary model", str(operator.args.get("model")), models)
-            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
-    workflows = {run.workflow.name: run.workflow.args}
-    if run.eval_workflow is not None:
-        workflows.setdefault(run.eval_workflow, {})
-    if any("." in name for name in (*workflows, *(each.name for each in operators))):
-        return
-    asked = {*teachers_of(run), *(each.args.get("model") for each in operators if each.name == "judge")}
-    for name in workflows.keys() & ASKING_WORKFLOWS.keys():
-        key = ASKING_WORKFLOWS[name]
-        asked.add(models[asked_model("workflow", name, key, workflows[name].get(key, 0), models)])
-    for name in models:
-        if name not in asked:
-            raise ConfigError(
-                f"auxiliary_models.{name}: no workflow or operator of this run asks it: leave it out, or choose one "
-                f"that does, such as operators=judge with operators.judge.args.model={name}."
-            )
-
-
-def _check_operator(run: TrainConfig, operator: OperatorConfig) -> None:
-    model, models = str(operator.args.get("model", "teacher")), list(run.auxiliary_models)
-    if model not in models:
-        fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
-        raise ConfigError(f"operator {TEACHER_OPERATOR}: {unknown_name('auxiliary model', model, models)} {fix}")
-    k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
-    if vocabulary is not None and isinstance(k, int) and k > vocabulary:
-        raise ConfigError(f"operator {TEACHER_OPERATOR}: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
-
-
-def check_vocabularies(run: TrainConfig) -> None:
-    """Refuse a teacher, served here, with another vocabulary than the policy's; a ConfigError."""
-    for name in teachers_of(run):
-        teacher = run.auxiliary_models[name]
-        if teacher.url is None:
-            check_same_vocabulary(f"auxiliary_models.{name}.model", teacher.model, load_tokenizer(run.model.name))
-
-
-def _vocabulary(model: str) -> int | None:
-    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
-    file = Path(resolve_model(model)) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
 
 
 # -- what is there, and what is asked of it ----------------------------------------------------------------------------
@@ -534,3 +309,68 @@ def _is_elsewhere(address: str | None) -> bool:
         return False
     host = (address.rpartition(":")[0] or address).strip("[]")
     return host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+# -- vLLM's own arguments (engine.args), speculative decoding and sleep ------------------------------------------------
+
+
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
+
+
+def check_vllm(run: TrainConfig, in_process: bool) -> None:
+    """Refuse settings of the policy's vLLM that cannot work with others, or on this machine; a ConfigError."""
+    check_vllm_args("engine", run.engine, in_process)
+    if run.engine.speculative and run.eval_sampling.min_p:
+        raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
+    if run.engine.sleep is EngineSleep.always and not gpu_count():
+        raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
+
+
+def check_vllm_args(key: str, engine: EngineConfig, in_process: bool) -> None:
+    """Refuse what vLLM would do wrong, or could not do within this process; a ConfigError. `key`: of the engine."""
+    _check_speculation(key, engine)
+    if in_process:
+        check_one_device(engine.args)
+
+
+def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that vLLM does not know; a ConfigError with the nearest that it knows."""
+    names = list(known)
+    for name in args:
+        if name not in names:
+            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
+
+
+def check_one_device(args: Mapping[str, Any]) -> None:
+    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
+    for name in PARALLEL:
+        if args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
+
+
+def _check_speculation(key: str, engine: EngineConfig) -> None:
+    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
+
+    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
+    the log-probability 0; only greedy decoding was exact.
+    """
+    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
+    asked = [name for name, value in names.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{key}.speculative is of n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and not gpu_count():
+        raise ConfigError(
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+        )
+
+
+def reason_of(error: Exception) -> str:
+    """Why vLLM could not load a model."""
+    from pydantic import ValidationError  # which vLLM brings
+
+    if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
+        return error.errors()[0]["msg"]
+    return f"{type(error).__name__}: {error}"

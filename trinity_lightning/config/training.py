@@ -76,7 +76,7 @@ class LoRAConfig(Section, key="model.lora"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.r is not None:
-            from trinity_lightning.config.adapters import check_lora
+            from trinity_lightning.config.optimization import check_lora
 
             check_lora(self)
 
@@ -126,7 +126,7 @@ class KLConfig(Section, key="algorithm.kl"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name != KLConfig.name:
-            from trinity_lightning.config.optimizers import check_kl
+            from trinity_lightning.config.optimization import check_kl
 
             check_kl(self)
 
@@ -215,7 +215,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critic is not None:
-            from trinity_lightning.config.critic import critic_config
+            from trinity_lightning.config.objectives import critic_config
 
             self.critic = critic_config(self.critic)
         self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
@@ -223,11 +223,11 @@ class AlgorithmConfig(Section, key="algorithm"):
         if "loss_agg_mode" in self.policy_loss.args:
             raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
         if self.policy_loss.name == "streams":
-            from trinity_lightning.config.streams import streams_of  # an option
+            from trinity_lightning.config.objectives import streams_of  # an option
 
             streams_of(self)
         if self.old_logprobs == "engine":
-            from trinity_lightning.config.older_weights import check_corrected_once  # an option
+            from trinity_lightning.config.objectives import check_corrected_once  # an option
 
             check_corrected_once(self)
         if not isinstance(self.layout, Layout):  # a script may give its name
@@ -331,7 +331,7 @@ class OptimizerConfig(Section, key="optimizer"):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
         if self.name != "adamw" or self.args:
-            from trinity_lightning.config.optimizers import check_optimizer
+            from trinity_lightning.config.optimization import check_optimizer
 
             check_optimizer(self)
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
@@ -383,7 +383,7 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
             "algorithm.optimizer_steps."
         )
     if not trains_together(settings) and not is_alone(settings):
-        from trinity_lightning.config.trainer_settings import refuse_devices
+        from trinity_lightning.config.trainer import refuse_devices
 
         refuse_devices(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):

@@ -254,9 +254,9 @@ class Explorer:
 
                 raise no_engine(model)
             if config.samples_older_weights:
-                from trinity_lightning.config.older_weights import check_engine
+                from trinity_lightning.config.objectives import check_older_weights
 
-                check_engine(config, type(model).__name__, model.capabilities)
+                check_older_weights(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
             from trinity_lightning.explorer.rewards.workers import check_all_importable
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks
 from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.processes import processes_of
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.trainer import processes_of
 from trinity_lightning.explorer.callback import policy_of
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer

@@ -13,7 +13,7 @@ from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.runs import is_valid_reward
-from trinity_lightning.config.critic import CriticConfig
+from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError

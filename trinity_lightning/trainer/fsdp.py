@@ -10,7 +10,7 @@ from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.common.shard_files import filled, new_folder, places_of, without_shards
 from trinity_lightning.config.checkpoints import HASH, REST, hash_of
-from trinity_lightning.config.processes import check_distributed_checkpoint, check_shards_of
+from trinity_lightning.config.trainer import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.ddp import ReplicaStrategy

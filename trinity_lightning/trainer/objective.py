@@ -87,7 +87,7 @@ class Objective:
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
-        from trinity_lightning.config.older_weights import check_corrected, needs_correction
+        from trinity_lightning.config.objectives import check_corrected, needs_correction
 
         check_corrected(self._config)
         self._needs_engine = self._against_engine or needs_correction(self._config)

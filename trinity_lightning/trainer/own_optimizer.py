@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
+from trinity_lightning.config.checks import check_arguments
 from trinity_lightning.config.registry import import_object
-from trinity_lightning.config.targets import check_arguments
 from trinity_lightning.config.training import ADAM, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory

@@ -11,7 +11,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, Pol
 from trinity_lightning.algorithm.policy_loss.terms import Term, with_terms
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
-from trinity_lightning.config.streams import KEY
+from trinity_lightning.config.objectives import STREAMS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.micro_batch import CANDIDATES, STREAM, MicroBatch
 from trinity_lightning.trainer.trials import tried
@@ -39,8 +39,8 @@ class Streams:
         for name, term in terms.items():
             if term.stream.tokens == "observations" and not self._supervised[name]:
                 raise ConfigError(
-                    f"{KEY}.{name}: loss {term.stream.loss} uses advantages, or log-probabilities of the policy that "
-                    "sampled or of the reference, and observations have none: use sft."
+                    f"{STREAMS}.{name}: loss {term.stream.loss} uses advantages, or log-probabilities of the policy "
+                    "that sampled or of the reference, and observations have none: use sft."
                 )
 
     def add_columns(self, batch: OptimizerBatch) -> None:

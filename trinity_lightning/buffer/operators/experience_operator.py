@@ -21,7 +21,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
-from trinity_lightning.config.operators import OnError, OperatorConfig
+from trinity_lightning.config.parts import OnError, OperatorConfig
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, OperatorError

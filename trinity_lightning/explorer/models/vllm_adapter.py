@@ -15,8 +15,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from trinity_lightning.config.adapters import MERGE, SET, room_for
 from trinity_lightning.config.engines import EngineConfig
+from trinity_lightning.config.optimization import LORA_ARGUMENTS, MERGE, room_for
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.explorer.models.engine import Engine
@@ -141,7 +141,9 @@ def _refused_by_name(model: str, log: Path | None = None) -> Iterator[None]:
 def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfig:
     """The same engine, with room for these adapters."""
     rank, layers = _rank_and_layers(shapes)
-    return replace(config, args={**config.args, **dict(zip(SET, (True, room_for(rank), layers), strict=True))})
+    return replace(
+        config, args={**config.args, **dict(zip(LORA_ARGUMENTS, (True, room_for(rank), layers), strict=True))}
+    )
 
 
 def _describe(folder: Path, shapes: Mapping[str, Shape]) -> None:

@@ -96,7 +96,7 @@ class VLLMEngine(InProcessEngine):
         require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         if self._config.args or self._config.speculative:
-            from trinity_lightning.config.vllm_args import check_vllm_args
+            from trinity_lightning.config.servers import check_vllm_args
 
             check_vllm_args("engine", self._config, in_process=True)
         super().__init__(self._config.max_model_len)
@@ -175,7 +175,7 @@ class VLLMEngine(InProcessEngine):
         except ConfigError:
             raise
         except Exception as error:
-            from trinity_lightning.config.vllm_args import reason_of
+            from trinity_lightning.config.servers import reason_of
 
             self._close()
             raise ModelLoadError(f"vLLM cannot load '{path}': {reason_of(error)}") from error
@@ -198,7 +198,7 @@ class VLLMEngine(InProcessEngine):
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if self._config.args:
-            from trinity_lightning.config.vllm_args import check_known
+            from trinity_lightning.config.servers import check_known
 
             check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()

@@ -24,9 +24,8 @@ from trinity_lightning.config.engines import (
 )
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.servers import visible_gpus
+from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.config.vllm_args import PARALLEL, check_vllm_args
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess

@@ -1,12 +1,55 @@
-"""Parts of one's own, by their dotted paths: what is said of those that are not there, and what engines of them can."""
+"""Parts by name that a default run has none of: experience operators, and parts of one's own by their dotted paths."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.registry import PARTS, import_object
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.sections import PartConfig, part_config
+from trinity_lightning.config.values import one_of, unknown_name
 from trinity_lightning.errors import ConfigError
+
+# -- experience operators ----------------------------------------------------------------------------------------------
+
+
+class OnError(Enum):
+    """What follows when an operator fails: `stop` the run, or `skip` the operator for this explore step."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+@dataclass
+class OperatorConfig(PartConfig):
+    """One experience operator.
+
+    Attributes:
+        on_error: `stop`, with the step's experiences saved to `rejected/`; or `skip`: the step goes on as if the
+            operator were not there.
+    """
+
+    on_error: OnError = OnError.stop
+
+
+def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
+    """The operators of {label: {name, args, on_error}}, in order.
+
+    Raises:
+        ConfigError: an unknown operator or key, or a value of the wrong kind.
+    """
+    operators = {label: part_config(f"operators.{label}", it, label, OperatorConfig) for label, it in group.items()}
+    for label, operator in operators.items():
+        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
+        if not isinstance(operator.on_error, OnError):
+            one_of(f"operators.{label}.on_error", operator.on_error, [each.value for each in OnError])
+            operator.on_error = OnError(operator.on_error)
+    return operators
+
+
+# -- parts of one's own: what is said of those that are not there, and what engines of them can ------------------------
 
 
 def check_module(path: str, error: ModuleNotFoundError) -> None:

@@ -1,0 +1,408 @@
+"""Rules of objectives: what add strategies, a critic, terms of a loss, expert data and older weights ask of the run.
+
+Imported by runs that have any of these.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_lightning.config.auxiliary_models import TEACHER_OPERATOR
+from trinity_lightning.config.engines import Capabilities
+from trinity_lightning.config.models import check_model_name, load_tokenizer
+from trinity_lightning.config.own_models import check_on_hub, check_same_vocabulary
+from trinity_lightning.config.parts import OnError
+from trinity_lightning.config.registry import FILTERING_STRATEGIES, OFF_POLICY_LOSSES, PARTS, SINGLE_RESPONSE_WORKFLOWS
+from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
+from trinity_lightning.config.sections import Section, checked
+from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
+from trinity_lightning.config.values import flag, number, one_of, text, whole_number
+from trinity_lightning.errors import ConfigError
+
+# -- add strategies: not every loss, workflow or size of a group goes together with them -------------------------------
+
+
+# Strategies and operators by name; those of one's own are of none of these.
+COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")  # within a group
+STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
+SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
+
+
+def check_strategies(run: TrainConfig, named: Sequence[str]) -> None:
+    """Refuse strategies, by their names, that do not go together with the rest; a ConfigError."""
+    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
+        raise ConfigError(
+            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
+            "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
+        )
+    own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
+    asks_none = run.buffer.has_rollouts and run.workflow.name != "on_policy_distill" and not own_parts
+    if "on_policy_distill" in named and asks_none:
+        raise ConfigError(
+            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none: choose "
+            "workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER."
+        )
+    step_wise = run.workflow.args.get("step_reward") == "own"
+    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
+        raise ConfigError("add_strategy=gigpo sums the rewards of single steps: set workflow.args.step_reward=own.")
+    if run.workflow.args.get("mode") == "step_wise":
+        _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
+    if run.explorer.repeat_times == 1 and run.buffer.has_rollouts:
+        _check_groups_of_one(named)
+    for earlier in list(run.add_strategy.values())[:-1]:
+        keeps_some = earlier.args.get("std_threshold") is not None and named[-1] != "critic"
+        filters = earlier.name in FILTERING_STRATEGIES or keeps_some
+        if earlier.name in PARTS["add strategy"] and not filters:
+            raise ConfigError(
+                f"add_strategy={earlier.name} sets advantages, and {named[-1]} behind it would set them again: choose "
+                f"one of them; in front of it may be filters: {', '.join(FILTERING_STRATEGIES)}."
+            )
+
+
+def _check_step_rewards(run: TrainConfig, built_in: list[str]) -> None:
+    """Refuse a strategy that compares runs by one reward if the steps of a run may have different ones."""
+    one_a_run = [name for name in built_in if name not in STEP_STRATEGIES]
+    shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
+    own = run.workflow.args.get("step_reward") == "own"
+    if one_a_run and (own or shaping):
+        what = "workflow.args.step_reward=own" if own else f"operator '{shaping[0]}'"
+        raise ConfigError(
+            f"{what} gives the steps of a run different rewards, and add_strategy={one_a_run[0]} compares runs by one: "
+            f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own else ''}."
+        )
+
+
+def _check_groups_of_one(named: Sequence[str]) -> None:
+    for name in named:
+        if name in FILTERING_STRATEGIES:
+            raise ConfigError(
+                f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ: give "
+                "explorer.repeat_times=8, say."
+            )
+        if name in COMPARING_STRATEGIES:
+            raise ConfigError(
+                f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task: give "
+                "explorer.repeat_times=8, say, or choose add_strategy=reinforce."
+            )
+
+
+# -- the critic of PPO (algorithm.critic) ------------------------------------------------------------------------------
+
+
+@dataclass
+class CriticConfig(Section, key="algorithm.critic"):
+    """A critic: what the policy's states are worth, and with that advantages by GAE (arXiv 1506.02438).
+
+    Attributes:
+        model: a value model of its own, which has the policy's vocabulary (a folder or a hub name); null: a head on the
+            policy's last hidden states, which the policy's weights are trained for, too.
+        lr: peak learning rate of the critic's own weights; the schedule is the policy's.
+        coef: weight of the value loss, which is added to the policy loss.
+        gamma, lam: discount of a trained token, and GAE's lambda; both 1: the reward to go less the value.
+        clip_range: no value gains by being further than this from the one before the step; null: not clipped.
+        warmup_steps: first optimizer steps of a run that train the critic alone, of a value head the head alone.
+        whiten: advantages have mean 0 and standard deviation 1 over the trained tokens of an explore step.
+        kl_coef: weight of a token's KL estimate against the initial policy, subtracted from its reward; 0: none.
+        kl_name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3.
+        kl_target: nats a response that an adaptive weight aims at (arXiv 1909.08593, section 2.2); null: it stays.
+
+    Raises:
+        ConfigError: a number out of its range, or an unknown estimate.
+    """
+
+    model: str | None = None
+    lr: float = checked(1e-4, number, above=0)
+    coef: float = checked(0.1, number, above=0)
+    gamma: float = checked(1.0, number, above=0, most=1)
+    lam: float = checked(1.0, number, least=0, most=1)
+    clip_range: float | None = checked(0.2, number, above=0, optional=True)
+    warmup_steps: int = checked(0, whole_number, least=0)
+    whiten: bool = checked(True, flag)
+    kl_coef: float = checked(0.0, number, least=0)
+    kl_name: str = checked("k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"])
+    kl_target: float | None = checked(None, number, above=0, optional=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None:
+            text("algorithm.critic.model", self.model)
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ConfigError(
+                "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so: give it."
+            )
+
+    def check_alone(self, lora: LoRAConfig) -> None:
+        """Refuse adapters together with a critic; a ConfigError."""
+        if lora.r is not None:
+            raise ConfigError(
+                "algorithm.critic is not for adapters: leave out model.lora, or set algorithm.critic=null."
+            )
+
+
+def critic_config(given: Any) -> CriticConfig:
+    """The section out of a mapping, or as it is; a ConfigError as of every section."""
+    if isinstance(given, CriticConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"algorithm.critic is {given!r}; give null or a mapping, such as {{lr: 1.0e-4}}.")
+    return CriticConfig(**{str(key): value for key, value in given.items()})
+
+
+def check_value_model(name: str, policy: str) -> None:
+    """Refuse a value model that is not there, or has another vocabulary than the policy; a ConfigError."""
+    try:
+        check_model_name(name)
+        check_on_hub(name)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.critic.model: {error}") from error
+    check_same_vocabulary("algorithm.critic.model", name, load_tokenizer(policy))
+
+
+def check_critic(run: TrainConfig) -> None:
+    """Refuse a critic without what it learns from, and what weighs by a critic without one.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    critic, weighs = run.algorithm.critic, [each.name for each in run.add_strategy.values()][-1]
+    if critic is None:
+        raise ConfigError(
+            "add_strategy=critic leaves advantages to a critic, and there is none: choose algorithm=ppo_critic, or "
+            "another add_strategy."
+        )
+    if not run.buffer.has_rollouts:
+        raise ConfigError(
+            f"algorithm.critic learns from the rewards of rollouts, and buffer.storage={run.buffer.storage} has none: "
+            "set algorithm.critic=null."
+        )
+    if weighs != "critic":
+        raise ConfigError(
+            f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too: choose add_strategy=critic."
+        )
+    if run.buffer.expert.per_step > 0:
+        raise ConfigError(
+            "algorithm.critic makes advantages of rewards, and expert data (buffer.expert.per_step) have none: set "
+            "buffer.expert.per_step=0, or algorithm.critic=null."
+        )
+    if run.workflow.args.get("step_reward") == "own" and run.workflow.args.get("mode") != "single":
+        raise ConfigError(
+            "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
+            "behind it: set workflow.args.step_reward=return, or workflow.args.mode=single."
+        )
+    if critic.kl_name != CriticConfig.kl_name and critic.kl_coef == 0:
+        raise ConfigError(
+            "algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef: set that, or leave it out."
+        )
+    if critic.warmup_steps >= (steps := run.steps * run.items):
+        raise ConfigError(
+            f"algorithm.critic.warmup_steps is {critic.warmup_steps}, and the run takes {steps} optimizer steps: none "
+            "would train the policy. Give fewer, or more steps."
+        )
+    critic.check_alone(run.model.lora)
+
+
+# -- objectives of several terms (policy_loss=streams), and a teacher's top k (policy_loss=teacher_kl) -----------------
+
+
+STREAMS = "algorithm.policy_loss.args.streams"
+TOKENS = ("rollouts", "expert", "observations", "weights")
+TEACHER_LOSS = "teacher_kl"
+SUPERVISED = ("sft", TEACHER_LOSS)  # they need no advantages, and no policy that sampled the token
+LOSSES = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]  # of tokens
+TAKEN = ("entropy", "kl", "pg")  # actor/NAME_loss is another metric
+
+
+@dataclass
+class StreamConfig(Section):
+    """A term of an objective: a loss over tokens of its own, averaged over their number in the optimizer batch.
+
+    Attributes:
+        loss: a registered loss of tokens (`ppo`, `sft`, `teacher_kl`, ...), or the dotted path of your own.
+        tokens: which tokens: `rollouts`, what the policy wrote in rollouts; `expert`, the responses of expert data
+            (buffer.expert); `observations`, what the environment or the tools wrote into rollouts of several turns, by
+            the chat template; `weights`, those with a weight in the experience's info["token_weights"][the stream's
+            name], a number for each token of the response, which its loss is multiplied by.
+        weight: of the term.
+        args: arguments of the loss.
+
+    Raises:
+        ConfigError: an unknown name, a weight out of its range, or a loss that its tokens lack something for.
+    """
+
+    loss: str = checked("ppo", one_of, names=LOSSES, with_paths=True)
+    tokens: str = checked("rollouts", one_of, names=TOKENS)
+    weight: float = checked(1.0, number, least=0)
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens in ("expert", "observations") and "." not in self.loss and self.loss not in SUPERVISED:
+            raise ConfigError(f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}: use sft.")
+        if self.tokens == "expert" and self.loss == TEACHER_LOSS:
+            raise ConfigError("loss=teacher_kl is of rollouts, and no teacher reads tokens=expert: use sft.")
+
+
+def stream_configs(given: Any) -> dict[str, StreamConfig]:
+    """The streams by name, in order; None: `ppo` on rollouts.
+
+    Raises:
+        ConfigError: no stream, or none with a weight; a name that a metric has, an unknown key, or a value that a
+            stream refuses.
+    """
+    if given is None:
+        given = {"rollouts": {}}
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(f"{STREAMS} is {given!r}; give {{name: {{loss, tokens, weight, args}}}}, at least one.")
+    for name in TAKEN:
+        if name in given:
+            raise ConfigError(
+                f"{STREAMS}.{name}: the metric actor/{name}_loss is something else: give it another name."
+            )
+    streams = {str(name): _stream(f"{STREAMS}.{name}", it) for name, it in given.items()}
+    if not any(stream.weight for stream in streams.values()):
+        raise ConfigError(f"{STREAMS}: all weights are 0, and nothing is trained: give one of them a weight above 0.")
+    return streams
+
+
+def _stream(key: str, given: Any) -> StreamConfig:
+    if isinstance(given, StreamConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
+    args = {} if given.get("args") is None else given["args"]
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
+    try:
+        return StreamConfig(**{**given, "args": dict(args)})
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
+    """The terms of the objective; of a loss that is no mixture, one by its own name. Errors as `stream_configs`."""
+    loss = algorithm.policy_loss
+    if loss.name == "streams":
+        return stream_configs(loss.args.get("streams"))
+    return {loss.name: StreamConfig(loss.name)}
+
+
+def check_streams(run: TrainConfig) -> bool:
+    """Whether a stream is of expert data.
+
+    Raises:
+        ConfigError: a stream without its tokens, or a loss without its teacher.
+    """
+    streams = streams_of(run.algorithm)
+    one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
+    if run.buffer.has_rollouts and one_turn:
+        for name, stream in streams.items():
+            if stream.tokens == "observations":
+                raise ConfigError(
+                    f"{STREAMS}.{name}: the experiences of workflow={run.workflow.name} have one turn, and nothing "
+                    "observed in it: choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single."
+                )
+    if any(stream.loss == TEACHER_LOSS for stream in streams.values()) and run.buffer.has_rollouts:
+        _check_teacher(run)
+    return any(stream.tokens == "expert" for stream in streams.values())
+
+
+def _check_teacher(run: TrainConfig) -> None:
+    operators = run.operators.values()
+    if not any(operator.name == TEACHER_OPERATOR or "." in operator.name for operator in operators):
+        raise ConfigError(
+            "loss teacher_kl needs a teacher: choose operators=teacher_top_k, and give its model as "
+            "+auxiliary_models.teacher.model=FOLDER."
+        )
+    if run.sampling.temperature != 1:
+        raise ConfigError(
+            f"loss teacher_kl compares distributions at temperature 1, not {run.sampling.temperature}: set "
+            "sampling.temperature=1."
+        )
+    for operator in operators:
+        if operator.name == TEACHER_OPERATOR and operator.on_error is OnError.skip:
+            raise ConfigError(
+                "operator teacher_top_k: on_error is skip, and loss teacher_kl cannot do without the teacher: leave "
+                "on_error out."
+            )
+
+
+# -- expert data among rollouts, and the losses that learn from them ---------------------------------------------------
+
+
+def check_expert(run: TrainConfig) -> None:
+    """Expert data and the loss that learns from them go together."""
+    expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
+    learns = loss == "mix"
+    if loss in ("streams", "teacher_kl"):
+        learns = check_streams(run)
+    if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:
+        raise ConfigError(
+            f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
+            "data: choose algorithm.policy_loss=mix (or a stream with tokens=expert), or buffer.expert.per_step=0."
+        )
+    if expert.per_step > 0 and not rollouts:
+        raise ConfigError("buffer.expert joins rollouts (buffer.storage=memory): set buffer.expert.per_step=0.")
+    if expert.per_step == 0 and learns and rollouts:
+        raise ConfigError(
+            f"algorithm.policy_loss={loss} needs expert data: give buffer.expert.per_step=8 and "
+            "buffer.expert.dataset.path=FILE of prompts and answers."
+        )
+
+
+# -- experiences that weights before the present ones sampled: of some steps ago, or of another run --------------------
+
+
+def needs_correction(algorithm: AlgorithmConfig) -> bool:
+    """Whether the policy loss is for the policy that sampled.
+
+    `opmd` and `sft` are made for experiences of any policy, and so may be a loss of one's own. `mix` is as the loss
+    of its rollouts, and `streams` as any of its own.
+    """
+    losses = [algorithm.policy_loss.name]
+    if losses == ["mix"]:
+        losses = [algorithm.policy_loss.args.get("usual", "ppo")]
+    elif losses == ["streams"]:
+        losses = [stream.loss for stream in streams_of(algorithm).values()]
+    return any(loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES for loss in losses)
+
+
+def check_corrected(algorithm: AlgorithmConfig) -> None:
+    """Refuse to train on such experiences with nothing that corrects for it; a ConfigError."""
+    corrected = algorithm.old_logprobs == "engine" or algorithm.rollout_correction.level != "none"
+    if needs_correction(algorithm) and not corrected:
+        raise ConfigError(
+            "nothing corrects for experiences of older weights (explorer.sync_interval, sync_offset or stored): "
+            "set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
+        )
+
+
+def check_older_weights(explorer: ExplorerConfig, engine: str, can: Capabilities) -> None:
+    """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
+
+    Args:
+        explorer: how explore steps are run.
+        engine: what to call it in the message.
+        can: what it can do.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if explorer.sync_interval > 1 and can.shares_weights:
+        raise ConfigError(
+            f"explorer.sync_interval is {explorer.sync_interval}, and {engine} generates with the training model "
+            "itself: leave the key out, or choose another engine."
+        )
+    if explorer.sync_offset > 0 and not can.overlaps_training:
+        raise ConfigError(
+            f"explorer.sync_offset is {explorer.sync_offset}, and {engine} cannot generate while the trainer trains. "
+            "Choose engine=vllm_server."
+        )
+
+
+def check_corrected_once(algorithm: AlgorithmConfig) -> None:
+    """Refuse importance weights besides a ratio against the engine; a ConfigError."""
+    if algorithm.rollout_correction.level != "none":
+        raise ConfigError(
+            "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
+            "algorithm.rollout_correction.level=none."
+        )
