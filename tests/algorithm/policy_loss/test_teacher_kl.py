@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.losses import batch, with_gradient
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.distillation import DIRECTIONS, teacher_kl, with_rest
+from trinity_lightning.algorithm.policy_loss.likelihood import DIRECTIONS, teacher_kl, with_rest
 from trinity_lightning.errors import ConfigError
 
 VOCABULARY = 12

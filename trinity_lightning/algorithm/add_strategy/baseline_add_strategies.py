@@ -1,14 +1,22 @@
-"""Add strategies that differ from GRPO in their baseline or normalisation only."""
+"""Add strategies that differ from GRPO in their baseline or normalisation only; a critic's values are one, too."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import TaskAdvantageStrategy, action_mask
-from trinity_lightning.common.runs import Run
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    GroupAdvantageStrategy,
+    Groups,
+    Metrics,
+    TaskAdvantageStrategy,
+    action_mask,
+)
+from trinity_lightning.common.experience import Experience, group_by
+from trinity_lightning.common.runs import Run, run_reward
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number, one_of
 
@@ -98,3 +106,21 @@ class OPMDAddStrategy(TaskAdvantageStrategy):
         baseline = functional.opmd_baseline(rewards, groups, self.opmd_baseline, self.tau)
         metrics = {"reward_mean": functional.group_stats(rewards, groups).mean, "group_baseline": baseline}
         return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics
+
+
+class CriticAddStrategy(GroupAdvantageStrategy):
+    """Sets no advantages: the trainer makes them of the rewards, by the values of a critic (`algorithm.critic`)."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {}
+
+    def group_experiences(self, exps: list[Experience]) -> Groups:
+        """The experiences of each task."""
+        return group_by(exps, "task")
+
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
+        """The group without the advantages that it may have had; its mean reward. Errors as of `run_reward`."""
+        for experience in exps:
+            experience.advantages = experience.returns = None
+        return exps, {"reward_mean": fmean(run_reward([each]) for each in exps)}

@@ -1,4 +1,4 @@
-"""Objectives of several terms: each over tokens of its own, normalised by their number, however the batch is cut."""
+"""Objectives of several terms, each normalised by its own tokens however the batch is cut: streams, and mix."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.losses import batch, with_gradient
+from support.losses import batch, totals_of, with_gradient
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss
+from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
 from trinity_lightning.algorithm.policy_loss.terms import streams
 from trinity_lightning.config.objectives import stream_configs
@@ -30,7 +30,7 @@ def weights_of(mask: Tensor, seed: int) -> dict[str, Tensor]:
     return {"rl": mask.double(), "clone": some * (some > 0.5), "teacher": (mask & (some < 0.6)).double()}
 
 
-def totals_of(weights: dict[str, Tensor]) -> dict[str, BatchTotals]:
+def stream_totals_of(weights: dict[str, Tensor]) -> dict[str, BatchTotals]:
     return {
         name: BatchTotals(num_tokens=int((each != 0).sum()), num_sequences=len(each), max_response_length=7)
         for name, each in weights.items()
@@ -50,7 +50,7 @@ def test_it_is_the_sum_of_its_terms_in_numpy() -> None:
     loss, metrics = streams(
         *(logprobs, old, mask, advantages),
         stream_weights=weights,
-        stream_totals=totals_of(weights),
+        stream_totals=stream_totals_of(weights),
         top_k_logprobs=policy,
         teacher_top_k_logprobs=teacher,
         streams=STREAMS,
@@ -73,7 +73,7 @@ def test_it_is_the_sum_of_its_terms_in_numpy() -> None:
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 1000), cut=st.integers(0, 5), order=st.permutations(range(5)))
-def test_cutting_and_reordering_change_nothing(mode: str, seed: int, cut: int, order: list[int]) -> None:
+def test_cutting_and_reordering_streams_change_nothing(mode: str, seed: int, cut: int, order: list[int]) -> None:
     tensors = batch(seed)
     weights, (policy, teacher) = weights_of(tensors[2], seed), candidates(seed)
 
@@ -82,7 +82,7 @@ def test_cutting_and_reordering_change_nothing(mode: str, seed: int, cut: int, o
             streams,
             *(each[rows] for each in tensors),
             stream_weights={name: each[rows] for name, each in weights.items()},
-            stream_totals=totals_of(weights),
+            stream_totals=stream_totals_of(weights),
             top_k_logprobs=policy[rows],
             teacher_top_k_logprobs=teacher[rows],
             streams=STREAMS,
@@ -102,7 +102,7 @@ def test_cutting_and_reordering_change_nothing(mode: str, seed: int, cut: int, o
 def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: str) -> None:
     tensors = batch()
     fn: Any = create_policy_loss("streams", streams={"one": {"loss": loss}}, loss_agg_mode=mode)
-    own = totals_of({"one": tensors[2]})
+    own = stream_totals_of({"one": tensors[2]})
     whole, half = (
         fn(*tensors, stream_weights={"one": weight * tensors[2].double()}, stream_totals=own)[0]
         for weight in (1.0, 0.5)
@@ -138,3 +138,86 @@ def test_wrong_streams_are_refused(given_: dict[str, Any], message: str) -> None
 def test_an_argument_that_a_streams_loss_lacks_is_refused() -> None:
     with pytest.raises(TypeError, match="clip_range_hi"):
         streams(*batch(), streams={"rl": {"args": {"clip_range_hi": 0.3}}})
+
+
+# -- mix ---------------------------------------------------------------------------------------------------------------
+
+
+EXPERT = torch.tensor([False, True, False, True, False])
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_mix_is_both_losses_on_their_own_rows(mode):
+    tensors = batch()
+    loss, metrics = mix(*tensors, expert_mask=EXPERT, mu=0.3, loss_agg_mode=mode)
+    usual, usual_metrics = ppo(*(t[~EXPERT] for t in tensors), loss_agg_mode=mode)
+    expert, _ = sft(*(t[EXPERT] for t in tensors), loss_agg_mode=mode)
+    torch.testing.assert_close(loss, 0.7 * usual + 0.3 * expert)
+    torch.testing.assert_close(metrics, usual_metrics | {"sft_loss": expert})
+
+
+def test_the_share_of_expert_tokens_does_not_change_their_weight():
+    tensors = batch()
+    twice = tuple(torch.cat([t, t[EXPERT]]) for t in tensors)
+    marks = torch.cat([EXPERT, torch.ones(2, dtype=torch.bool)])
+    torch.testing.assert_close(mix(*twice, expert_mask=marks)[0], mix(*tensors, expert_mask=EXPERT)[0])
+
+
+@pytest.mark.parametrize("expert", [None, torch.zeros(5, dtype=torch.bool)])
+def test_without_expert_data_it_is_a_share_of_the_usual_loss(expert):
+    tensors = batch()
+    loss, metrics = mix(*tensors, expert_mask=expert)
+    torch.testing.assert_close(loss, 0.9 * ppo(*tensors)[0])
+    assert metrics["sft_loss"] == 0
+
+
+def test_expert_data_alone_ignore_advantages():
+    logprobs, old, mask, advantages = batch()
+    everything = torch.ones(5, dtype=torch.bool)
+    loss, metrics = mix(logprobs, old, mask, advantages, expert_mask=everything)
+    torch.testing.assert_close(loss, 0.1 * sft(logprobs, old, mask, 0 * advantages)[0])
+    assert metrics["pg_loss"] == 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 1000),
+    cut=st.integers(0, 5),
+    order=st.permutations(range(5)),
+    marks=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_cutting_and_reordering_a_mix_change_nothing(mode, seed, cut, order, marks):
+    tensors, expert = batch(seed), torch.tensor(marks)
+    experts = {"num_expert_tokens": int(tensors[2][expert].sum()), "num_expert_sequences": int(expert.sum())}
+    arguments = totals_of(tensors[2]) | experts | {"loss_agg_mode": mode}
+    loss, gradient, metrics = with_gradient(mix, *tensors, expert_mask=expert, **arguments)
+    alone, _ = mix(*tensors, expert_mask=expert, loss_agg_mode=mode)
+    torch.testing.assert_close(alone, loss)
+    parts = [
+        (rows, with_gradient(mix, *(t[rows] for t in tensors), expert_mask=expert[rows], **arguments))
+        for rows in (order[:cut], order[cut:])
+    ]
+    torch.testing.assert_close(parts[0][1][0] + parts[1][1][0], loss)
+    torch.testing.assert_close(combine_metrics(metrics for _, (_, _, metrics) in parts), metrics)
+    for rows, (_, part, _) in parts:
+        torch.testing.assert_close(part, gradient[rows])
+
+
+def test_the_usual_loss_is_a_choice_with_arguments_of_its_own():
+    tensors = batch()
+    fn = create_policy_loss("mix", usual="gspo", usual_args={"clip_range_high": 0.1, "loss_agg_mode": "token-mean"})
+    gspo = create_policy_loss("gspo", clip_range_high=0.1, loss_agg_mode="token-mean")
+    torch.testing.assert_close(fn(*tensors)[0], 0.9 * gspo(*tensors)[0])
+
+
+def test_wrong_arguments_of_mix_are_refused():
+    with pytest.raises(ConfigError, match=r"mu is 1\.5; give a number from 0 to 1"):
+        mix(*batch(), mu=1.5)
+    for usual in ("dpo", "mix", "streams", "teacher_kl"):
+        with pytest.raises(ConfigError, match=rf"unknown algorithm\.policy_loss\.args\.usual '{usual}'"):
+            mix(*batch(), usual=usual)
+    with pytest.raises(TypeError, match="clip_range_hi"):
+        mix(*batch(), usual_args={"clip_range_hi": 0.3})
+    with pytest.raises(TypeError, match="expert_mask"):
+        create_policy_loss("mix", expert_mask=None)

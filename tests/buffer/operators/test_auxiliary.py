@@ -1,4 +1,4 @@
-"""The judge, with the real client against a small server."""
+"""Operators that ask an auxiliary model: the judge and the teacher."""
 
 import asyncio
 import json
@@ -10,10 +10,11 @@ import pytest
 from support.judge_server import judge_server
 from support.operators import make, rewards
 
-from trinity_lightning.buffer.operators import OperatorConfig, create_operators, judge
-from trinity_lightning.buffer.operators.judge import JudgeOperator
-from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.buffer.operators import OperatorConfig, auxiliary, create_operators
+from trinity_lightning.buffer.operators.auxiliary import JudgeOperator, TeacherTopK
+from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.explorer.models.openai_api import OpenAIModel
 
 openai = pytest.importorskip("openai")
 
@@ -51,7 +52,7 @@ def ask(urls, exps, model="judge", client_model=None, **args):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
-    monkeypatch.setattr(judge, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(auxiliary, "BACKOFF_SECONDS", 0.001)
 
 
 def by_text(scores):
@@ -242,3 +243,36 @@ def test_nothing_to_judge():
     with judge_server(lambda body: (200, "")) as server:
         assert ask([server.url], []) == ([], {"failed_count": 0})
     assert json.dumps(server.requests) == "[]"
+
+
+# -- a teacher's likeliest tokens --------------------------------------------------------------------------------------
+
+
+def test_an_endpoint_without_log_probabilities_is_refused() -> None:
+    with judge_server(lambda _: (200, "a text"), ["some-model"]) as server:
+        operator = TeacherTopK()
+        model = OpenAIModel(server.url, "some-model")
+        operator.set_auxiliary_model({"teacher": [model.get_openai_async_client()]})
+        with pytest.raises(RolloutError, match="of the 3 tokens that it was sent: it must be a server of vLLM"):
+            asyncio.run(operator.process([Experience(tokens=[1, 2, 3], prompt_length=1)]))
+    assert server.requests[0]["prompt"] == [1, 2, 3]
+    assert server.requests[0]["prompt_logprobs"] == 16
+
+
+def test_what_cannot_work_is_refused() -> None:
+    operator = TeacherTopK("tutor")
+    operator.set_auxiliary_model({"teacher": []})
+    with pytest.raises(ConfigError, match="teacher_top_k: unknown auxiliary model 'tutor'"):
+        asyncio.run(operator.prepare())
+    with pytest.raises(ConfigError, match="k is 0"):
+        TeacherTopK(k=0)
+
+
+@pytest.mark.parametrize(("status", "said"), [(200, "log-probabilities of the 2 tokens"), (400, "too many logprobs")])
+def test_an_endpoint_is_asked_before_any_rollout(status: int, said: str) -> None:
+    with judge_server(lambda _: (status, "too many logprobs"), ["some-model"]) as server:
+        operator = TeacherTopK(k=30)
+        operator.set_auxiliary_model({"teacher": [OpenAIModel(server.url, "some-model").get_openai_async_client()]})
+        with pytest.raises(ConfigError, match=rf"{server.url} does not say .*{said}(.|\n)*--max-logprobs 30 or more"):
+            asyncio.run(operator.prepare())
+    assert server.requests[0]["prompt_logprobs"] == 30

@@ -1,29 +1,55 @@
-"""A language model judges responses, and what it says is added to their rewards."""
+"""Operators that ask an auxiliary model: a judge for a score, a teacher for the tokens that it finds likeliest."""
 
 import asyncio
 import logging
+import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
+import torch
+
+from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.judge import VerdictError, check_prompt, filled, read_score
 from trinity_lightning.config.values import number, unknown_name, whole_number
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_CONCURRENT = 64  # requests in flight at once
 MAX_REASONS = 5  # of failures, logged for an explore step
 BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further one
 # What a degenerate answer can raise: numbers of thousands of digits, nesting without end, a body that is no answer.
 _DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
+
+
+def _clients(models: AuxiliaryModels, model: str | int, operator: str) -> Sequence[Any]:
+    """Those of an auxiliary model. ConfigError: there is none of that key."""
+    if clients := models.get(model):
+        return clients
+    raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(model), [str(key) for key in models])}")
+
+
+async def _all_of(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, in order; if one fails, the others are not left running."""
+    tasks = [asyncio.ensure_future(each) for each in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# -- a judge -----------------------------------------------------------------------------------------------------------
 
 
 class JudgeOperator(ExperienceOperatorV1):
@@ -68,10 +94,7 @@ class JudgeOperator(ExperienceOperatorV1):
         Raises:
             ConfigError: no auxiliary model of that key, or its server has several models and none of that name.
         """
-        clients = self.auxiliary_models.get(self.model)
-        if not clients:
-            known = [str(key) for key in self.auxiliary_models]
-            raise ConfigError(f"judge: {unknown_name('auxiliary model', str(self.model), known)}")
+        clients = _clients(self.auxiliary_models, self.model, "judge")
         self._names = {id(client): await self._name_on(client) for client in clients}
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
@@ -86,15 +109,8 @@ class JudgeOperator(ExperienceOperatorV1):
             await self.prepare()
         questions = [self._question(exp) for exp in exps]
         slots = asyncio.Semaphore(MAX_CONCURRENT)
-        tasks = [
-            asyncio.ensure_future(self._judge(client, question, slots))
-            for client, question in zip(cycle(clients), questions, strict=False)
-        ]
-        try:
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # if one raised what nobody foresaw, the others are not left running
-                task.cancel()
+        asked = zip(cycle(clients), questions, strict=False)
+        results = await _all_of(self._judge(client, question, slots) for client, question in asked)
         scores = []
         for exp, result in zip(exps, results, strict=True):
             if isinstance(result, float):
@@ -163,3 +179,90 @@ class JudgeOperator(ExperienceOperatorV1):
         if not response.choices:
             raise VerdictError("the judge's answer has no choices")
         return response.choices[0].message.content or ""
+
+
+# -- a teacher ---------------------------------------------------------------------------------------------------------
+
+
+class TeacherTopK(ExperienceOperatorV1):
+    """Sets `info["teacher_top_k"]`, {"ids": int32 [response, k], "logprobs": float32 [response, k]}, by a teacher.
+
+    The teacher is a vLLM server that reads the policy's own token ids (`prompt_logprobs` of its completions API): an
+    auxiliary model that the run starts, or a url. It must have the same vocabulary, and a context longer than the
+    policy's by a token; its log-probabilities are those of temperature 1. Every token of a response is read, what the
+    environment wrote too; experiences of which nothing is trained on are not.
+
+    Args:
+        model: key of the auxiliary models.
+        k: how many tokens, at each place. The rest counts as one more: few are enough where the teacher is sure.
+    """
+
+    def __init__(self, model: str | int = "teacher", k: int = 16) -> None:
+        self.model = model
+        self.k = whole_number("k", k, least=1)
+
+    async def prepare(self) -> None:
+        """Ask the teacher about two tokens, if it is an endpoint: a server of the run's own can, and starts later.
+
+        Raises:
+            ConfigError: there is no teacher of that name, or it does not give its likeliest tokens.
+        """
+        for client in _clients(self.auxiliary_models, self.model, "teacher_top_k"):
+            if (url := getattr(client, "endpoint", None)) is not None:
+                await self._check(client, url)
+
+    async def _check(self, client: Any, url: str) -> None:
+        from openai import OpenAIError
+
+        try:
+            said = await self._ask(client, [0, 0], start=1)
+        except (OpenAIError, RolloutError) as error:
+            raise ConfigError(
+                f"teacher_top_k: {url} does not say its {self.k} likeliest tokens ({error}): it must be a vLLM server "
+                f"of that model, started with --max-logprobs {self.k} or more."
+            ) from error
+        if said["ids"].shape != (1, self.k):
+            raise ConfigError(f"teacher_top_k: {url} knows {said['ids'].shape[1]} tokens, fewer than k={self.k}.")
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """All experiences; the metric `mass/mean` is how much of the teacher's probability its top k have, on average.
+
+        Raises:
+            RolloutError: the teacher gave something else than it was asked for.
+        """
+        clients, slots = cycle(self.auxiliary_models[self.model]), asyncio.Semaphore(MAX_CONCURRENT)
+
+        async def read(client: Any, experience: Experience) -> None:
+            async with slots:
+                said = await self._ask(client, experience.tokens.tolist(), experience.prompt_length)
+            experience.info = experience.info | {"teacher_top_k": said}
+
+        trained = [each for each in exps if each.action_mask is not None and each.action_mask.any()]
+        await _all_of(read(*pair) for pair in zip(clients, trained, strict=False))
+        mass = [float(each.info["teacher_top_k"]["logprobs"].exp().sum(-1).mean()) for each in trained]
+        return exps, {"mass/mean": statistics.fmean(mass)} if mass else {}
+
+    async def _ask(self, client: Any, tokens: list[int], start: int) -> dict[str, torch.Tensor]:
+        # vLLM samples at least one token.
+        response = await client.completions.create(
+            model=client.model_path,
+            prompt=tokens,
+            max_tokens=1,
+            temperature=1.0,
+            extra_body={"prompt_logprobs": self.k},
+        )
+        entries = getattr(response.choices[0], "prompt_logprobs", None) if response.choices else None
+        if entries is None or len(entries) != len(tokens):
+            raise RolloutError(
+                f"the teacher '{self.model}' gave no log-probabilities of the {len(tokens)} tokens that it was sent: "
+                "it must be a server of vLLM."
+            )
+        ids, logprobs = zip(*(self._likeliest(entry) for entry in entries[start:]), strict=True)
+        return {"ids": torch.tensor(ids, dtype=torch.int32), "logprobs": torch.tensor(logprobs)}
+
+    def _likeliest(self, entry: Mapping[str, Any] | None) -> tuple[list[int], list[float]]:
+        """Ids and log-probabilities of the first k; vLLM adds the token itself if it is not among them."""
+        if entry is None:  # of the first token of all, which is not trained
+            return [0] * self.k, [-math.log(self.k)] * self.k
+        first = sorted(entry.items(), key=lambda item: item[1]["rank"])[: self.k]
+        return [int(token) for token, _ in first], [float(said["logprob"]) for _, said in first]
