@@ -36,8 +36,7 @@ TOPS = (
 )
 PACKAGE_TOPS = (
     "explorer.callback",
-    "explorer.follower",
-    "explorer.rank_engines",
+    "explorer.distributed",
     "buffer.datamodule",
     "buffer.dataset",
     "buffer.held_out",

@@ -128,7 +128,7 @@ def build(config: DictConfig) -> Run:
 
         data, callbacks = offline_parts(typed, folder, policy, monitor, checkpoint, response_budget(typed), follower)
     elif follower:
-        from trinity_lightning.explorer.follower import follower_of
+        from trinity_lightning.explorer.distributed import follower_of
 
         data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), follower_of(typed, folder)]
     else:
@@ -260,14 +260,14 @@ def online_parts(
     """The buffer of a run that rolls out, what fills it, and what watches both; `offload`: see ExplorerCallback."""
     check_room(config)
     if config.model.name not in BUILT_IN_MODELS:
-        from trinity_lightning.explorer.models.vllm_cpu import check_experts
+        from trinity_lightning.explorer.models.vllm_platforms import check_experts
 
         check_experts(config)
     auxiliary_models = auxiliary_models_of(config, folder)
     explorer = explorer_callback(config, folder, auxiliary_models, monitor, offload)
     callbacks = [monitor, *thread_share(config), explorer]
     if config.engine.per_rank:
-        from trinity_lightning.explorer.rank_engines import RankEngines
+        from trinity_lightning.explorer.distributed import RankEngines
 
         callbacks.insert(0, RankEngines(explorer.explorer, config.engine))
     return online_data(config, folder, auxiliary_models), callbacks
@@ -312,7 +312,7 @@ def _resume_command(folder: Path) -> str | None:
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
     """The engines that generate: what is sent to them is merged, or adapters that vLLM computes with itself."""
     if config.engine.per_rank:
-        from trinity_lightning.explorer.rank_engines import with_rank_engines
+        from trinity_lightning.explorer.distributed import with_rank_engines
 
         return with_rank_engines(engines_of(config, folder)[0], config)
     if config.synchronizer.lora == "merged":

@@ -97,7 +97,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     L.seed_everything(typed.seed, verbose=False)
     check_room(typed)
     if checkpoints and typed.model.name not in BUILT_IN_MODELS:
-        from trinity_lightning.explorer.models.vllm_cpu import check_experts
+        from trinity_lightning.explorer.models.vllm_platforms import check_experts
 
         check_experts(typed)
     engines = engines_of(typed, folder)

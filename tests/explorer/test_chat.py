@@ -8,7 +8,7 @@ import pytest
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat
-from trinity_lightning.explorer.models.tool_calls import (
+from trinity_lightning.explorer.models.conversation import (
     ToolCall,
     call_of_message,
     format_tool_call,

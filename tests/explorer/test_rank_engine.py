@@ -19,10 +19,10 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RankError, RolloutError
+from trinity_lightning.explorer.distributed import ENGINES, EngineFollower, RankWeights, ServedEngine
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.rank_engines import ENGINES, EngineFollower, RankWeights, ServedEngine
 from trinity_lightning.sync.stream import WeightStream
 from trinity_lightning.trainer.ddp import join
 

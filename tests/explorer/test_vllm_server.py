@@ -21,7 +21,7 @@ from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 
-from trinity_lightning.buffer.operators.teacher import TeacherTopK
+from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineDtype

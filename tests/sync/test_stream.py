@@ -15,7 +15,7 @@ from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
-from trinity_lightning.explorer.models.vllm_cpu import check_experts
+from trinity_lightning.explorer.models.vllm_platforms import check_experts
 from trinity_lightning.sync import converted as conversions
 from trinity_lightning.sync.stream import parameter_shapes, weight_stream, while_sent
 

@@ -307,7 +307,7 @@ class LoopWatch:
         silent = self.silent()
         if silent <= min(self.warn_after, self.fail_after):
             return
-        from trinity_lightning.explorer.blocked import log_block, refuse_block
+        from trinity_lightning.explorer.failures import log_block, refuse_block
 
         if not self._warned and silent > self.warn_after:
             self._warned = True
@@ -317,6 +317,6 @@ class LoopWatch:
 
     def blocker(self) -> str | None:
         """What the loop is busy with; None while it waits."""
-        from trinity_lightning.explorer.blocked import blocker_of
+        from trinity_lightning.explorer.failures import blocker_of
 
         return blocker_of(self._thread)

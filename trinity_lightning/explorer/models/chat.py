@@ -45,7 +45,7 @@ def apply_template(
         plain = [_plain(message) for message in messages]
         shown = None
         if tools or any("tool_calls" in message for message in plain):
-            from trinity_lightning.explorer.models.tool_calls import for_template
+            from trinity_lightning.explorer.models.conversation import for_template
 
             plain, shown = for_template(tokenizer, plain, tools)
         return tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})

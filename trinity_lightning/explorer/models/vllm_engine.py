@@ -26,7 +26,7 @@ from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
 if TYPE_CHECKING:
-    from trinity_lightning.explorer.models.vllm_cpu import PackedWeights
+    from trinity_lightning.explorer.models.vllm_platforms import PackedWeights
 
 # -- how vLLM is started: the same arguments for the engine in this process and for a server's -------------------------
 
@@ -128,7 +128,7 @@ class VLLMEngine(InProcessEngine):
 
     def _empty_cache(self) -> None:
         if self._loaded and self._on_cpu and not self._has_work() and self._engine.reset_prefix_cache():
-            from trinity_lightning.explorer.models.vllm_cpu import forget_cache
+            from trinity_lightning.explorer.models.vllm_platforms import forget_cache
 
             self._engine.collective_rpc(forget_cache)
             trim_heap()
@@ -187,7 +187,7 @@ class VLLMEngine(InProcessEngine):
         return self._engine.vllm_config.device_config.device_type == "cpu"
 
     def _packed_weights(self) -> "PackedWeights | None":
-        from trinity_lightning.explorer.models.vllm_cpu import PackedWeights, is_packable
+        from trinity_lightning.explorer.models.vllm_platforms import PackedWeights, is_packable
 
         [model] = self._engine.collective_rpc(_model_of)
         return PackedWeights(model) if is_packable(model) else None
@@ -203,13 +203,13 @@ class VLLMEngine(InProcessEngine):
             check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            from trinity_lightning.explorer.models.vllm_cpu import avoid_compiled_sampler
+            from trinity_lightning.explorer.models.vllm_platforms import avoid_compiled_sampler
 
             avoid_compiled_sampler()
         arguments = engine_args(path, self._config, on_cpu)
         if on_cpu:
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
-        from trinity_lightning.explorer.models.vllm_gpu import args_of_gpu
+        from trinity_lightning.explorer.models.vllm_platforms import args_of_gpu
 
         return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 

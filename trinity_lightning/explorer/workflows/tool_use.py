@@ -12,7 +12,7 @@ from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.tool_calls import OPENING, ToolCall, parse_tool_calls
+from trinity_lightning.explorer.models.conversation import OPENING, ToolCall, parse_tool_calls
 from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.workflows.environments import Environment, StepResult

@@ -1,10 +1,11 @@
-"""Every rank rolls out with an engine in its own process (engine.per_rank), while rank 0 drives the step."""
+"""Explore steps of several training processes: rank 0 rolls out, alone or with engines of all ranks."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -16,18 +17,62 @@ from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.trainer import processes_of
-from trinity_lightning.explorer.callback import policy_of
+from trinity_lightning.engines import engines_of
+from trinity_lightning.explorer.callback import data_of, epochs_of, let_monitor, policy_of
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
-from trinity_lightning.explorer.follower import ExplorerFollower
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
+from trinity_lightning.monitor.csv_logger import step_of
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_stream
 
 logger = logging.getLogger(__name__)
 
 ENGINES, TAKE, WEIGHT, TAKEN = "engines", "take_weights", "a weight for engines", "weights in all engines"
 LOOK_SECONDS = 0.005  # a rank that waits for rank 0 looks so often whether it came, or has requests
+
+# -- ranks other than 0 ------------------------------------------------------------------------------------------------
+
+
+class ExplorerFollower(L.Callback):
+    """In the place of ExplorerCallback on ranks other than 0: takes over the explore steps that rank 0 hands over."""
+
+    def __init__(self) -> None:
+        self._step = 0  # what is prepared to be trained on
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """A Trainer that has not trained begins at step 1; a checkpoint is loaded after this."""
+        self._step = 0
+        if not epochs_of(trainer).ready:
+            data_of(trainer).storage.clear()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """As ExplorerCallback: a resumed run may not come by `on_train_epoch_start`."""
+        self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Wait for the step, however long it is rolled out, and help to prepare it; a checkpoint may have had it."""
+        data, step = data_of(trainer), step_of(trainer)
+        if self._step == step:
+            return
+        if data.batch != step:
+            data.advance(step, policy_of(pl_module).prepare_step(data.share(step)))
+        trainer.strategy.barrier()
+        self._step = step
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over what was measured: checkpoints and early stopping are decided by it, on all ranks alike."""
+        let_monitor(trainer, pl_module, {})
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Rank 0 may evaluate, and need this rank's share of the weights on the device: see ExplorerCallback."""
+        if trainer.strategy.broadcast(None):
+            trainer.strategy.model_to_device()
+            trainer.strategy.barrier()
+            trainer.strategy.teardown()
+
+
+# -- engines of all ranks (engine.per_rank): their weights -------------------------------------------------------------
 
 
 class RankWeights:
@@ -71,7 +116,7 @@ def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:
     ranks.wait(lambda limit: ranks.group.broadcast(data, 0, limit), name, data.device)
 
 
-# -- rank 0 ------------------------------------------------------------------------------------------------------------
+# -- engines of all ranks: rank 0, which drives them -------------------------------------------------------------------
 
 
 def with_rank_engines(own: Engine, config: TrainConfig) -> list[Engine]:
@@ -100,7 +145,7 @@ class RankEngines(L.Callback):
             each.limit = ranks.timeout.total_seconds()
 
 
-# -- the other ranks ---------------------------------------------------------------------------------------------------
+# -- engines of all ranks: the others ----------------------------------------------------------------------------------
 
 
 class EngineFollower(ExplorerFollower):
@@ -138,6 +183,13 @@ class EngineFollower(ExplorerFollower):
         served, self._served = self._served, None
         if served is not None:
             served.close()
+
+
+def follower_of(config: TrainConfig, folder: Path) -> ExplorerFollower:
+    """What takes part in the explore steps of rank 0, on a rank of its own; `folder`: the run's."""
+    if config.engine.per_rank:
+        return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
+    return ExplorerFollower()
 
 
 class ServedEngine:
