@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from trinity_lightning.common.checkpoints import contents, whole
+from trinity_lightning.common.checkpoints import contents, new_folder, places_of, read, whole, without_shards, write
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.common.shard_files import new_folder, places_of, read, without_shards, write
 from trinity_lightning.config.checkpoints import HASH, METADATA, REST, check_whole, checkpoints_in, hash_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.shard_rounds import Mesh

@@ -34,7 +34,7 @@ from support.policy import (
 from support.runs import CUT, Commands
 from support.streams import STREAMS, read
 from trinity_lightning.buffer.offline import marked
-from trinity_lightning.common import shard_files
+from trinity_lightning.common import checkpoints as shard_files
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import TrinityError

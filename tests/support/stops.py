@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning import train
-from trinity_lightning.common import shard_files
+from trinity_lightning.common import checkpoints as shard_files
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.trainer import shards

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trinity_lightning.common.checkpoints import contents
+from trinity_lightning.common.checkpoints import contents, filled, new_folder, places_of, without_shards
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.common.shard_files import filled, new_folder, places_of, without_shards
 from trinity_lightning.config.checkpoints import HASH, REST, hash_of
 from trinity_lightning.config.trainer import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from trinity_lightning.common.checkpoints import places_of, read, write
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.common.shard_files import places_of, read, write
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import RankError, TrinityError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
