@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trinity_lightning import engines, servers
-from trinity_lightning.common import memory
+from trinity_lightning.common import devices as memory
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig

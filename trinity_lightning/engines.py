@@ -48,7 +48,7 @@ def check_room(config: TrainConfig) -> None:
         _check_model(key, model, engine, follows)
     caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine, _ in started if engine.kv_cache_gb}
     if caches and not torch.cuda.is_available():
-        from trinity_lightning.common.memory import check_caches
+        from trinity_lightning.common.devices import check_caches
 
         if config.engine.per_rank and "engine" in caches:
             from trinity_lightning.config.trainer import processes_of

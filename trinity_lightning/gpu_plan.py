@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
+from trinity_lightning.common.devices import free_memory
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.memory import free_memory
 from trinity_lightning.common.memory_plan import (
     BATCHED_TOKENS,
     MemoryPlan,

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning.common.gpus import GPUS, Gpu, best_flops, known_gpu
+from trinity_lightning.common.devices import GPUS, Gpu, best_flops, free_memory, known_gpu
 from trinity_lightning.common.hardware import GIB, TORCH_DTYPES
-from trinity_lightning.common.memory import free_memory
 from trinity_lightning.common.memory_plan import (
     CUDA_CONTEXT,
     WORKSPACES,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trinity_lightning.common.gpus import known_gpu
+from trinity_lightning.common.devices import known_gpu
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
 from trinity_lightning.common import hardware, memory
+from trinity_lightning.common.devices import forget, free_memory
 from trinity_lightning.common.hardware import HeapBound
-from trinity_lightning.common.memory import forget, free_memory
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20

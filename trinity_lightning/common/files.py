@@ -15,7 +15,7 @@ def disk_full_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from trinity_lightning.common.disk_full import disk_full
+        from trinity_lightning.common.failures import disk_full
 
         if (full := disk_full(error, path)) is not None:
             raise full from error

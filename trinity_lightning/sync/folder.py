@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trinity_lightning.common.memory import free_memory
+from trinity_lightning.common.devices import free_memory
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import WeightStream
 

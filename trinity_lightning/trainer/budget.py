@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.memory import free_memory
+from trinity_lightning.common.devices import free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
 
 # Of a CPU: halves, so that what is free may differ a little from start to start and the tokens are the same. More bring

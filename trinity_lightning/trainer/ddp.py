@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
 from trinity_lightning.common.alone import ALONE, Alone
-from trinity_lightning.common.processes import how_it_ended
+from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.common.ranks import Ranks, add_up_gradients
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import Part

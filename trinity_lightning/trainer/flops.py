@@ -26,7 +26,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """
     if device.type == "cpu":
         return product_flops(dtype, torch.get_num_threads())
-    from trinity_lightning.common.gpus import best_flops, known_gpu
+    from trinity_lightning.common.devices import best_flops, known_gpu
 
     gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return gpu and best_flops(gpu, dtype)

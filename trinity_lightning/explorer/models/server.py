@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from trinity_lightning.common.processes import how_it_ended
+from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.errors import ModelLoadError, RolloutError
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.memory import forget
+from trinity_lightning.common.devices import forget
 from trinity_lightning.config.engines import capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig

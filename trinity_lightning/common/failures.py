@@ -1,7 +1,8 @@
-"""Whether an error was one of a disk, or a quota, that is full."""
+"""What failed outside of this program: a disk that is full, and how another process ended."""
 
 import errno
 import os
+import signal
 from pathlib import Path
 
 from trinity_lightning.errors import DiskFullError, TrinityError
@@ -17,3 +18,9 @@ def disk_full(error: Exception, path: Path) -> DiskFullError | None:
             return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def how_it_ended(code: int) -> str:
+    """How a process with this return code of `subprocess` ended: "ended with exit code 1", say."""
+    killed = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"was ended by signal {-code}{killed}" if code < 0 else f"ended with exit code {code}"
