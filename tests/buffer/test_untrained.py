@@ -10,10 +10,9 @@ from support.compose import composed
 from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
-from trinity_lightning.common.criterion import judged
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import UNTRAINED
-from trinity_lightning.common.untrained import REASONS, what_helps
+from trinity_lightning.common.untrained import REASONS, judged, what_helps
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import OperatorError

@@ -4,8 +4,9 @@ A run is one experience, or one a step: what it was worth counts once, however m
 """
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
@@ -162,3 +163,23 @@ def _equal(group: Sequence[Experience]) -> bool:
     rewards = [last_step(run).reward for run in runs_of(group)]
     valid = [reward for reward in rewards if reward is not None and is_valid_reward(reward)]
     return len(valid) == len(rewards) > 1 and equal_rewards(valid)
+
+
+# -- numbers of several runs, tasks or groups --------------------------------------------------------------------------
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`<name>/mean`, `/max` and `/min`; nothing for no values."""
+    if not values:
+        return {}
+    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def spread_of_each(metrics: Iterable[Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """The metrics of several tasks or groups as `<prefix>/<name>/{mean,max,min}`, each over those that have it."""
+    columns: dict[str, list[float]] = {}
+    for each in metrics:
+        for name, value in each.items():
+            columns.setdefault(name, []).append(float(value))
+    spreads = [spread(f"{prefix}/{name}", values) for name, values in columns.items()]
+    return {name: value for each in spreads for name, value in each.items()}

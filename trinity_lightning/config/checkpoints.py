@@ -63,7 +63,7 @@ def check_whole(path: Path) -> None:
     """Refuse what is no file that torch.save wrote, or is no longer as it was written.
 
     Such a file is a zip archive with a checksum of each entry: all of it is read once, 3 GB a second. Shards in a
-    folder are checked as they are read (`common.shard_files`).
+    folder are checked as they are read (`common.checkpoints`).
 
     Raises:
         ConfigError: names the file, what is wrong, and the checkpoint before it, if there is one.

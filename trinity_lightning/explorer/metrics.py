@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.runs import equal_rewards, is_valid_reward, last_step, runs_of
-from trinity_lightning.common.spread import spread, spread_of_each
+from trinity_lightning.common.runs import equal_rewards, is_valid_reward, last_step, runs_of, spread, spread_of_each
 from trinity_lightning.explorer.runner import Status, mean_metrics
 
 # -- An explore step --------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from trinity_lightning.common.runs import (
     raw_reward,
     run_reward,
     runs_of,
+    spread_of_each,
 )
-from trinity_lightning.common.spread import spread_of_each
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, one_of

@@ -14,9 +14,9 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     reject_dpo,
     split_valid,
 )
-from trinity_lightning.common.criterion import Criterion
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import is_valid_reward
+from trinity_lightning.common.untrained import Criterion
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
 

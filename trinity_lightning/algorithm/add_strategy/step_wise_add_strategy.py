@@ -22,8 +22,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     split_valid,
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.runs import last_step, raw_reward
-from trinity_lightning.common.spread import spread_of_each
+from trinity_lightning.common.runs import last_step, raw_reward, spread_of_each
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import flag, number, one_of, text
 

@@ -5,9 +5,9 @@ import statistics
 from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
-from trinity_lightning.common.criterion import Criterion, judged, metric_of
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import Run, equal_rewards, is_valid_reward, runs_of
+from trinity_lightning.common.untrained import Criterion, judged, metric_of
 from trinity_lightning.config.values import number, text
 
 

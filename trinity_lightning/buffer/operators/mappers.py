@@ -11,8 +11,7 @@ import torch
 
 from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.runs import is_valid_reward, last_step, raw_reward, runs_of
-from trinity_lightning.common.spread import spread
+from trinity_lightning.common.runs import is_valid_reward, last_step, raw_reward, runs_of, spread
 from trinity_lightning.config.values import number, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """Mean, maximum and minimum of metrics."""
 
-from trinity_lightning.common.spread import spread, spread_of_each
+from trinity_lightning.common.runs import spread, spread_of_each
 
 
 def test_spread_of_one_metric_and_of_several() -> None:
