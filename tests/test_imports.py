@@ -91,7 +91,7 @@ DEFAULT_RUN = (
     "algorithm.add_strategy.add_strategy",
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",
-    "common.experience.payload",
+    "common.experience.codec",
     "trainer.lean_layers",
 )
 MAX_DEFAULT_RUN = 8_300  # lines of code

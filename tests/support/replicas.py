@@ -34,7 +34,7 @@ from support.policy import (
 from support.runs import CUT, Commands
 from support.streams import STREAMS, read
 from trinity_lightning.buffer.offline import marked
-from trinity_lightning.common import checkpoints as shard_files
+from trinity_lightning.common import checkpoints
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import TrinityError
@@ -318,13 +318,13 @@ class Fills(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 2 and trainer.global_rank == self.rank:
-            shard_files._Writer.write_data = self._write_data  # type: ignore[method-assign]
+            checkpoints._Writer.write_data = self._write_data  # type: ignore[method-assign]
         trainer.save_checkpoint(self.target)
 
     def _write_data(self, plan: Any, planner: Any) -> Any:
         self.times -= 1
         if self.times == 0:
-            del shard_files._Writer.write_data  # torch's own again
+            del checkpoints._Writer.write_data  # torch's own again
         raise OSError("disk full")
 
 

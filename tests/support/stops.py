@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning import train
-from trinity_lightning.common import checkpoints as shard_files
+from trinity_lightning.common import checkpoints
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.trainer import shards
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "finish": (shard_files._Writer, "finish"),  # a checkpoint's shards, and what is where in them
+    "finish": (checkpoints._Writer, "finish"),  # a checkpoint's shards, and what is where in them
     "share": (shards.Shards, "_share"),  # of a weight that is gathered
     "step": (TransformersEngine, "_step"),  # of an engine that rolls out
     "add": (VLLMEngine, "_add"),  # of a request to generate

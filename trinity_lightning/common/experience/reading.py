@@ -19,11 +19,15 @@ from torch import Tensor
 
 from trinity_lightning.common.experience.codec import (
     BODY,
+    COLUMN_TYPES,
     HEADER,
     MAGIC,
     NUMBER,
+    REQUIRED_COLUMNS,
+    TENSOR_FIELDS,
     VERSION,
     entry_of,
+    find_misfit,
     known_dtype,
 )
 from trinity_lightning.common.experience.experience import (
@@ -34,12 +38,6 @@ from trinity_lightning.common.experience.experience import (
     Experience,
     ExperienceError,
     ExperienceFormatError,
-)
-from trinity_lightning.common.experience.payload import (
-    COLUMN_TYPES,
-    REQUIRED_COLUMNS,
-    TENSOR_FIELDS,
-    find_misfit,
 )
 from trinity_lightning.common.experience.unencodable import find_wrong_type
 from trinity_lightning.common.experience.values import NUMPY_DTYPES, Marker, read_custom_fields

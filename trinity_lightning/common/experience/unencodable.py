@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trinity_lightning.common.experience.codec import PACKING_ERRORS, Writer
+from trinity_lightning.common.experience.codec import COLUMN_TYPES, PACKING_ERRORS, Columns, Writer
 from trinity_lightning.common.experience.experience import Experience, ExperienceError
-from trinity_lightning.common.experience.payload import COLUMN_TYPES, Columns
 
 
 def refuse_unencodable(experiences: Sequence[Experience], columns: Columns) -> None:
