@@ -32,7 +32,7 @@ class Completion:
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
     """In place of the dataclass's own refusal, which does not say what to do. ReadOnlyError: always."""
-    from trinity_lightning.common.experience.refusals import read_only
+    from trinity_lightning.common.experience.fields import read_only
 
     raise read_only(name, Completion.__dataclass_fields__)
 

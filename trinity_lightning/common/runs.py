@@ -70,7 +70,7 @@ def run_reward(run: Run) -> float:
     if len(rewards) < len(run):
         raise ExperienceError(f"run {run[0].eid.rid}: every reward must be a finite number.")
     if not equal_rewards(rewards):
-        from trinity_lightning.common.experience.refusals import unequal_rewards
+        from trinity_lightning.common.experience.fields import unequal_rewards
 
         raise unequal_rewards(run[0].eid.rid, rewards)
     return rewards[0]

@@ -9,8 +9,8 @@ offset  size  content
 24      8     xxh3_64 of everything else, little-endian
 32      ...   tensors "<what>.<dtype>" in safetensors format, then metadata in msgpack
 
-What msgpack has no type for is a list that starts with a marker, as `values` has it. Of experiences, each field and dtype
-is one flat tensor, each plain field one list, and all are checked in bulk.
+What msgpack has no type for is a list that starts with a marker, as `values` has it. Of experiences, each field is one
+flat tensor a dtype, each plain field one list, and all are checked in bulk.
 """
 
 import ctypes
@@ -112,7 +112,7 @@ class Writer:
         try:
             metadata = self.encode(value)
         except PACKING_ERRORS as error:
-            from trinity_lightning.common.experience.unencodable import find_unencodable
+            from trinity_lightning.common.experience.values import find_unencodable
 
             raise ExperienceError(find_unencodable(value) or str(error)) from error
         header, size = self._layout()
@@ -260,7 +260,7 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
     try:
         return writer.pack({"count": len(experiences), "columns": columns, "rows": chunks})
     except ExperienceError:
-        from trinity_lightning.common.experience.unencodable import refuse_unencodable
+        from trinity_lightning.common.experience.values import refuse_unencodable
 
         refuse_unencodable(experiences, columns)
         raise
@@ -271,7 +271,7 @@ def _plain_columns(experiences: Sequence[Experience]) -> Columns:
     columns = {name: list(map(attrgetter(name), experiences)) for name in COLUMN_TYPES}
     for name, column in columns.items():
         if not set(map(type, column)) <= set(COLUMN_TYPES[name]):  # assigned since, perhaps by numpy arithmetic
-            from trinity_lightning.common.experience.unencodable import refuse_wrong_type
+            from trinity_lightning.common.experience.values import refuse_wrong_type
 
             plain = [each.item() if isinstance(each, np.generic) else each for each in column]
             columns[name] = list(map(reward_value, column)) if name == "reward" else plain

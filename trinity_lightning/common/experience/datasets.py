@@ -223,20 +223,3 @@ def _from_row(row: dict[str, Any]) -> Experience:
     experience.experience_type, experience.action_mask = kind, mask
     experience._check_lengths()
     return experience
-
-
-def described(experience: Experience) -> dict[str, Any]:
-    """See `Experience.to_dict`."""
-    result: dict[str, Any] = {
-        "eid": experience.eid.to_dict(),
-        "type": experience.experience_type,
-        "prompt_length": experience.prompt_length,
-        "response_length": len(experience.tokens) - experience.prompt_length,
-        "info": experience.info,
-        "metrics": experience.metrics,
-    }
-    if experience.reward is not None:
-        result["reward"] = float(experience.reward)
-    optional = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
-    values = {name: getattr(experience, name) for name in (*optional, "truncate_status")}
-    return result | {name: value for name, value in values.items() if value is not None}

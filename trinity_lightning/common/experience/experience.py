@@ -255,7 +255,7 @@ class Experience:
         """Field by field; tensors by dtype, shape and values, NaN equal to NaN."""
         if not isinstance(other, Experience):
             return NotImplemented
-        from trinity_lightning.common.experience.equality import same
+        from trinity_lightning.common.experience.fields import same
 
         return same(vars(self), vars(other))
 
@@ -306,7 +306,7 @@ class Experience:
 
     def to_dict(self) -> dict[str, Any]:
         """What a person or a logger wants to see, without tensors; optional entries only if they are not None."""
-        from trinity_lightning.common.experience.datasets import described
+        from trinity_lightning.common.experience.fields import described
 
         return described(self)
 
@@ -319,7 +319,7 @@ def check_assigned(experience: Experience) -> None:
     """
     for name, kind in (("eid", EID), ("info", dict), ("metrics", dict)):
         if not isinstance(getattr(experience, name), kind):
-            from trinity_lightning.common.experience.refusals import wrongly_assigned
+            from trinity_lightning.common.experience.fields import wrongly_assigned
 
             raise wrongly_assigned(experience, name, kind)
     experience.reward = reward_value(experience.reward)
@@ -330,7 +330,7 @@ def _make_eid(eid: Any) -> EID:
         return EID()
     if isinstance(eid, EID):
         return eid
-    from trinity_lightning.common.experience.values import eid_of
+    from trinity_lightning.common.experience.fields import eid_of
 
     return eid_of(eid)
 
@@ -384,7 +384,7 @@ def _mask(value: Any, name: str) -> Tensor:
     """Per-token mask [len]: a tensor as it is, anything list-like of booleans, zeros and ones as bool."""
     if isinstance(value, Tensor):
         return _one_dimensional(value, name)
-    from trinity_lightning.common.experience.values import mask_of  # few experiences have any
+    from trinity_lightning.common.experience.fields import mask_of  # few experiences have any
 
     return mask_of(value, name)
 
@@ -393,7 +393,7 @@ def reward_value(value: Any) -> float | None:
     """A reward as float, or None."""
     if value is None or type(value) is float:
         return value
-    from trinity_lightning.common.experience.values import real_number
+    from trinity_lightning.common.experience.fields import real_number
 
     return real_number(value, "reward")
 
@@ -402,7 +402,7 @@ def _prompt_length(value: Any) -> int:
     """A prompt length as int."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    from trinity_lightning.common.experience.refusals import no_length
+    from trinity_lightning.common.experience.fields import no_length
 
     raise no_length(value)
 
@@ -415,13 +415,13 @@ def _instance_of(value: Any, name: str, kind: type) -> Any:
 
 
 def _custom_fields(value: Any, name: str) -> list[CustomField]:
-    from trinity_lightning.common.experience.values import custom_fields  # few experiences have any
+    from trinity_lightning.common.experience.fields import custom_fields  # few experiences have any
 
     return custom_fields(value, name)
 
 
 def _tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
-    from trinity_lightning.common.experience.values import tensors_by_name  # few experiences have any
+    from trinity_lightning.common.experience.fields import tensors_by_name  # few experiences have any
 
     return tensors_by_name(value, name)
 

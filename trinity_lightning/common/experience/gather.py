@@ -35,7 +35,7 @@ def column_of(experiences: Sequence[Experience], name: str) -> list[Tensor]:
             return rows
     except AttributeError:  # an unknown name, or None in place of a tensor
         pass
-    from trinity_lightning.common.experience.refusals import no_column
+    from trinity_lightning.common.experience.fields import no_column
 
     raise no_column(experiences, name, dtype)
 
@@ -48,7 +48,7 @@ def check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: 
     """Every length must fit the width; the error names the first experience that does not."""
     if lengths.max() <= width and lengths.min() >= 0:
         return
-    from trinity_lightning.common.experience.refusals import too_wide
+    from trinity_lightning.common.experience.fields import too_wide
 
     raise too_wide(experiences, lengths, width, what)
 

@@ -39,8 +39,7 @@ from trinity_lightning.common.experience.experience import (
     ExperienceError,
     ExperienceFormatError,
 )
-from trinity_lightning.common.experience.unencodable import find_wrong_type
-from trinity_lightning.common.experience.values import NUMPY_DTYPES, Marker, read_custom_fields
+from trinity_lightning.common.experience.values import NUMPY_DTYPES, Marker, find_wrong_type, read_custom_fields
 
 # -- Values and tensors ------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""What few experiences have: tensors, arrays and tuples in the info, masks as lists, tensors by name, custom fields.
+"""Values that few experiences have, as they are encoded: tensors, arrays and tuples in the info, custom fields.
 
-msgpack has no type for the first: such a value is a list that starts with a marker, an empty extension type:
+And what cannot be encoded, with the place and the reason. msgpack has no type for the former: such a value is a list that starts with a marker, an empty extension type:
 [TUPLE, *items], [TENSOR, dtype, shape], [ARRAY, dtype, shape], [SCALAR, dtype]. The numbers are in the tensors
 "values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back.
 """
 
-import numbers
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -15,9 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.codec import DTYPE_NAMES, TORCH_DTYPES, known_dtype
-from trinity_lightning.common.experience.experience import EID, CustomField, ExperienceError, as_array
-from trinity_lightning.common.experience.unencodable import reason_of
+from trinity_lightning.common.experience.codec import (
+    COLUMN_TYPES,
+    DTYPE_NAMES,
+    PACKING_ERRORS,
+    TORCH_DTYPES,
+    Columns,
+    Writer,
+    known_dtype,
+)
+from trinity_lightning.common.experience.experience import CustomField, Experience, ExperienceError
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
     name: np.dtype(name)
@@ -61,66 +67,6 @@ def encoded(value: Any, add: Callable[[str, torch.dtype, Sequence[Tensor], Seque
     raise ExperienceError(reason_of(value))
 
 
-def eid_of(fields: Any) -> EID:
-    """An identity from a dict of its fields; an ExperienceError if it is none."""
-    if not isinstance(fields, dict):
-        raise ExperienceError(f"eid: expected EID, a dict of its fields, or None, got {type(fields).__name__}.")
-    try:
-        return EID(**fields)
-    except TypeError as error:
-        raise ExperienceError(
-            f"eid: expected the fields batch, task, run, step, suffix, got {list(fields)}."
-        ) from error
-
-
-def mask_of(value: Any, name: str) -> Tensor:
-    """A mask [len] from anything list-like of booleans, zeros and ones; an ExperienceError if it is none."""
-    array = as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
-    mask = array.astype(bool)
-    if not np.array_equal(mask, array):
-        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
-    return torch.from_numpy(mask)
-
-
-def real_number(value: Any, name: str) -> float:
-    """A real number, of numpy or torch perhaps, as float; an ExperienceError if it is none."""
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, (numbers.Real, np.bool_)):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
-    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
-    raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
-
-
-def custom_fields(value: Any, name: str) -> list[CustomField]:
-    """A list of custom fields; an ExperienceError if it is none."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
-        raise ExperienceError(f"{name}: expected a list of CustomField.")
-    return list(value)
-
-
-def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
-    """What is given for a field of tensors by name, its values made tensors if they are none yet.
-
-    Raises:
-        ExperienceError: no dict, a key that is no text, or a value that cannot be made a tensor.
-    """
-    if not isinstance(value, dict):
-        raise ExperienceError(f"{name}: expected dict or None, got {type(value).__name__}.")
-    result = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
-        try:
-            result[key] = item if isinstance(item, Tensor) else torch.tensor(item)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
-    return result
-
-
 def host_tensor(tensor: Tensor) -> Tensor:
     """The tensor in the host's memory; an ExperienceError if its numbers cannot be read."""
     if tensor.layout != torch.strided or tensor.is_meta:
@@ -141,3 +87,69 @@ def custom_field_rows(custom_fields: Sequence[CustomField]) -> list[list[str]]:
 def read_custom_fields(rows: list[list[str]]) -> list[CustomField]:
     """The reverse of `custom_field_rows`."""
     return [CustomField(source, destination, known_dtype(dtype)) for source, destination, dtype in rows]
+
+
+# -- what cannot be encoded, where it is and why -----------------------------------------------------------------------
+
+
+def refuse_unencodable(experiences: Sequence[Experience], columns: Columns) -> None:
+    """Refuse the first value of their plain fields that cannot be encoded with an ExperienceError."""
+    for name, column in columns.items():
+        for experience, value in zip(experiences, column, strict=True):
+            if where := find_unencodable(value):
+                raise ExperienceError(f"experience {experience.eid.uid}: {name}{where}") from None
+
+
+def refuse_wrong_type(experiences: Sequence[Experience], columns: Columns) -> None:
+    """Refuse the first value of a type that its field must not have with an ExperienceError."""
+    if problem := find_wrong_type(columns):
+        raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
+
+
+def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
+    """The first value whose type its column must not have, as (row, message)."""
+    for name, column in columns.items():
+        kinds = COLUMN_TYPES[name]
+        for row, value in enumerate(column if not set(map(type, column)) <= set(kinds) else ()):
+            if not isinstance(value, kinds):
+                return row, f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}."
+    return None
+
+
+def reason_of(value: Any) -> str:
+    """Why a value cannot be encoded."""
+    if type(value) is int:
+        return "an integer beyond 64 bits cannot be serialized; use a str."
+    if isinstance(value, Tensor):
+        return f"a tensor of dtype {value.dtype}, layout {value.layout} on {value.device} cannot be serialized."
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype} cannot be serialized; use numbers, or a list."
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__} that is nested too deeply, or contains itself, cannot be serialized."
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"a value of type {kind} cannot be serialized; use plain values, tensors or arrays."
+
+
+def find_unencodable(value: Any, depth: int = 16) -> str | None:
+    """Where and why a value cannot be encoded, as "['key'][index]: reason", to this depth; None if it can.
+
+    It packs the parts again and again.
+    """
+    if _can_encode(value):
+        return None
+    children = value.items() if isinstance(value, dict) else ()
+    for key, child in enumerate(value) if isinstance(value, (list, tuple)) else children:
+        if depth and not _can_encode(child):
+            return f"[{key!r}]{find_unencodable(child, depth - 1)}"
+    for key, _ in children:
+        if not _can_encode(key):
+            return f": the key {key!r}: {reason_of(key)}"
+    return f": {reason_of(value)}"
+
+
+def _can_encode(value: Any) -> bool:
+    try:
+        Writer().encode(value)
+    except PACKING_ERRORS:
+        return False
+    return True

@@ -1,0 +1,182 @@
+"""Fields of experiences: given in other forms than they are kept in, compared, shown, and what is said of wrong ones.
+
+Imported where it is needed: what the explorer makes needs none of it.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.experience.experience import EID, CustomField, Experience, ExperienceError, as_array
+from trinity_lightning.errors import ReadOnlyError
+
+# -- fields given in another form than they are kept in ----------------------------------------------------------------
+
+
+def eid_of(fields: Any) -> EID:
+    """An identity from a dict of its fields; an ExperienceError if it is none."""
+    if not isinstance(fields, dict):
+        raise ExperienceError(f"eid: expected EID, a dict of its fields, or None, got {type(fields).__name__}.")
+    try:
+        return EID(**fields)
+    except TypeError as error:
+        raise ExperienceError(
+            f"eid: expected the fields batch, task, run, step, suffix, got {list(fields)}."
+        ) from error
+
+
+def mask_of(value: Any, name: str) -> Tensor:
+    """A mask [len] from anything list-like of booleans, zeros and ones; an ExperienceError if it is none."""
+    array = as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
+    mask = array.astype(bool)
+    if not np.array_equal(mask, array):
+        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
+    return torch.from_numpy(mask)
+
+
+def real_number(value: Any, name: str) -> float:
+    """A real number, of numpy or torch perhaps, as float; an ExperienceError if it is none."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, (numbers.Real, np.bool_)):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
+    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
+    raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
+
+
+def custom_fields(value: Any, name: str) -> list[CustomField]:
+    """A list of custom fields; an ExperienceError if it is none."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
+        raise ExperienceError(f"{name}: expected a list of CustomField.")
+    return list(value)
+
+
+def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
+    """What is given for a field of tensors by name, its values made tensors if they are none yet.
+
+    Raises:
+        ExperienceError: no dict, a key that is no text, or a value that cannot be made a tensor.
+    """
+    if not isinstance(value, dict):
+        raise ExperienceError(f"{name}: expected dict or None, got {type(value).__name__}.")
+    result = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
+        try:
+            result[key] = item if isinstance(item, Tensor) else torch.tensor(item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
+    return result
+
+
+# -- when two are equal, and what is shown of one ----------------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal: `==` all the way down, except that NaN equals NaN.
+
+    Tensors and arrays must agree in dtype, shape and values; a list never equals a tuple, nor a tensor an array.
+    """
+    for kind in (Tensor, np.ndarray):
+        if isinstance(a, kind) or isinstance(b, kind):
+            return isinstance(a, kind) and isinstance(b, kind) and _same_numbers(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if (isinstance(a, list) and isinstance(b, list)) or (isinstance(a, tuple) and isinstance(b, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return same(vars(a), vars(b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _same_numbers(a: Any, b: Any) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if isinstance(a, Tensor):
+        b = b.to(a.device)
+        if torch.equal(a, b):
+            return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is what differs from itself
+
+
+def described(experience: Experience) -> dict[str, Any]:
+    """See `Experience.to_dict`."""
+    result: dict[str, Any] = {
+        "eid": experience.eid.to_dict(),
+        "type": experience.experience_type,
+        "prompt_length": experience.prompt_length,
+        "response_length": len(experience.tokens) - experience.prompt_length,
+        "info": experience.info,
+        "metrics": experience.metrics,
+    }
+    if experience.reward is not None:
+        result["reward"] = float(experience.reward)
+    optional = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
+    values = {name: getattr(experience, name) for name in (*optional, "truncate_status")}
+    return result | {name: value for name, value in values.items() if value is not None}
+
+
+# -- wrong fields, experiences that do not go together, and fields of completions that are set -------------------------
+
+
+def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
+    """A field that not all of the experiences have, or not in this dtype, which is the first one's."""
+    tensors = [getattr(each, name, None) for each in experiences]
+    at = next(index for index, each in enumerate(tensors) if not isinstance(each, Tensor) or each.dtype != dtype)
+    row = tensors[at]
+    found = row.dtype if isinstance(row, Tensor) else type(row).__name__
+    wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
+    return ExperienceError(f"experience {experiences[at].eid.uid}: {name}: expected {wanted}, got {found}.")
+
+
+def too_wide(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> ExperienceError:
+    """A length, one of each experience, that is negative or does not fit the width; `what`: in words."""
+    at = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
+    return ExperienceError(
+        f"experience {experiences[at].eid.uid}: expected {what} of at most {width}, got {lengths[at]}."
+    )
+
+
+def unequal_rewards(run: str, rewards: Sequence[float]) -> ExperienceError:
+    """Rewards of the steps of a run that differ."""
+    return ExperienceError(
+        f"run {run}: the rewards of its {len(rewards)} steps differ ({min(rewards):g} to {max(rewards):g}), and it is "
+        "compared with the task's other runs by one reward: choose add_strategy=step_wise_grpo (the last step's "
+        "reward) or gigpo (their sum), or give every step the run's reward (step_reward=return)."
+    )
+
+
+def wrongly_assigned(experience: Experience, name: str, kind: type) -> ExperienceError:
+    """That a field was set to what is not of its kind."""
+    fix = "EID()" if kind is EID else "{}"
+    return ExperienceError(
+        f"{name} of an Experience was set to {getattr(experience, name)!r:.80}: it must be of type {kind.__name__}, at "
+        f"least {name}={fix}."
+    )
+
+
+def no_length(value: object) -> ExperienceError:
+    """That this is no prompt length."""
+    shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
+    return ExperienceError(f"prompt_length: expected an int, got {shown}.")
+
+
+def read_only(name: str, fields: Container[str]) -> ReadOnlyError:
+    """That the attribute cannot be set, and what to do instead; `fields`: names of those that there are."""
+    if name in fields:
+        fix = f"dataclasses.replace(completion, {name}=...) makes another one"
+    else:
+        fix = (
+            "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
+        )
+    return ReadOnlyError(f"'{name}' of a Completion cannot be set, it is what the model said: {fix}.")
