@@ -1,4 +1,4 @@
-"""Free memory, in a container too; memory that does not grow with the number of different shapes."""
+"""Free memory, in a container too; memory that does not grow with the number of shapes; GPUs by their names."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
-from trinity_lightning.common import hardware, memory
-from trinity_lightning.common.devices import forget, free_memory
+from trinity_lightning.common import devices, hardware
+from trinity_lightning.common.devices import forget, free_memory, known_gpu
 from trinity_lightning.common.hardware import HeapBound
 from trinity_lightning.monitor.machine import resident_gb
 
@@ -22,11 +22,11 @@ MIB = 1 << 20
 @pytest.fixture(params=range(2), ids=["version 2", "version 1"])
 def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file with the limit of a container that uses 100 MiB, 60 of them for files that it read."""
-    _, _, cache = memory._CONTAINER[request.param]
+    _, _, cache = devices._CONTAINER[request.param]
     limit, used = tmp_path / "limit", tmp_path / "used"
     used.write_text(f"{100 * MIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {40 * MIB}\n{cache} {60 * MIB}\nactive_file 0\n")
-    monkeypatch.setattr(memory, "_CONTAINER", [(str(limit), str(used), cache)])
+    monkeypatch.setattr(devices, "_CONTAINER", [(str(limit), str(used), cache)])
     return limit
 
 
@@ -148,3 +148,31 @@ def test_what_is_forgotten_takes_no_memory_and_reads_as_zeros() -> None:
     tensor[7] = 3.0
     assert tensor[7] == 3.0
     assert all(bool((each == 1).all()) for each in neighbours)
+
+
+# -- GPUs by the names that CUDA gives them ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA GH200 480GB", 989.5e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(gpu: str, flops: float | None) -> None:
+    found = known_gpu(gpu)
+    assert (found and found.flops) == flops

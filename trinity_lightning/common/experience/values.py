@@ -1,8 +1,9 @@
 """Values that few experiences have, as they are encoded: tensors, arrays and tuples in the info, custom fields.
 
-And what cannot be encoded, with the place and the reason. msgpack has no type for the former: such a value is a list that starts with a marker, an empty extension type:
+msgpack has no type for the first: such a value is a list that starts with a marker, an empty extension type:
 [TUPLE, *items], [TENSOR, dtype, shape], [ARRAY, dtype, shape], [SCALAR, dtype]. The numbers are in the tensors
-"values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back.
+"values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back. Besides, of what cannot be
+encoded, the place and the reason.
 """
 
 from collections.abc import Callable, Sequence
