@@ -18,11 +18,11 @@ from support.runs import ROOT
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import math_verifier, resolve_rewards, score
-from trinity_lightning.explorer.rewards.accuracy import accuracy
 from trinity_lightning.explorer.rewards.answers import find_boxed, find_last_number, math_boxed_or_last, same_answer
 from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
 from trinity_lightning.explorer.rewards.puzzles import countdown, reasoning_gym
 from trinity_lightning.explorer.rewards.text import (
+    accuracy,
     contains_digits,
     exact_match,
     find_last_answer,

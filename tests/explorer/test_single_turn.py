@@ -15,7 +15,7 @@ from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import MathWorkflow, SimpleWorkflow, resolve_workflow
-from trinity_lightning.explorer.workflows.asking import DistillArguments, JudgeArguments
+from trinity_lightning.explorer.workflows.graded import DistillArguments, JudgeArguments
 
 
 def tried(task: Task, model: FakeModel | None = None, repeat_times: int = 2, run_id_base: int = 0) -> Any:

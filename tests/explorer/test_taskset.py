@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
-from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.selection import TasksetMixture
-from trinity_lightning.explorer.tasks.sources import dataset_entries, warn_of_trained_entries
+from trinity_lightning.explorer.tasks.sources import Formatter, dataset_entries, warn_of_trained_entries
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 

@@ -1,16 +1,19 @@
-"""Parts by name that a default run has none of: experience operators, and parts of one's own by their dotted paths."""
+"""Parts by name that a default run has none of: operators, workflows with arguments, and parts of one's own."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.sections import PartConfig, part_config
 from trinity_lightning.config.values import one_of, unknown_name
 from trinity_lightning.errors import ConfigError
+
+A = TypeVar("A")
 
 # -- experience operators ----------------------------------------------------------------------------------------------
 
@@ -47,6 +50,28 @@ def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
             one_of(f"operators.{label}.on_error", operator.on_error, [each.value for each in OnError])
             operator.on_error = OnError(operator.on_error)
     return operators
+
+
+# -- arguments of workflows, which are dataclasses of their own --------------------------------------------------------
+
+
+def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
+    """The settings of a workflow, by its name, as a dataclass of that kind.
+
+    Raises:
+        ConfigError: a name that the workflow does not know, one that is missing, or a wrong value.
+    """
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    for name in given:
+        if name not in names:
+            raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, names))
+    missing = dataclasses.MISSING
+    for field in fields:
+        required = field.default is missing and field.default_factory is missing
+        if required and given.get(field.name) is None:
+            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{field.name}.")
+    return kind(**given)
 
 
 # -- parts of one's own: what is said of those that are not there, and what engines of them can ------------------------

@@ -91,11 +91,11 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "workflow": _within(
         "explorer.workflows",
         {
-            "evaluation": "evaluation.EvaluationWorkflow",
-            "judge": "asking.JudgeWorkflow",
+            "evaluation": "graded.EvaluationWorkflow",
+            "judge": "graded.JudgeWorkflow",
             "math": "single_turn.MathWorkflow",
             "multi_turn": "multi_turn.MultiTurnWorkflow",
-            "on_policy_distill": "asking.OnPolicyDistillWorkflow",
+            "on_policy_distill": "graded.OnPolicyDistillWorkflow",
             "simple": "single_turn.SimpleWorkflow",
             "tool_use": "tool_use.ToolUseWorkflow",
         },
@@ -107,7 +107,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "reward function": _within(
         "explorer.rewards",
         {
-            "accuracy": "accuracy.accuracy",
+            "accuracy": "text.accuracy",
             "contains_digits": "text.contains_digits",
             "countdown": "puzzles.countdown",
             "exact_match": "text.exact_match",

@@ -292,11 +292,8 @@ class LoopWatch:
         """Seconds that the loop has owed an answer for; the next one is asked for as soon as it has answered."""
         if self._answered:
             self._asked, self._answered, self._warned = time.monotonic(), False, False
-            self._loop.call_soon_threadsafe(self._answer)
+            self._loop.call_soon_threadsafe(setattr, self, "_answered", True)
         return time.monotonic() - self._asked
-
-    def _answer(self) -> None:
-        self._answered = True
 
     def check(self) -> None:
         """Log a loop that has been silent for long.

@@ -122,7 +122,7 @@ class Objective:
         sampled = self._engine(micro, trainer)
         old = sampled if self._against_engine else trainer
         if config.off_policy_mask_threshold is not None:
-            from trinity_lightning.algorithm.off_policy_mask import off_policy_mask  # an option
+            from trinity_lightning.algorithm.kl import off_policy_mask  # an option
 
             keep, mask_metrics = off_policy_mask(
                 logprobs,

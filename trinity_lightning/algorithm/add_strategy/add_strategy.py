@@ -1,5 +1,6 @@
 """What an experience is worth: the base classes of the add strategies, GRPO, and several in a row."""
 
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -8,11 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.add_strategy.group_advantages import (
-    STD_LEVELS,
-    group_stats,
-    grpo_advantages,
-)
+from trinity_lightning.algorithm.add_strategy.group_advantages import STD_LEVELS, group_stats, grpo_advantages
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import (
     Run,
@@ -26,7 +23,7 @@ from trinity_lightning.common.runs import (
 )
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.config.values import number, one_of
+from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
 # -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
@@ -40,10 +37,9 @@ Metrics = dict[str, float]
 
 def reject_dpo(exps: Sequence[Experience]) -> None:
     """Refuse preference pairs, which have no response to weigh. ExperienceError: naming the first of them."""
-    if pairs := [exp for exp in exps if exp.experience_type == "dpo"]:
-        from trinity_lightning.algorithm.add_strategy.refusals import no_pairs
-
-        raise no_pairs(pairs[0])
+    if pairs := [exp.eid for exp in exps if exp.experience_type == "dpo"]:
+        why = "is a DPO pair, which has no advantages: train on it without an add strategy."
+        raise ExperienceError(f"experience {pairs[0]} {why}")
 
 
 def have_valid_rewards(exps: Sequence[Experience]) -> bool:
@@ -132,9 +128,9 @@ class AddStrategy(ABC):
 
     def _refuse(self, unknown: dict[str, Any]) -> None:
         if unknown:
-            from trinity_lightning.algorithm.add_strategy.refusals import no_argument
-
-            raise no_argument(type(self), next(iter(unknown)))
+            parameters = inspect.signature(type(self)).parameters.values()
+            known = [p.name for p in parameters if p.name != "writer" and p.kind is not p.VAR_KEYWORD]
+            raise TypeError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), known))
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
@@ -350,9 +346,8 @@ class ComposedAddStrategy(AddStrategy):
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
         if not specs:
-            from trinity_lightning.algorithm.add_strategy.refusals import no_strategy
-
-            raise no_strategy(ADD_STRATEGY)
+            known = ", ".join(sorted(ADD_STRATEGY))
+            raise ConfigError(f"add_strategy names no strategy: give at least one of {known}.")
         self.stages: dict[str, list[Experience]] = {}
         self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]

@@ -65,7 +65,7 @@ def aggregate(
         values = values * action_mask
     if loss_agg_mode == "token-mean":
         return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else max(num_tokens, 1))
-    from trinity_lightning.algorithm.policy_loss.sequences import mean_of_sequences
+    from trinity_lightning.algorithm.policy_loss.arguments import mean_of_sequences
 
     return mean_of_sequences(values, mask, loss_agg_mode, num_sequences, max_response_length)
 

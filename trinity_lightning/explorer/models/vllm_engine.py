@@ -189,7 +189,7 @@ class VLLMEngine(InProcessEngine):
     def _packed_weights(self) -> "PackedWeights | None":
         from trinity_lightning.explorer.models.vllm_platforms import PackedWeights, is_packable
 
-        [model] = self._engine.collective_rpc(_model_of)
+        [model] = self._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
         return PackedWeights(model) if is_packable(model) else None
 
     def _build(self, path: str) -> Any:
@@ -318,10 +318,6 @@ class VLLMEngine(InProcessEngine):
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-
-
-def _model_of(worker: Any) -> Any:
-    return worker.model_runner.get_model()
 
 
 def _own_logprobs(flat: Any) -> list[float]:

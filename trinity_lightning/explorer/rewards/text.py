@@ -1,8 +1,20 @@
-"""Rewards that read a response as plain text: its last number, the whole of it, its form."""
+"""Rewards that read a response as text: its last number, its form, and the answer in words or in tags (accuracy)."""
 
 import re
 
-from trinity_lightning.explorer.rewards.answers import answer_of, answer_text, find_last_number, reads_answer
+from trinity_lightning.explorer.rewards.answers import (
+    IDLE_SPACE,
+    answer_of,
+    answer_text,
+    as_number,
+    expected_answer,
+    find_boxed,
+    find_last_number,
+    find_numbers,
+    reads_answer,
+    same_answer,
+    without_thoughts,
+)
 from trinity_lightning.explorer.tasks.task import Task
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -48,3 +60,80 @@ def think_answer_format(response: str, task: Task) -> float:
 def contains_digits(response: str, task: Task) -> float:
     """The share of the response's characters that are digits: a reward that varies even for an untrained model."""
     return sum(character.isdigit() for character in response) / len(response) if response else 0.0
+
+
+# -- the answer in words: boxed, tagged, or the mathematics at the end of a response -----------------------------------
+
+
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
+# Within tags: what introduces the answer, what denies it, a formula, and the exponent of a unit (m^2).
+_INTRODUCTION = re.compile(r"\b(?:answer|result|solution)\b[^.,;:\n]*?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE)
+_DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
+_FORMULA = re.compile(r"\$([^$]+)\$")
+# Of a longer term: a number behind an operand and an operator, or before an operator and an operand, or before x.
+_OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
+_TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
+_TERM_AFTER = re.compile(rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])")
+_EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
+_END = 2000  # characters of a response in which an answer without tags and box is looked for
+
+
+@reads_answer
+def accuracy(response: str, task: Task) -> float:
+    """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
+
+    Read is what stands in the last `<answer>...</answer>`, or else all of the response. The answer is what its last
+    boxes hold, or else all that stands between the tags, or else, among words, the mathematics that math-verify finds
+    in the last 2,000 characters. Between tags that must be the only number or formula behind "the answer is" (or
+    "result", "solution"; without such words, the only one at all), and nothing denied: "12 or 13" and "not 12, but 13"
+    are no answers; nor is a number within a longer term, as in "the answer is x + 3". Boxes, thoughts and the task's
+    answer as for `math`.
+
+    Raises:
+        ValueError: the task has no answer.
+    """
+    expected, response = expected_answer(task), without_thoughts(response)
+    tagged = find_last_answer(response)
+    text = response if tagged is None else tagged
+    boxed = find_boxed(text)
+    if boxed is not None:
+        return float(same_answer(boxed, expected))
+    if tagged is not None:
+        if same_answer(tagged, expected):
+            return 1.0
+        if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
+            return 0.0
+        text = _INTRODUCTION.split(tagged)[-1]
+    from trinity_lightning.explorer.rewards.math_verifier import VERIFIER  # what stands in a box may do without it
+
+    end = _end_of(text)
+    found = VERIFIER.find(end)
+    if found is None or _is_part_of_a_term(end, found) or (tagged is not None and _hedges(text, found)):
+        return 0.0
+    return float(same_answer(found, expected))
+
+
+def _hedges(text: str, found: str) -> bool:
+    """Whether a text denies something, or has other numbers or formulas than what was found in it."""
+    others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(found))
+    formulas = {IDLE_SPACE.sub("", formula) for formula in _FORMULA.findall(text)}
+    return bool(_DENIAL.search(text) or others or len(formulas) > 1)
+
+
+def _is_part_of_a_term(text: str, found: str) -> bool:
+    """Whether the number that was found in a text is not all of the answer there; an expression is, or nothing."""
+    if as_number(found) is None:
+        return False
+    before, *introduced = _INTRODUCTION.split(text)
+    said = introduced[-1] if introduced else before
+    places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", said))
+    if not places:
+        return False
+    place = places[0] if introduced else places[-1]
+    return bool(_TERM_BEFORE.search(said[: place.start()]) or _TERM_AFTER.match(said, place.end()))
+
+
+def _end_of(text: str) -> str:
+    """Its last characters, from the beginning of a word, with the minus that math-verify knows."""
+    text = text.replace("−", "-")
+    return text if len(text) <= _END else re.split(r"\s", text[-_END:], maxsplit=1)[-1]

@@ -192,7 +192,7 @@ class Taskset(TaskSelection):
         self.epochs = epochs
         self._entries = entries
         if formatter is None:
-            from trinity_lightning.explorer.tasks.formatter import Formatter
+            from trinity_lightning.explorer.tasks.sources import Formatter
 
             formatter = Formatter()
         self._formatter = formatter
@@ -298,7 +298,7 @@ class Taskset(TaskSelection):
         settings: dict[str, Any] = {"order": config.order, "seed": config.seed, "epochs": epochs}
         fields = (config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
         if fields != (PROMPT, ANSWER, MESSAGES, None):
-            from trinity_lightning.explorer.tasks.formatter import Formatter
+            from trinity_lightning.explorer.tasks.sources import Formatter
 
             settings["formatter"] = Formatter(*fields)
         if config.source == "addition":

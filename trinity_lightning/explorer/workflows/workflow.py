@@ -140,7 +140,7 @@ class RewardedWorkflow(Workflow):
         """
         if cls.arguments_class is None:
             return None
-        from trinity_lightning.explorer.workflows.arguments import arguments_of
+        from trinity_lightning.config.parts import arguments_of
 
         return arguments_of(cls.name, cls.arguments_class, workflow_args)
 

@@ -1,4 +1,4 @@
-"""One question, one answer, and another model that is asked about it: a judge, or a teacher."""
+"""One question, one answer, graded by more than reward functions: by a judge, by a teacher, or for an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,4 +147,32 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
         # That of token i stands at i - 1: the first has none.
         experience.teacher_logprobs = torch.tensor(logprobs[experience.prompt_length - 1 :], dtype=torch.float32)
         experience.metrics["teacher_logprob"] = float(experience.teacher_logprobs.mean())
+        return experience
+
+
+# -- what an evaluation measures ---------------------------------------------------------------------------------------
+
+
+class EvaluationWorkflow(SimpleWorkflow):
+    """Single turn, for evaluation tasks: it also measures `accuracy` (1 if the reward is at least 1),
+    `truncated` (1 if the token limit ended the response) and `response_tokens`.
+
+    With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.
+    """
+
+    default_reward = "math"
+
+    def reset(self, task: Task) -> None:
+        """Take another task; ConfigError for one to train on."""
+        if not task.is_eval:
+            raise ConfigError("workflow 'evaluation' is for evaluation tasks: give it as eval_workflow.")
+        super().reset(task)
+
+    async def _experience(self, completion: Completion, run: int) -> Experience:
+        experience = await super()._experience(completion, run)
+        experience.metrics |= {
+            "accuracy": float(experience.reward is not None and experience.reward >= 1.0),
+            "truncated": float(completion.finish_reason == "length"),
+            "response_tokens": float(len(completion.token_ids)),
+        }
         return experience
