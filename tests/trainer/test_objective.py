@@ -37,8 +37,7 @@ from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.trainer.layout import cut
-from trinity_lightning.trainer.micro_batch import collate
+from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -21,11 +21,10 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.layout import cut
-from trinity_lightning.trainer.micro_batch import collate
-from trinity_lightning.trainer.placement import WHOLE
+from trinity_lightning.trainer.ddp import deal
+from trinity_lightning.trainer.hooks import WHOLE
+from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.shares import deal
 
 token = st.integers(4, 90)
 good, bad = (st.lists(st.integers(*ids), min_size=1, max_size=8) for ids in ((4, 50), (51, 90)))  # never the same

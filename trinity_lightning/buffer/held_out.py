@@ -16,8 +16,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
-from trinity_lightning.trainer.layout import trained_tokens
-from trinity_lightning.trainer.micro_batch import collate
+from trinity_lightning.trainer.layout import collate, trained_tokens
 
 logger = logging.getLogger(__name__)
 

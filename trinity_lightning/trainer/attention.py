@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 if TYPE_CHECKING:
-    from trinity_lightning.trainer.flex_attention import FlexSharedPrefix
+    from trinity_lightning.trainer.gpu import FlexSharedPrefix
 
 # -- rows that share prefixes ------------------------------------------------------------------------------------------
 # Every token attends causally within its own segment (a prefix, or what a row has behind one), and a row's own tokens
-# to their whole prefix too. On a GPU: `flex_attention`.
+# to their whole prefix too. On a GPU: `gpu`.
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,11 @@ from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.critic_hooks import CriticHooks
+from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
+from trinity_lightning.trainer.layout import MicroBatch, Passes
 from trinity_lightning.trainer.logprobs import lean_embeddings
-from trinity_lightning.trainer.micro_batch import MicroBatch
 from trinity_lightning.trainer.model import logprob_function, usable_layout
 from trinity_lightning.trainer.optim import parameter_groups
-from trinity_lightning.trainer.passes import Passes
-from trinity_lightning.trainer.placement import WHOLE, Whole
 
 # Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: how fast the weight of the KL follows its error, and the error's
 # bound.

@@ -14,9 +14,8 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.attention import NAME, attention_implementation
-from trinity_lightning.trainer.layout import cut
+from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.logprobs import Head, token_logprobs
-from trinity_lightning.trainer.micro_batch import collate
 
 
 def load_model(

@@ -13,7 +13,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.micro_batch import MicroBatch
+from trinity_lightning.trainer.layout import MicroBatch
 from trinity_lightning.trainer.trials import has_gradient_without_advantage, is_weighed
 
 if TYPE_CHECKING:

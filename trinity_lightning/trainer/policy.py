@@ -39,11 +39,10 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.critic_hooks import CriticHooks
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
-from trinity_lightning.trainer.layout import Part, trained_tokens
+from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
+from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
 from trinity_lightning.trainer.logprobs import lean_embeddings
-from trinity_lightning.trainer.micro_batch import collate
 from trinity_lightning.trainer.model import (
     LogprobFn,
     load_model,
@@ -60,8 +59,6 @@ from trinity_lightning.trainer.optim import (
     parameter_groups,
     peak_learning_rates,
 )
-from trinity_lightning.trainer.passes import Passes
-from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.adapter import Adapter
@@ -395,7 +392,7 @@ class PolicyModule(L.LightningModule):
         collating = 0.0
         for part in own:
             if part is None:
-                from trinity_lightning.trainer.shares import idle
+                from trinity_lightning.trainer.ddp import idle
 
                 self.manual_backward(0 * idle(passes, self.policy, placement))
                 continue

@@ -13,7 +13,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
 from trinity_lightning.config.objectives import STREAMS
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.micro_batch import CANDIDATES, STREAM, MicroBatch
+from trinity_lightning.trainer.layout import CANDIDATES, STREAM, MicroBatch
 from trinity_lightning.trainer.trials import tried
 
 # Entries of `Experience.info`. Weights by the stream's name, a number for each token of the response; and the teacher's
