@@ -43,8 +43,8 @@ PACKAGE_TOPS = (
     "buffer.offline",
 )
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
-# The packages that offer a module of the top under their own name.
-RE_EXPORTERS = {f"{PACKAGE}.explorer", f"{PACKAGE}.buffer"}
+# The package that offers a module of the top under its own name.
+RE_EXPORTERS = {f"{PACKAGE}.explorer"}
 EXPLORER_PARTS = ("explorer.tasks", "explorer.rewards", "explorer.workflows", "explorer.models")
 # Longest prefix first: `explorer.tasks` is a room of its own within `explorer`.
 ROOMS = (
@@ -287,8 +287,7 @@ def test_an_experience_passes_through_few_modules() -> None:
     [picture] = re.findall(r"TRY IT(.*?)THE LOSS", page, re.DOTALL)
     way = [f"{PACKAGE}.{path.replace('/', '.')}" for path in re.findall(r"\d  ([\w/]+)\.py", picture)]
     assert picture.count(".py") == len(way), "a file on the way has no number"
-    # 24: a file holds one idea. Micro-batches and their layout, say, would be one file less, and harder to read.
-    assert 10 < len(way) <= 24
+    assert 10 < len(way) <= 20
     assert {name.removesuffix(".__init__") for name in way} <= closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buffer import filled, make_group, names, through_a_file
 
-from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
+from trinity_lightning.buffer.datamodule import ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import ExperienceFormatError
 from trinity_lightning.errors import ConfigError
 

@@ -11,7 +11,7 @@ import torch
 from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
-from trinity_lightning.buffer.loader import MemoryStorage
+from trinity_lightning.buffer.datamodule import MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import rollout_seed

@@ -4,7 +4,7 @@ import io
 
 import torch
 
-from trinity_lightning.buffer.loader import MemoryStorage
+from trinity_lightning.buffer.datamodule import MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 
 

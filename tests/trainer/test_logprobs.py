@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import trinity_lightning.trainer.logprobs as logprobs_module
-from trinity_lightning.trainer.logprobs import Head, token_logprobs
+import trinity_lightning.trainer.model as logprobs_module
+from trinity_lightning.trainer.model import Head, token_logprobs
 
 HIDDEN, VOCABULARY = 8, 13
 CHUNK, BLOCK = 12, 5  # tokens

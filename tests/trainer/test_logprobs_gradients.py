@@ -10,9 +10,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import trinity_lightning.trainer.logprobs as logprobs
-import trinity_lightning.trainer.logprobs as logprobs_module
-from trinity_lightning.trainer.logprobs import Head, LeanEmbedding, lean_embeddings, token_logprobs
+import trinity_lightning.trainer.model as logprobs_module
+from trinity_lightning.trainer.model import Head, LeanEmbedding, lean_embeddings, token_logprobs
 
 PADDING = 3
 
@@ -21,7 +20,7 @@ PADDING = 3
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 50 rows has several, and 24 tokens are several chunks, all but the first computed again."""
     monkeypatch.setattr(logprobs_module, "GRADIENT_BLOCK_BYTES", 4 * 16 * 20)
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 50 * 7)
+    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 4 * 50 * 7)
 
 
 def make_model(tied: bool) -> Any:

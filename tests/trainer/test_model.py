@@ -24,8 +24,9 @@ from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.attention import CpuSharedPrefix, attention_implementation
 from trinity_lightning.trainer.budget import CPU_TOKENS, useful_tokens
 from trinity_lightning.trainer.flops import ModelSize
-from trinity_lightning.trainer.logprobs import Head, lean_embeddings
 from trinity_lightning.trainer.model import (
+    Head,
+    lean_embeddings,
     logprob_function,
     logprobs_by_head,
     switch_off_dropout,

@@ -21,7 +21,7 @@ from support.policy import (
     one_step,
 )
 
-from trinity_lightning.buffer.loader import ExperienceLoader, MemoryStorage
+from trinity_lightning.buffer.datamodule import ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.training import KLConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError

@@ -19,8 +19,7 @@ from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
 from trinity_lightning.trainer.layout import MicroBatch, Passes
-from trinity_lightning.trainer.logprobs import lean_embeddings
-from trinity_lightning.trainer.model import logprob_function, usable_layout
+from trinity_lightning.trainer.model import lean_embeddings, logprob_function, usable_layout
 from trinity_lightning.trainer.optim import parameter_groups
 
 # Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: how fast the weight of the KL follows its error, and the error's

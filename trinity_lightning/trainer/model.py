@@ -3,19 +3,24 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.attention import NAME, attention_implementation
-from trinity_lightning.trainer.layout import collate, cut
-from trinity_lightning.trainer.logprobs import Head, token_logprobs
+from trinity_lightning.trainer.layout import LogprobFn, collate, cut
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -86,18 +91,224 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(part)
 
 
-# -- log-probabilities -------------------------------------------------------------------------------------------------
+# -- gradients of embeddings and head, added up where they lie ---------------------------------------------------------
+# Autograd would make the gradient of a whole matrix for every micro-batch, and pass over it four times. Instead these
+# backward passes write into `Tensor.grad`, by blocks of rows (the head) or in the rows that occur (embeddings); on a
+# CPU only, since elsewhere their order would change. Hooks on these parameters are not called for such gradients, and
+# `torch.autograd.grad` does not return them.
+
+GRADIENT_BLOCK_BYTES = 8 << 20  # of a block of the head's gradient, in float32
+
+
+def lean_embeddings(model: Any) -> None:
+    """Let the input embeddings of a Hugging Face model add up their gradient in place, if they are plain ones."""
+    embeddings = model.get_input_embeddings()
+    if type(embeddings) is nn.Embedding and not (embeddings.max_norm or embeddings.scale_grad_by_freq):
+        embeddings.__class__ = LeanEmbedding
+
+
+class LeanEmbedding(nn.Embedding):
+    """Embeddings whose gradient is added up in place on a CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Vectors [..., width] of ids [...]."""
+        if self.weight.device.type != "cpu":
+            return super().forward(input)
+        return _Lookup.apply(input, self.weight, self.padding_idx)
+
+
+class _Lookup(Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding  # not saved: checkpointing would give back a copy, without its `grad`
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        if ctx.needs_input_grad[1]:
+            rows, vectors = ids.flatten(), grads[0].flatten(0, -2)
+            if ctx.padding is not None:  # whose vector is not trained as an input
+                rows, vectors = rows[rows != ctx.padding], vectors[rows != ctx.padding]
+            total = gradient_of(weight)
+            total.index_add_(0, rows, vectors.to(total.dtype))
+        return None, None, None
+
+
+class Projection(Function):
+    """hidden @ weight.T, whose gradient of the weight is added up in place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden if weight.requires_grad else None)
+        ctx.weight = weight  # as above
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        (hidden,), weight = ctx.saved_tensors, ctx.weight
+        wants_hidden, wants_weight = ctx.needs_input_grad
+        if wants_weight:
+            total = gradient_of(weight)
+            rows = max(GRADIENT_BLOCK_BYTES // (4 * weight.shape[1]), 1)
+            for start in range(0, len(weight), rows):
+                total[start : start + rows] += grads[0][:, start : start + rows].T @ hidden
+        return grads[0] @ weight if wants_hidden else None, None
+
+
+def gradient_of(weight: Tensor) -> Tensor:
+    """What gradients of a parameter are added to, in the dtype that they are kept in; zeros at first."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype or weight.dtype)
+    return weight.grad
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """A language-model head: logits = softcap(projection(hidden)) * scale.
+
+    Attributes:
+        projection: the output embeddings.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma); None: as they are.
+        scale: factor on the logits (Cohere: logit_scale, Granite: 1 / logits_scaling, Falcon H1: lm_head_multiplier).
+    """
+
+    projection: nn.Module
+    softcap: float | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Head":
+        """The head of a Hugging Face causal language model, with what its config says is done to the logits.
+
+        Names of other meaning elsewhere are not looked for: `logprob_function` finds out whether this is right.
+        """
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+        scale = scale or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+        return cls(model.get_output_embeddings(), softcap, float(scale))  # type: ignore[operator]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of hidden states [n, hidden]: in float32 where anything is done to them."""
+        logits = self._project(hidden)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits.float() / self.softcap)
+        return logits.float() * self.scale if self.scale != 1.0 else logits
+
+    def bytes_per_token(self, hidden: Tensor) -> int:
+        """Memory of one token's logits."""
+        vocabulary = getattr(self.projection, "out_features", hidden.shape[-1])
+        return vocabulary * (4 if self.softcap or self.scale != 1.0 else hidden.element_size())
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        plain = type(self.projection) is nn.Linear and self.projection.bias is None
+        if plain and hidden.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+            return Projection.apply(hidden, self.projection.weight)
+        return self.projection(hidden)
+
+
+def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Natural log-probability of each target under softmax(logits / temperature), and that distribution's entropy.
+
+    The logits of the first chunk of tokens are kept for the backward pass, which turns them into their gradient in
+    place; those of further chunks are computed again there.
+
+    Args:
+        hidden: hidden state at the position *before* each target [n, hidden].
+        targets: token ids, int64 [n]; or several of each position [n, m].
+        temperature: sampling temperature of each target's rollout, float32 [n].
+
+    Returns:
+        Log-probabilities, float32 of the targets' shape, and entropies (in nats), float32 [n], both differentiable.
+    """
+    if len(targets) == 0:
+        return hidden.sum(-1).float(), hidden.new_zeros(0, dtype=torch.float32)  # empty, yet part of the graph
+    chunk_bytes = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
+    chunk = max(chunk_bytes // head.bytes_per_token(hidden), 1)
+    parts = []
+    for part in zip(*(tensor.split(chunk) for tensor in (hidden, targets, temperature)), strict=True):
+        if parts and torch.is_grad_enabled():
+            parts.append(checkpoint(_chunk, head, *part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(_chunk(head, *part))
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _chunk(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    # Whether nobody else reads the logits: a module of another kind may need them in its backward pass.
+    own = type(head.projection) is nn.Linear
+    logprobs, entropy = _LogSoftmax.apply(head.logits(hidden), targets.view(len(targets), -1), temperature, own)
+    return logprobs.view_as(targets), entropy
+
+
+class _LogSoftmax(Function):
+    """log p(target) [n, m] and entropy [n] of p = softmax(logits / temperature), in float32.
+
+    Autograd makes five float32 tensors [n, vocabulary] in the backward pass. This makes none: it goes through logits
+    by blocks of a few tokens, and writes the gradient in their place where they are its `own`. (torch's chunked
+    `linear_cross_entropy` took 20 times as long on a CPU in bfloat16, and has no entropy.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+        entropy, highest, log_sum = (torch.empty_like(temperature) for _ in range(3))
+        logprobs = temperature.new_empty(targets.shape)
+        with torch.autocast(logits.device.type, enabled=False):  # it would round the entropy's sum
+            for block, scaled in _blocks(logits, temperature):
+                highest[block] = scaled.amax(-1)
+                shifted = scaled.sub_(highest[block, None])
+                exps = shifted.exp()
+                sums = exps.sum(-1)
+                log_sum[block] = sums.log()
+                logprobs[block] = shifted.gather(-1, targets[block]) - log_sum[block, None]
+                entropy[block] = log_sum[block] - torch.linalg.vecdot(exps, shifted) / sums
+        ctx.save_for_backward(logits, targets, temperature, entropy, highest, log_sum)
+        ctx.set_materialize_grads(False)
+        ctx.own = own
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        logits, targets, temperature, entropy, highest, log_sum = ctx.saved_tensors
+        if all(grad is None for grad in grads):
+            return None, None, None, None
+        # With z = logits / temperature: d log p_t / dz = onehot_t - p, and d entropy / dz = -p (log p + entropy).
+        of_target = temperature.new_zeros(targets.shape) if grads[0] is None else grads[0] / temperature[:, None]
+        of_entropy = torch.zeros_like(temperature) if grads[1] is None else grads[1] / temperature
+        of_logprob = of_target.sum(-1)
+        result = logits if ctx.own else torch.empty_like(logits)
+        for block, scaled in _blocks(logits, temperature):
+            log_p = scaled.sub_(highest[block, None]).sub_(log_sum[block, None])
+            if grads[1] is None:
+                grad = log_p.exp_().mul_(-of_logprob[block, None])
+            else:
+                of_p = log_p.add(entropy[block, None]).mul_(of_entropy[block, None]).add_(of_logprob[block, None])
+                grad = log_p.exp_().mul_(of_p.neg_())
+            grad.scatter_add_(-1, targets[block], of_target[block])
+            result[block] = grad.to(result.dtype)
+        return result, None, None, None
+
+
+def _blocks(logits: Tensor, temperature: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the logits [n, vocabulary] by blocks: which rows, and a copy of logits / temperature in float32."""
+    block_bytes = BLOCK_BYTES if logits.device.type == "cpu" else GPU_BLOCK_BYTES
+    rows = max(block_bytes // (4 * logits.shape[-1]), 1)
+    for start in range(0, len(logits), rows):
+        block = slice(start, start + rows)
+        copy = torch.empty_like(logits[block], dtype=torch.float32).copy_(logits[block])
+        yield block, copy.div_(temperature[block, None])
+
+
+# -- which log-probabilities are right for a model, found out by trying ------------------------------------------------
 # By the base model and a head of ours, on trained positions only and in chunks, which saves most of the memory; or by
 # the model's own forward pass. Not every architecture's logits are what its configuration's common names say, so both
 # are held against the model's own logits before one is used; and shared prefixes against rows that are whole.
-
-logger = logging.getLogger(__name__)
-
-# (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
-# are arguments of the forward pass, among them `input_ids` [B, S]; a position is the place in the flattened tokens of
-# the state that predicts the target. With candidates there are more targets a position, and as many log-probabilities:
-# [n, 1 + k].
-LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 CHECKED_TOKENS = 16
 # Mean differences that are rounding, as a share of the largest logit.
@@ -214,7 +425,7 @@ def _probe(model: Any) -> nn.Parameter | None:
     """The parameter whose gradient is compared: the first vector, or else the first matrix; None: all are embeddings.
 
     A vector's gradient is small, and that of the first needs all layers. Not one of input and output embeddings, whose
-    gradient is no result of the backward pass (`logprobs.lean_embeddings`).
+    gradient is no result of the backward pass (`lean_embeddings`).
     """
     embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}

@@ -12,7 +12,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, 
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.trials import call, tried
+from trinity_lightning.trainer.objective import call, tried
 
 PARTLY_CORRECTED = (
     "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "

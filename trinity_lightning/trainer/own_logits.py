@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.trainer.attention import NAME
-from trinity_lightning.trainer.logprobs import Head, token_logprobs
-from trinity_lightning.trainer.model import LogprobFn, name_of
+from trinity_lightning.trainer.model import Head, LogprobFn, name_of, token_logprobs
 
 logger = logging.getLogger(__name__)
 

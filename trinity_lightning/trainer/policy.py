@@ -42,9 +42,9 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
-from trinity_lightning.trainer.logprobs import lean_embeddings
 from trinity_lightning.trainer.model import (
     LogprobFn,
+    lean_embeddings,
     load_model,
     logprob_function,
     usable_layout,

@@ -14,7 +14,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, 
 from trinity_lightning.config.objectives import STREAMS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import CANDIDATES, STREAM, MicroBatch
-from trinity_lightning.trainer.trials import tried
+from trinity_lightning.trainer.objective import tried
 
 # Entries of `Experience.info`. Weights by the stream's name, a number for each token of the response; and the teacher's
 # likeliest tokens at each of them: {"ids": int [response, k], "logprobs": float [response, k]}.
