@@ -54,7 +54,9 @@ def test_checkpoints_are_worth_what_they_were_in_training(engine: str, trained: 
 
 
 def test_the_model_itself_several_times(run_evaluate: RunTrain, tmp_path: Path) -> None:
-    done = run_evaluate(tmp_path, *QUICK, "eval_repeat_times=3", "eval_sampling.temperature=1.0")
+    """In this one process, whatever the recipe trains with."""
+    machines = ("trainer=ddp", "trainer.accelerator=cpu", "+trainer.num_nodes=2")
+    done = run_evaluate(tmp_path, *QUICK, *machines, "eval_repeat_times=3", "eval_sampling.temperature=1.0")
     assert done.returncode == 0, done.stdout[-4000:]
     (row,) = re.findall(r"^ *addition_heldout .*$", done.stdout, re.MULTILINE)
     assert re.findall(r"\w+@\d", row) == [

@@ -85,7 +85,7 @@ def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
         _send_as_folder(config)
-        check_models(validate(config))
+        check_models(validate(config, trains=False))
         check_targets(config)
         evaluate(config)
 

@@ -33,8 +33,11 @@ from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 
 
-def validate(config: DictConfig) -> TrainConfig:
+def validate(config: DictConfig, trains: bool = True) -> TrainConfig:
     """The typed configuration, checked before anything heavy is imported.
+
+    Args:
+        trains: False of an evaluation, which is one process, whatever the recipe trains with.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -50,7 +53,7 @@ def validate(config: DictConfig) -> TrainConfig:
     if _has_own_trainer(config):
         from trinity_lightning.config.trainer import check_devices
 
-        check_devices(config.trainer or {})
+        check_devices(config.trainer or {}, trains)
     return run
 
 

@@ -61,13 +61,13 @@ def check_trainer(run: TrainConfig, settings: Mapping[str, Any]) -> None:
         check_shards(run, settings)
 
 
-def check_devices(settings: Mapping[str, Any]) -> None:
-    """Refuse devices that this machine does not have; a ConfigError."""
+def check_devices(settings: Mapping[str, Any], trains: bool) -> None:
+    """Refuse devices that this machine does not have, or, of a run that trains, processes; a ConfigError."""
     if settings.get("accelerator") in ("gpu", "cuda") and not gpu_count():
         raise ConfigError(
             f"trainer.accelerator is {settings['accelerator']}, and this process sees no GPU: set trainer=cpu, or auto."
         )
-    if trains_together(settings):
+    if trains and trains_together(settings):
         check_processes_here(settings)
 
 

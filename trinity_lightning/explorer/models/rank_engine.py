@@ -45,6 +45,15 @@ async def _read(reader: StreamReader) -> list[Any]:
     return json.loads(await reader.readexactly(length))
 
 
+def _refuse_unsendable(sampling: dict[str, Any]) -> None:
+    """RolloutError: JSON cannot have one of these settings."""
+    for name, value in sampling.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise RolloutError(f"sampling.{name} cannot be sent to another rank (engine.per_rank): {error}") from error
+
+
 class RankEngine(Engine):
     """On rank 0: the engine of another rank. Weights come to all of them at once (`RankWeights`).
 
@@ -122,15 +131,13 @@ class RankEngine(Engine):
         return self._weight_shapes
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
-        for name, value in sampling.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise RolloutError(
-                    f"sampling.{name} cannot be sent to another rank (engine.per_rank): {error}"
-                ) from error
         token_ids = [int(each) for each in token_ids]
-        return [Completion(token_ids, *found) for found in await self._ask("generate", token_ids, n, sampling)]
+        try:
+            answers = await self._ask("generate", token_ids, n, sampling)
+        except (TypeError, ValueError):
+            _refuse_unsendable(sampling)
+            raise  # that engine's own
+        return [Completion(token_ids, *found) for found in answers]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         return await self._ask("logprobs", [int(each) for each in token_ids])
