@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.monitor.record import read_run
-from trinity_lightning.monitor.report import report_page
+from trinity_lightning.monitor.report import read_run, report_page
 
 FILE = "report.html"
 

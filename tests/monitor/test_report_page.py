@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
-from trinity_lightning.monitor.record import read_run, without_secrets
-from trinity_lightning.monitor.report import line_chart, nice_ticks, report_page, short, stacked_bars, thinned
+from trinity_lightning.monitor.report import (
+    line_chart,
+    nice_ticks,
+    read_run,
+    report_page,
+    short,
+    stacked_bars,
+    thinned,
+    without_secrets,
+)
 
 EVIL = "</pre></svg><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b&gt;"
 VOID = {"meta", "hr", "br", "img", "link", "input"}

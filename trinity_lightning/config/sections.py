@@ -74,11 +74,7 @@ def checked(
 
 def plain(section: Any) -> dict[str, Any]:
     """A section as a checkpoint holds it, which is read without pickle: a dict, names instead of enumerations."""
-
-    def names(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value.name if isinstance(value, Enum) else value for name, value in items}
-
-    return asdict(section, dict_factory=names)
+    return asdict(section, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
 
 
 S = TypeVar("S", bound=Section)

@@ -7,6 +7,7 @@ import csv
 import io
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ class MetricsCSVLogger(Logger):
             self._row = cells
         new = [name for name in cells if name not in columns]
         if new:
-            self._write_all([*self._rows_before_last(), self._row], [*columns, *new])
+            before = read_rows(self.path, self._row_start)[1] if self._row_start else []
+            self._write_all([*before, self._row], [*columns, *new])
         else:
             self._write_last_row()
 
@@ -132,9 +134,14 @@ class MetricsCSVLogger(Logger):
         columns = self._load()
         rows = read_rows(self.path)[1] if columns else []
 
-        from trinity_lightning.monitor.resumed import rows_known
+        def known(row: Row) -> bool:
+            late = "explore_step" in row and int(row["explore_step"]) > explore_step
+            return not late and (step is None or "step" not in row or int(row["step"]) < step)
 
-        kept = rows_known(rows, explore_step, step, self.path)
+        try:
+            kept = list(takewhile(known, rows))
+        except ValueError as error:
+            raise damaged(self.path, error) from error
         if len(kept) < len(rows):
             self._write_all(kept, columns)
 
@@ -155,9 +162,6 @@ class MetricsCSVLogger(Logger):
                 self._write_all(rows, columns)
             self._columns = columns
         return self._columns
-
-    def _rows_before_last(self) -> list[Row]:
-        return read_rows(self.path, self._row_start)[1] if self._row_start else []
 
     def _write_last_row(self) -> None:
         line = _line(self._row, self._load())
