@@ -30,11 +30,6 @@ MAX_LOW_VAR_KL = 10.0
 # corrected_k3: bound of the importance ratio
 MAX_CORRECTION = 2.0
 
-K1_AS_A_LOSS = (
-    "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
-    "or k3."
-)
-
 
 def none(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """0: no KL term."""

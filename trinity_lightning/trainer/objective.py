@@ -76,7 +76,7 @@ class Objective:
         self._needs_engine = self._against_engine
         self.caveats = []
         if self._has_kl and config.kl.name == "k1":
-            from trinity_lightning.algorithm.kl import K1_AS_A_LOSS
+            from trinity_lightning.trainer.objective_checks import K1_AS_A_LOSS
 
             self.caveats.append(K1_AS_A_LOSS)
         if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):

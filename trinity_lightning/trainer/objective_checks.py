@@ -14,6 +14,11 @@ from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.objective import call, tried
 
+# Caveats of an objective, said once a run.
+K1_AS_A_LOSS = (
+    "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
+    "or k3."
+)
 PARTLY_CORRECTED = (
     "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
     "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
