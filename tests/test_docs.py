@@ -11,9 +11,8 @@ from support.compose import composed
 from support.runs import ROOT
 
 from trinity_lightning.config.checks import check_anywhere, validate
-from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.plan import register
+from trinity_lightning.plan import PlanConfig, register
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 COMMAND = re.compile(  # of Python, or of what starts it, such as torchrun

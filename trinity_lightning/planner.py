@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig
@@ -23,7 +23,6 @@ from trinity_lightning.common.memory_plan import (
 from trinity_lightning.common.model_memory import ModelShape, Training
 from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.planning import PlanConfig
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.servers import check_gpus_apart, check_one_device, gpus_of_a_server, gpus_that_train
 from trinity_lightning.config.training import OFFLOADED, Layout, WeightDtype, compute_dtype, trains_together
@@ -46,6 +45,9 @@ from trinity_lightning.trainer.budget import GPU_TOKENS, tokens_that_fit
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.layout import worth_sharing
 from trinity_lightning.trainer.objective import Objective
+
+if TYPE_CHECKING:
+    from trinity_lightning.plan import PlanConfig
 
 FORWARD = 1 / 3  # of the operations of a forward and backward pass
 # 10^9 bytes a second that weights are sent with: within a process on a CPU (benchmarks/weight_sync.py); on a GPU and
@@ -123,7 +125,7 @@ class RunPlan:
     assumed: dict[str, str]
 
 
-def plan_run(config: DictConfig, asked: PlanConfig) -> RunPlan:
+def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
     """The plan of a run.
 
     Args:
@@ -184,7 +186,7 @@ def _model(name: str) -> Any:
 # -- what it runs on ---------------------------------------------------------------------------------------------------
 
 
-def gpu_of(asked: PlanConfig, accelerator: str) -> tuple[str, Gpu] | None:
+def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
     """The GPU to plan for and its name; None: this machine's CPU.
 
     Raises:
@@ -206,7 +208,7 @@ def gpu_of(asked: PlanConfig, accelerator: str) -> tuple[str, Gpu] | None:
     return name, gpu
 
 
-def _hardware(asked: PlanConfig, gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
+def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
     """What is asked for, and of what is not asked what the table says or this machine has."""
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
@@ -341,7 +343,7 @@ class Step:
         return self.groups * self.size
 
 
-def step_of(run: TrainConfig, asked: PlanConfig) -> Step:
+def step_of(run: TrainConfig, asked: "PlanConfig") -> Step:
     """The rows of a step; of stored experiences that are no pairs it is not known which share a prompt.
 
     Raises:
@@ -387,7 +389,7 @@ def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
 
 def _rollout_parts(
     run: TrainConfig,
-    asked: PlanConfig,
+    asked: "PlanConfig",
     step: Step,
     hardware: Hardware,
     engines: Engines | None,
@@ -444,7 +446,7 @@ def rollout_seconds(
     return passes * max(operations / flops, read / bandwidth) + prompts / flops
 
 
-def _sync_gb(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> float:
+def _sync_gb(run: TrainConfig, asked: "PlanConfig", hardware: Hardware) -> float:
     """10^9 bytes a second that weights are sent with."""
     if asked.sync_gb is not None:
         return asked.sync_gb
@@ -453,7 +455,7 @@ def _sync_gb(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> float:
     return CPU_GB if hardware.on_cpu else GPU_GB
 
 
-def _assumed(run: TrainConfig, asked: PlanConfig, hardware: Hardware) -> dict[str, str]:
+def _assumed(run: TrainConfig, asked: "PlanConfig", hardware: Hardware) -> dict[str, str]:
     step = step_of(run, asked)
     lengths = {
         "plan.prompt_tokens": f"every prompt has {step.prompt} tokens",
