@@ -23,7 +23,7 @@ from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.explorer.rewards import REWARDS
 from trinity_lightning.explorer.workflows import WORKFLOWS
-from trinity_lightning.explorer.workflows.environments import ENVIRONMENTS
+from trinity_lightning.explorer.workflows.multi_turn import ENVIRONMENTS
 from trinity_lightning.train import check
 
 PACKAGE = ROOT / "trinity_lightning"

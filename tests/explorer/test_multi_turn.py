@@ -12,8 +12,7 @@ from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.explorer.workflows.environments import GuessNumber, Retry
-from trinity_lightning.explorer.workflows.multi_turn import MultiTurnWorkflow
+from trinity_lightning.explorer.workflows.multi_turn import GuessNumber, MultiTurnWorkflow, Retry
 
 
 class Countdown:

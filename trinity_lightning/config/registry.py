@@ -24,7 +24,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "asymre": "off_policy.asymre",
             "cispo": "ratio.cispo",
-            "dpo": "preference.dpo",
+            "dpo": "likelihood.dpo",
             "dppo": "ratio.dppo",
             "grpo": "ppo.ppo",
             "gspo": "ratio.gspo",
@@ -102,7 +102,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     ),
     "environment": _within(
         "explorer.workflows",
-        {"guess_number": "environments.GuessNumber", "retry": "environments.Retry"},
+        {"guess_number": "multi_turn.GuessNumber", "retry": "multi_turn.Retry"},
     ),
     "reward function": _within(
         "explorer.rewards",

@@ -1,16 +1,19 @@
-"""Losses without a ratio: SFT, REINFORCE, OPMD, and distillation over what a teacher finds likeliest."""
+"""Losses without a ratio: SFT, REINFORCE, OPMD, DPO, and distillation over what a teacher finds likeliest."""
 
 from typing import Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate
 from trinity_lightning.config.values import number, one_of
+from trinity_lightning.errors import ConfigError
 
 DIRECTIONS = ("reverse", "forward")
 # Least mass of the rest: what float32 leaves of 1 less the other probabilities is rounding below it.
 LEAST_REST = 1e-6
+LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 
 
 def sft(
@@ -64,6 +67,9 @@ def opmd(
     return loss, {"pg_loss": loss.detach()}
 
 
+# -- a teacher's likeliest tokens --------------------------------------------------------------------------------------
+
+
 def teacher_kl(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -110,3 +116,88 @@ def with_rest(logprobs: Tensor) -> Tensor:
     """Log-probabilities of some tokens [..., k], and of all others together [..., k + 1]."""
     rest = 1 - logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, rest.clamp(min=LEAST_REST).log()], -1)
+
+
+# -- preference pairs --------------------------------------------------------------------------------------------------
+
+
+def dpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    pairs: Tensor | None = None,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    reference_free: bool = False,
+    **totals: Unpack[BatchTotals],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """DPO: -logsigmoid(beta D) of each pair, D = sum(lp - ref) of chosen less that of rejected (arXiv 2305.18290).
+
+    The mean is over all pairs of the optimizer batch. Tensors are [b, r]; see `PolicyLossFn` for arguments not named
+    here.
+
+    Args:
+        ref_logprobs: of the reference model; with `reference_free` anything.
+        pairs: rows of chosen and rejected, int64 [b / 2, 2]; None: they are chosen, rejected, chosen, ...
+        beta: how strongly the policy is held near the reference.
+        loss_type: "sigmoid"; "hinge", max(0, 1 - beta D) (SLiC, arXiv 2305.10425); or "ipo", (D - 1 / (2 beta))^2 with
+            means over tokens in place of the sums of D (arXiv 2310.12036).
+        label_smoothing: with "sigmoid" the share s of pairs whose labels are taken to be wrong, from 0 to below 0.5:
+            -(1 - s) logsigmoid(beta D) - s logsigmoid(-beta D).
+        reference_free: take 0 for ref; no reference model is loaded.
+
+    Returns:
+        The loss; and of all pairs the means of `pg_loss`, of rewards beta sum(lp - ref) as `rewards/chosen`,
+        `rewards/rejected` and their difference `rewards/margins`, of how often that is above 0, `rewards/accuracies`,
+        and of sum(lp) as `logps/chosen` and `logps/rejected`.
+
+    Raises:
+        ConfigError: a number is out of its range, an unknown loss type, or smoothing of another one than "sigmoid".
+    """
+    _check_dpo(beta, loss_type, label_smoothing)
+    mask = action_mask.bool()
+    rows = torch.arange(len(mask), device=mask.device).view(-1, 2) if pairs is None else pairs
+    count = max(totals.get("num_sequences") or len(mask), 2) // 2
+    policy = logprobs.masked_fill(~mask, 0.0).sum(-1)
+    scores = policy if reference_free else (logprobs - ref_logprobs).masked_fill(~mask, 0.0).sum(-1)
+    compared = scores / mask.sum(-1).clamp(min=1) if loss_type == "ipo" else scores
+    chosen, rejected = compared[rows].unbind(1)
+    loss = _pair_losses(chosen - rejected, beta, loss_type, label_smoothing).sum() / count
+
+    rewards, logps = beta * scores.detach()[rows], policy.detach()[rows]
+    margins = rewards[:, 0] - rewards[:, 1]
+    measured = {
+        "rewards/chosen": rewards[:, 0],
+        "rewards/rejected": rewards[:, 1],
+        "rewards/margins": margins,
+        "rewards/accuracies": (margins > 0).float(),
+        "logps/chosen": logps[:, 0],
+        "logps/rejected": logps[:, 1],
+    }
+    return loss, {"pg_loss": loss.detach()} | {name: values.sum() / count for name, values in measured.items()}
+
+
+def _check_dpo(beta: float, loss_type: str, label_smoothing: float) -> None:
+    """Refuse what is no DPO; a ConfigError."""
+    key = "algorithm.policy_loss.args"
+    number(f"{key}.beta", beta, above=0)
+    one_of(f"{key}.loss_type", loss_type, LOSS_TYPES)
+    number(f"{key}.label_smoothing", label_smoothing, least=0)
+    if label_smoothing >= 0.5:
+        raise ConfigError(f"{key}.label_smoothing is {label_smoothing}; give a number from 0 to below 0.5.")
+    if label_smoothing > 0 and loss_type != "sigmoid":
+        raise ConfigError(f"{key}.label_smoothing is of loss_type=sigmoid, not of {loss_type}: leave it out.")
+
+
+def _pair_losses(difference: Tensor, beta: float, loss_type: str, label_smoothing: float) -> Tensor:
+    """The loss of each pair by how much better chosen scores than rejected, both [pairs]."""
+    if loss_type == "hinge":
+        return torch.relu(1 - beta * difference)
+    if loss_type == "ipo":
+        return (difference - 1 / (2 * beta)) ** 2
+    scaled = beta * difference
+    return -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)

@@ -10,6 +10,8 @@ from trinity_lightning.common.runs import Run, equal_rewards, is_valid_reward, r
 from trinity_lightning.common.untrained import Criterion, judged, metric_of
 from trinity_lightning.config.values import number, text
 
+logger = logging.getLogger(__name__)
+
 
 class RewardFilter(ExperienceOperatorV1):
     """Keeps experiences whose reward reaches a threshold; a missing reward or NaN does not.
@@ -68,9 +70,6 @@ class RewardSTDFilter(ExperienceOperatorV1):
         if len(valid) < len(values) or equal_rewards(valid):
             return False
         return statistics.pstdev(valid) > self.threshold
-
-
-logger = logging.getLogger(__name__)
 
 
 class DAPODynamicSampling(ExperienceOperatorV1):

@@ -15,8 +15,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.conversation import OPENING, ToolCall, parse_tool_calls
 from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
-from trinity_lightning.explorer.workflows.environments import Environment, StepResult
-from trinity_lightning.explorer.workflows.multi_turn import EpisodeArguments, EpisodeWorkflow
+from trinity_lightning.explorer.workflows.multi_turn import Environment, EpisodeArguments, EpisodeWorkflow, StepResult
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
