@@ -32,7 +32,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_platforms
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.folder import MEMORY, WeightFolder
+from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.bf16, "max_model_len": 256, "kv_cache_gb": 0.1}

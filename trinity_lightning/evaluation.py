@@ -19,7 +19,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.monitor.csv_logger import log_row
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.sync.saved import checkpoint_weights
+from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.sync.stream import WeightStream, as_checkpoint, skeleton
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -17,7 +17,7 @@ from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype
 from trinity_lightning.errors import ConfigError, StorageError
-from trinity_lightning.sync.saved import saved_weights
+from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.resumed import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from trinity_lightning.explorer.models import vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, _command_line
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.sync.folder import WeightFolder
+from trinity_lightning.sync.files import WeightFolder
 from trinity_lightning.sync.stream import weight_stream
 
 CONTEXT = 320

@@ -52,11 +52,11 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """The same, and in the servers that are started here too."""
     from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-    from trinity_lightning.sync import ipc
+    from trinity_lightning.sync import servers as weight_servers
 
     install(patch)
     environment = VLLMServerEngine._environment
     path = os.pathsep.join([str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])])
-    patch(ipc, "WORKER", "support.ipc_stand_in_worker.Extension")
+    patch(weight_servers, "WORKER", "support.ipc_stand_in_worker.Extension")
     patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
-    patch(ipc, "check_device", lambda device, method: None)
+    patch(weight_servers, "check_device", lambda device, method: None)

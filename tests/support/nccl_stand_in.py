@@ -98,7 +98,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """The same, and in the servers that are started here too."""
     from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-    from trinity_lightning.sync import nccl
+    from trinity_lightning.sync import servers as weight_servers
 
     install(patch)
     flags, environment = VLLMServerEngine._flags, VLLMServerEngine._environment
@@ -110,7 +110,7 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
 
     patch(VLLMServerEngine, "_flags", flags_with_extension)
     patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
-    patch(nccl, "check_device", lambda device, method: None)
+    patch(weight_servers, "check_device", lambda device, method: None)
 
 
 if __name__ == "__main__":

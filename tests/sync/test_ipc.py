@@ -25,8 +25,8 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync import ipc
-from trinity_lightning.sync.ipc import SharedBuffer, buckets, handle_as_json, rebuild_arguments
+from trinity_lightning.sync import servers
+from trinity_lightning.sync.servers import SharedBuffer, buckets, handle_as_json, rebuild_arguments
 from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
@@ -39,7 +39,7 @@ def driver(needs_vllm: Any, run_train: Commands) -> Iterator[Driver]:
     with pytest.MonkeyPatch.context() as patch:
         fork_servers(run_train.address, patch.setattr)
         ipc_stand_in.install_in_trainer(patch.setattr)
-        patch.setattr(ipc, "BUCKET_BYTES", 100_000)  # several buckets, one of a tensor that is larger
+        patch.setattr(servers, "BUCKET_BYTES", 100_000)  # several buckets, one of a tensor that is larger
         driver = Driver()
         yield driver
         driver.close()
@@ -176,7 +176,7 @@ def test_vllm_reads_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from trinity_lightning.sync.ipc_worker import Receiver
 
-    monkeypatch.setattr(ipc, "BUCKET_BYTES", 14)
+    monkeypatch.setattr(servers, "BUCKET_BYTES", 14)
     sent = {"a": torch.randn(2, 3), "b": torch.randn(1), "c": torch.randn(4)}
     found: list[tuple[str, Tensor]] = []
     receiver, importer = Receiver.__new__(Receiver), PackedBufferImporter()
@@ -251,8 +251,8 @@ def test_a_handle_is_the_same_behind_json() -> None:
 def test_a_handle_has_what_torch_asks_for() -> None:
     """The names are torch's own: another release that asks for others is noticed here."""
     known = {"tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"}
-    assert set(ipc._ARGUMENTS) == known | {"requires_grad", *ipc._BYTES, *ipc._NUMBERS}
-    assert ipc._ARGUMENTS.index("storage_device") == 6  # which vLLM sets
+    assert set(servers._ARGUMENTS) == known | {"requires_grad", *servers._BYTES, *servers._NUMBERS}
+    assert servers._ARGUMENTS.index("storage_device") == 6  # which vLLM sets
 
 
 def test_a_buffer_has_tensors_one_after_the_other_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

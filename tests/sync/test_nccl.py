@@ -31,8 +31,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.nccl import NCCLGroup, WeightGroup, _once
-from trinity_lightning.sync.servers import announcement, check_device
+from trinity_lightning.sync.servers import NCCLGroup, WeightGroup, _once, announcement, check_device
 from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}

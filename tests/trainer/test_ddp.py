@@ -45,7 +45,7 @@ from support.runs import Commands
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.evaluation import merged_weights
-from trinity_lightning.sync.saved import checkpoint_weights
+from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.trainer import ddp
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule

@@ -1,11 +1,11 @@
-"""The receiving end of `sync/ipc.py`, in the workers of a vLLM server: they import it with `Extension`."""
+"""The receiving end of `sync/servers.py` for CUDA IPC, in workers of a vLLM server: they import it with `Extension`."""
 
 from typing import Any
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 
-from trinity_lightning.sync.ipc import BACKEND, rebuild_arguments
+from trinity_lightning.sync.servers import BACKEND, rebuild_arguments
 
 
 class Receiver(IPCWeightTransferEngine):

@@ -514,7 +514,7 @@ class PolicyModule(L.LightningModule):
         """As of every LightningModule; a ConfigError if it is damaged, in shards, or of no training run."""
         if isinstance(checkpoint_path, str | Path):
             from trinity_lightning.config.checkpoints import check_file
-            from trinity_lightning.sync.saved import saved_weights
+            from trinity_lightning.sync.files import saved_weights
 
             check_file(Path(checkpoint_path))
             saved_weights(checkpoint_path)

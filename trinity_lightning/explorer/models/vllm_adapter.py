@@ -23,7 +23,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.folder import WEIGHTS
+from trinity_lightning.sync.files import WEIGHTS
 from trinity_lightning.sync.stream import Shape, WeightStream
 
 _NAME, _ID = "adapter", 1

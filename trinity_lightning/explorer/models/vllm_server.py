@@ -30,7 +30,7 @@ from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, 
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.sync.folder import MEMORY, WeightFolder
+from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class VLLMServerEngine(Engine):
         if self.sync_method == "nccl":
             arguments["weight_transfer_config"] = {"backend": "nccl"}
         elif self.sync_method == "ipc":
-            from trinity_lightning.sync.ipc import BACKEND, WORKER
+            from trinity_lightning.sync.servers import BACKEND, WORKER
 
             arguments |= {"weight_transfer_config": {"backend": BACKEND}, "worker_extension_cls": WORKER}
         return _command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from trinity_lightning.errors import WeightSyncError
-from trinity_lightning.sync import folder as folders
-from trinity_lightning.sync.folder import PREFIX, WeightFolder, fits_in_memory
+from trinity_lightning.sync import files as folders
+from trinity_lightning.sync.files import PREFIX, WeightFolder, fits_in_memory
 from trinity_lightning.sync.stream import WeightStream
 
 

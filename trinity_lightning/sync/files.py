@@ -1,4 +1,4 @@
-"""Weights as a checkpoint folder, for engines that live in other processes."""
+"""The policy's weights in files: a folder that engines of other processes read, and what a run's checkpoint has."""
 
 import contextlib
 import fcntl
@@ -9,15 +9,20 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
-from typing import IO
+from pickle import UnpicklingError
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
+from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.common.devices import free_memory
-from trinity_lightning.errors import WeightSyncError
+from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.sync.stream import WeightStream
+
+# -- a folder for engines ----------------------------------------------------------------------------------------------
 
 KEPT = 2  # an engine may still be reading the weights before the last
 WEIGHTS = "model.safetensors"
@@ -148,3 +153,39 @@ def _delete_leftovers(memory: Path) -> None:
         ):  # another user's, or another run deletes it
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- a run's checkpoint ------------------------------------------------------------------------------------------------
+
+_POLICY = "model."  # PolicyModule.model
+
+
+def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
+    """The explore step that a checkpoint was written after, and the policy's weights in it, by its parameters' names.
+
+    Raises:
+        ConfigError: not a checkpoint of a training run.
+    """
+    step, saved = saved_weights(path)
+    weights = whole(path, {"state_dict": saved})["state_dict"]
+    return step, WeightStream.of((name.removeprefix(_POLICY), tensor) for name, tensor in weights.items())
+
+
+def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
+    """The step, and the weights by the checkpoint's names as `common.checkpoints.contents` has them: not read yet.
+
+    Raises:
+        ConfigError: not a checkpoint of a training run.
+    """
+    try:
+        checkpoint = contents(path)
+        step = _explore_step(checkpoint)
+        weights = {name: each for name, each in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, UnpicklingError) as error:
+        raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
+    return step, weights
+
+
+def _explore_step(checkpoint: dict[str, Any]) -> int:
+    # Not the explorer's, which may be ahead; and not "epoch", which is counted up only after a checkpoint at its end.
+    return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
