@@ -62,7 +62,10 @@ def test_two_processes_train_as_one(
 ) -> None:
     """The other two pairs of objective and trainer: tests/trainer/test_equivalence.py, without the command."""
     arguments = (f"+recipe={recipe}", write(tmp_path / "data.jsonl", examples()), "optimizer.lr=1e-3", "steps=3")
-    arguments += ("buffer.dataset.held_out.share=0.3", "buffer.dataset.held_out.interval=2")
+    arguments += (
+        "buffer.dataset.held_out.share=0.1",
+        "buffer.dataset.held_out.interval=2",
+    )  # one example: one process has none
     one = train(run_train, tmp_path / "one", *arguments)
     two = train(run_train, tmp_path / "two", *arguments, *TRAINERS[trainer])
     alike(two, one)

@@ -22,7 +22,7 @@ from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, RankTerminatedError
 from trinity_lightning.trainer.ddp import join
-from trinity_lightning.trainer.shard_rounds import Gather
+from trinity_lightning.trainer.shards import Gather
 
 SIZE = 3
 CPU = torch.device("cpu")

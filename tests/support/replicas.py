@@ -41,7 +41,7 @@ from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import weight_stream
-from trinity_lightning.trainer import shard_rounds
+from trinity_lightning.trainer import shards
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.compiled import layers_of
 from trinity_lightning.trainer.ddp import ReplicaStrategy
@@ -361,7 +361,7 @@ def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
 
 def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
     """How often the weights of a layer, or of what is in none, are put together for one pass; and the layers."""
-    count, gather = 0, shard_rounds.Gather.__call__
+    count, gather = 0, shards.Gather.__call__
 
     def counted(*arguments: Any, **settings: Any) -> None:
         nonlocal count
@@ -369,11 +369,11 @@ def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
         gather(*arguments, **settings)
 
     policy = make_policy(model={"gradient_checkpointing": checkpointing})
-    shard_rounds.Gather.__call__ = counted  # type: ignore[method-assign]
+    shards.Gather.__call__ = counted  # type: ignore[method-assign]
     try:
         fit(policy, [batch_of(make_experiences(RANKS))], **trainer)
     finally:
-        shard_rounds.Gather.__call__ = gather  # type: ignore[method-assign]
+        shards.Gather.__call__ = gather  # type: ignore[method-assign]
     return {"gathers": count, "layers": len(layers_of(policy.policy))}
 
 

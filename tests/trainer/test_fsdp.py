@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import RankError, WeightSyncError
 from trinity_lightning.trainer.fsdp import ShardStrategy
-from trinity_lightning.trainer.shard_rounds import Mesh, Scatter
-from trinity_lightning.trainer.shards import Shards, is_large
+from trinity_lightning.trainer.shards import Mesh, Scatter, Shards, is_large
 
 
 class Sends(Ranks):

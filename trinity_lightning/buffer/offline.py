@@ -204,7 +204,7 @@ def offline_data_module(
         settings = config.buffer.dataset
         examples = examples_of(config.buffer, str(config.buffer.path), settings.split, config.model.name, pairs)
         if settings.held_out.given:
-            from trinity_lightning.buffer.held_out import held_out_of_run
+            from trinity_lightning.buffer.dataset import held_out_of_run
 
             examples, held_out = held_out_of_run(config, examples, pairs)
         reader = ExampleReader.of_run(config, examples)
@@ -253,7 +253,7 @@ def offline_parts(
     callbacks: list[L.Callback] = []
     dataset = config.buffer.dataset
     if config.buffer.storage == "dataset" and dataset.held_out.given:
-        from trinity_lightning.buffer.held_out import HeldOutLoss
+        from trinity_lightning.buffer.dataset import HeldOutLoss
 
         interval, longest = dataset.held_out.interval, dataset.max_length
         callbacks.append(HeldOutLoss(data.held_out, interval, config.steps, monitor.keep_metrics, longest))

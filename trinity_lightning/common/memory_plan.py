@@ -199,7 +199,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
 
 
 def states_on_host(shape: ModelShape, training: Training) -> dict[str, int]:
-    """Bytes that all processes of a machine keep in its memory of what they train (`trainer.host_masters`), if they do.
+    """Bytes that all processes of a machine keep in its memory of what they train (`trainer.host`), if they do.
 
     Copies of gradients are pinned for a GPU: torch makes such memory as large as the next power of two.
     """

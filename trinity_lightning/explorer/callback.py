@@ -29,7 +29,7 @@ from trinity_lightning.explorer.rollouts import PendingSteps, TrainablePolicy, T
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 
 if TYPE_CHECKING:
-    from trinity_lightning.trainer.host_memory import HostMemory
+    from trinity_lightning.trainer.host import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class ExplorerCallback(StopCheckpoint):
 
 
 def _host_memory(trainer: L.Trainer) -> "HostMemory":
-    from trinity_lightning.trainer.host_memory import HostMemory
+    from trinity_lightning.trainer.host import HostMemory
 
     return HostMemory(trainer.optimizers[0])
 

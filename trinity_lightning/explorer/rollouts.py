@@ -21,7 +21,7 @@ from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, pe
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 
 if TYPE_CHECKING:
-    from trinity_lightning.trainer.host_memory import HostMemory
+    from trinity_lightning.trainer.host import HostMemory
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 

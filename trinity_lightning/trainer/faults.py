@@ -1,21 +1,144 @@
-"""A gradient that is not finite: what of the optimizer batch it came from."""
+"""What is wrong with a policy loss, with a batch for it, or with a gradient that is not finite."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.errors import TrinityError
+from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
+from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
+from trinity_lightning.config.registry import OFF_POLICY_LOSSES
+from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.trainer.layout import Part
-from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.objective import call, tried
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
+
+# -- of a loss: by itself, with settings that it has no use for, or with a batch ---------------------------------------
+
+# Caveats of an objective, said once a run.
+K1_AS_A_LOSS = (
+    "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
+    "or k3."
+)
+PARTLY_CORRECTED = (
+    "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
+    "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
+)
+
+
+def check_result(name: str, loss_fn: PolicyLossFn) -> None:
+    """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
+    try:
+        returned: Any = call(loss_fn, advantage=1.0)[0]
+    except TypeError as error:
+        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    loss, metrics = pair
+    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
+        raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"policy loss '{name}' returns a loss of shape {list(loss.shape)}: return one number, by aggregate(losses, "
+            "action_mask, **totals)."
+        )
+    if not loss.requires_grad:
+        raise ConfigError(f"policy loss '{name}' returns a loss without gradient: compute it of logprobs, undetached.")
+
+
+def check_settings(
+    config: AlgorithmConfig, losses: Sequence[PolicyLossFn], pairs: bool, ignores_advantages: bool
+) -> None:
+    """Refuse settings that the loss has no use for; a ConfigError.
+
+    Args:
+        config: the section.
+        losses: what the loss is made of.
+        pairs: whether it is of preference pairs.
+        ignores_advantages: whether it trains on all tokens, whatever their advantage.
+    """
+    name, against_engine = config.policy_loss.name, config.old_logprobs == "engine"
+    if pairs and config.kl.coef != 0:
+        raise ConfigError(
+            f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{name}' itself holds the policy near the "
+            "reference (or, with reference_free, has none): set algorithm.kl.coef=0."
+        )
+    if against_engine and not any(map(_has_ratio, losses)):
+        raise ConfigError(
+            f"algorithm.old_logprobs=engine, and policy loss '{name}' has no ratio to them: set "
+            "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
+        )
+    if config.off_policy_mask_threshold is not None and ignores_advantages:
+        raise ConfigError(
+            "algorithm.off_policy_mask_threshold leaves out tokens of negative advantage, and policy loss "
+            f"'{name}' trains on all, whatever their advantage: leave it out."
+        )
+    if config.critic is not None and ignores_advantages:
+        raise ConfigError(
+            f"algorithm.critic goes with a loss by advantages alone, and policy loss '{name}' trains without them, "
+            "too: choose algorithm.policy_loss=ppo, or set algorithm.critic=null."
+        )
+
+
+def check_batch(batch: OptimizerBatch, config: AlgorithmConfig, pairs: bool, needs_engine: bool) -> None:
+    """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience.
+
+    Args:
+        batch: of rollouts, an expert's answers or preference pairs.
+        config: the section.
+        pairs: whether the loss is of preference pairs.
+        needs_engine: whether it needs the log-probabilities of the engine that sampled.
+    """
+    if pairs != (batch.unit == 2):
+        found, fit = ("no preference pairs", "another loss") if pairs else ("preference pairs", "dpo")
+        raise ExperienceError(
+            f"policy loss '{config.policy_loss.name}' does not fit experience {batch.experiences[0].eid}, "
+            f"which is one of {found}: choose algorithm.policy_loss={fit}."
+        )
+    if not needs_engine:
+        return
+    if config.old_logprobs == "engine":
+        need = "algorithm.old_logprobs=engine needs: choose algorithm.old_logprobs=trainer."
+    else:
+        need = (
+            "algorithm.rollout_correction needs for experiences of older weights: let the workflow record them, or "
+            f"choose a loss for experiences of any policy ({', '.join(OFF_POLICY_LOSSES)})."
+        )
+    for each in batch.experiences:
+        if each.logprobs is None and not is_expert(each) and trained_mask(each).any():
+            raise ExperienceError(
+                f"experience {each.eid} has no log-probabilities of the engine that sampled it, which {need}"
+            )
+
+
+def _has_ratio(loss_fn: PolicyLossFn) -> bool:
+    """Whether the loss depends on the old log-probabilities, found out by trying: some only where A < 0."""
+    return any(
+        not torch.equal(one, other)
+        for advantage in (1.0, -1.0)
+        for one, other in zip(tried(loss_fn, advantage, moved=0.0), tried(loss_fn, advantage, moved=-1.0), strict=True)
+    )
+
+
+def no_column(name: str) -> ConfigError:
+    """That an optimizer batch lacks a column."""
+    return ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")
+
+
+# -- of a gradient: what of the optimizer batch it came from -----------------------------------------------------------
+
 MAX_NAMED = 5
 
 
 def count_bad_step(
-    policy: PolicyModule, batch: OptimizerBatch, norm: float, parts: Sequence[Part], losses: Tensor
+    policy: "PolicyModule", batch: OptimizerBatch, norm: float, parts: Sequence[Part], losses: Tensor
 ) -> None:
     """Count a step without a finite gradient, and log what is at fault.
 

@@ -52,7 +52,7 @@ class Objective:
 
             self._policy_loss, self._streams, losses, of_rollouts = terms_of(config.policy_loss.name, self._policy_loss)
         if takes_terms or self.pairs or config.policy_loss.name not in PARTS["policy loss"]:
-            from trinity_lightning.trainer.objective_checks import check_result  # no usual loss
+            from trinity_lightning.trainer.faults import check_result  # no usual loss
 
             check_result(config.policy_loss.name, self._policy_loss)
 
@@ -63,7 +63,7 @@ class Objective:
         self._has_kl = config.kl.coef != 0
         self._against_engine = config.old_logprobs == "engine"
         if self.pairs or self._against_engine or self._ignores_advantages:
-            from trinity_lightning.trainer.objective_checks import check_settings  # each rule needs one of these
+            from trinity_lightning.trainer.faults import check_settings  # each rule needs one of these
 
             check_settings(config, losses, self.pairs, self._ignores_advantages)
 
@@ -76,11 +76,11 @@ class Objective:
         self._needs_engine = self._against_engine
         self.caveats = []
         if self._has_kl and config.kl.name == "k1":
-            from trinity_lightning.trainer.objective_checks import K1_AS_A_LOSS
+            from trinity_lightning.trainer.faults import K1_AS_A_LOSS
 
             self.caveats.append(K1_AS_A_LOSS)
         if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
-            from trinity_lightning.trainer.objective_checks import PARTLY_CORRECTED
+            from trinity_lightning.trainer.faults import PARTLY_CORRECTED
 
             self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
 
@@ -169,7 +169,7 @@ class Objective:
     def check(self, batch: OptimizerBatch) -> None:
         """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience."""
         if self._needs_engine or self.pairs != (batch.unit == 2):
-            from trinity_lightning.trainer.objective_checks import check_batch
+            from trinity_lightning.trainer.faults import check_batch
 
             check_batch(batch, self._config, self.pairs, self._needs_engine)
 
@@ -213,7 +213,7 @@ class Objective:
 
 def _column(micro: MicroBatch, name: str) -> Tensor:
     if name not in micro.columns:
-        from trinity_lightning.trainer.objective_checks import no_column
+        from trinity_lightning.trainer.faults import no_column
 
         raise no_column(name)
     return micro.columns[name]

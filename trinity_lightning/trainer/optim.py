@@ -54,7 +54,7 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
         ConfigError: there is none at that dotted path, or it does not take these arguments.
     """
     if config.name not in ADAM:
-        from trinity_lightning.trainer.own_optimizer import own_factory
+        from trinity_lightning.trainer.other_optimizers import own_factory
 
         return own_factory(config)
     beta1, beta2 = config.betas
@@ -68,7 +68,7 @@ def make_optimizer(groups: list[dict[str, Any]], factory: Callable[[Any], Optimi
     With the name adamw_offload it is over masters in the host's memory, whatever the weights are.
     """
     if name == OFFLOADED:
-        from trinity_lightning.trainer.host_masters import HostMasters
+        from trinity_lightning.trainer.host import HostMasters
 
         return HostMasters(groups, factory)
     return MasterWeights(groups, factory) if are_rounded(groups) else factory(groups)
@@ -92,7 +92,7 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
     """
     if config.name in ADAM and config.lr_scheduler.name in PARTS["schedule"] and not config.lr_scheduler.args:
         return
-    from trinity_lightning.trainer.own_optimizer import try_out
+    from trinity_lightning.trainer.other_optimizers import try_out
 
     try_out(config, alone)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # pyright: ignore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -25,7 +26,6 @@ from trinity_lightning.trainer.compiled import layers_of
 from trinity_lightning.trainer.ddp import Replicas
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.model import gradient_of
-from trinity_lightning.trainer.shard_rounds import Gather, Mesh, Scatter
 
 ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
 
@@ -228,7 +228,7 @@ class Shards(Replicas):
         """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
 
         Nothing is sent before every rank has room for it: one that fails is not waited for. Moments of rank 0 alone may
-        be on the host (`trainer.host_memory.HostMemory`), and the others send theirs by the GPU.
+        be on the host (`trainer.host.HostMemory`), and the others send theirs by the GPU.
         """
         rows, *shape = tensor.shape
         local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
@@ -401,3 +401,48 @@ def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor,
     if torch.is_grad_enabled():
         model.shards.begin_pass(model)
     return function(model, *arguments)
+
+
+# -- how torch's `fully_shard` gathers weights and adds up gradients here: in rounds of `common.ranks` -----------------
+
+
+class Mesh(DeviceMesh):
+    """The ranks, by a process group that torch's own list of them does not have (see `ddp.join`)."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(device.type, torch.arange(ranks.size), _init_backend=False, _rank=ranks.rank)
+        self._ranks_group = ranks.group
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The group of all ranks."""
+        return self._ranks_group
+
+
+class Gather:
+    """How `fully_shard` gathers weights: each time in a round, so that a rank that failed is not waited for."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Fill the output with the inputs of all ranks."""
+        self._ranks.send(group._allgather_base, output_tensor, input_tensor, AllgatherOptions(), "a layer's weights")
+
+
+class Scatter(Gather):
+    """How `fully_shard` adds up gradients."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Fill the output with this rank's share of the sum of the inputs, which are not read again."""
+        if input_tensor.device.type == "cpu":  # gloo would send the whole sum as well, and not say how far it is
+            self._ranks.add_up([input_tensor], "a layer's gradient")
+            output_tensor.copy_(input_tensor.chunk(self._ranks.size)[self._ranks.rank])
+        else:
+            scatter, sums = group._reduce_scatter_base, ReduceScatterOptions()
+            self._ranks.send(scatter, output_tensor, input_tensor, sums, "a layer's gradient")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.host_memory import HostMemory, moments_of
+from trinity_lightning.trainer.host import HostMemory, moments_of
 from trinity_lightning.trainer.optim import (
     MasterWeights,
     learning_rate_schedule,

@@ -1,11 +1,13 @@
 """adamw_offload: masters and moments on the host give the bits of adamw, and no copy is read before it is there."""
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.optimizers import adamw, make_parameters, set_gradients
 from support.policy import batch_of, fit, make_experiences, make_policy, optimizer_of
 from support.runs import RunTrain, equal, only, rows
 from torch import Tensor, nn
@@ -15,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.config.training import OptimizerConfig
-from trinity_lightning.trainer.host_masters import HostMasters
-from trinity_lightning.trainer.optim import make_optimizer, optimizer_factory
+from trinity_lightning.trainer.host import HostMasters, HostMemory, kept_of
+from trinity_lightning.trainer.optim import MasterWeights, make_optimizer, optimizer_factory
 
 LR = 1e-2
 ROUNDED, EXACT, MIXED = (
@@ -162,3 +164,77 @@ def test_a_run_is_that_of_adamw(dtype: str, run_train: RunTrain, tmp_path: Path)
     plain, offloaded = (only(tmp_path, f"outputs/{name}/*") for name in ("adamw", "adamw_offload"))
     equal(offloaded, plain)
     assert any(float(row["actor/grad_norm"] or 0) > 0.01 for row in rows(plain))
+
+
+# -- masters and moments that leave between steps: training goes on as if they stayed ----------------------------------
+
+
+def with_masters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return MasterWeights(parameters, adamw)
+
+
+def take_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+    set_gradients(parameters, step)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [with_masters, adamw])
+def test_training_goes_on_as_if_nothing_had_left(make: Callable[..., torch.optim.Optimizer]) -> None:
+    stay, leave = make_parameters(), make_parameters()
+    staying, leaving = make(stay), make(leave)
+    memory = HostMemory(leaving)
+    for step in range(4):
+        memory.leave()
+        memory.leave()
+        memory.come_back()
+        memory.come_back()
+        take_step(stay, staying, step)
+        take_step(leave, leaving, step)
+    assert all(torch.equal(one, other) for one, other in zip(stay, leave, strict=True))
+
+
+def test_what_left_is_not_where_it_was_and_a_checkpoint_of_it_is_the_same() -> None:
+    weights = make_parameters()
+    optimizer = MasterWeights(weights, adamw)
+    take_step(weights, optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    places = [tensor.data_ptr() for tensor in kept_of(optimizer)]
+    memory = HostMemory(optimizer)
+    memory.leave()
+    assert not set(places) & {tensor.data_ptr() for tensor in kept_of(optimizer)}
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+
+
+def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
+    weights, resumed = make_parameters(), make_parameters()
+    optimizer, other = MasterWeights(weights, adamw), MasterWeights(resumed, adamw)
+    take_step(weights, optimizer, 0)
+    memory = HostMemory(other)
+    memory.leave()  # the masters alone: there are no moments yet
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    places = [tensor.data_ptr() for tensor in kept_of(other)]
+    memory.come_back()
+    assert not set(places) & {tensor.data_ptr() for tensor in kept_of(other)}
+    take_step(weights, optimizer, 1)
+    take_step(resumed, other, 1)
+    assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))
+
+
+@pytest.mark.parametrize("make", [with_masters, adamw])
+@pytest.mark.parametrize("fused", [True, False])
+def test_counts_of_steps_loaded_meanwhile_go_where_the_optimizer_needs_them(
+    make: Callable[..., torch.optim.Optimizer], fused: bool
+) -> None:
+    weights = make_parameters()
+    optimizer = make(weights)
+    take_step(weights, optimizer, 0)
+    plain = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    for group in plain.param_groups:
+        group["fused"] = fused
+    memory = HostMemory(optimizer)
+    memory.leave()
+    counts = [state["step"] for state in plain.state.values()]
+    places = [count.detach() for count in counts]  # kept, so that none of them is free for a new one
+    memory.come_back()
+    moved = [count.data_ptr() != place.data_ptr() for count, place in zip(counts, places, strict=True)]
+    assert moved == [fused, fused]  # a fused optimizer's are beside its moments, others' on the host

@@ -1,7 +1,8 @@
-"""An optimizer or a schedule by its dotted path: made of the configuration, and tried before anything is loaded."""
+"""Optimizers besides AdamW: that of moments in 8 bits, and any by its dotted path, tried before anything is loaded."""
 
 import inspect
 import io
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,62 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.training import ADAM, OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory
+
+logger = logging.getLogger(__name__)
+
+# -- AdamW whose moments take 8 bits each (arXiv 2110.02861), by torchao: the extra `optim` ----------------------------
+
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments; torchao keeps those of fewer than 4,096 weights in float32
+
+
+def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
+    """torchao's, whose state is plain tensors in a checkpoint: one is read before torchao is imported, or without it.
+
+    Of a moment in 8 bits these are its codes, and the scale of each block of them. The first step compiles an update
+    for each shape of a parameter: seconds each, and a C++ compiler on a CPU.
+    """
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
+
+    warnings.filterwarnings("ignore", "OptimState8bit does not implement", UserWarning)  # torch's, of a cache
+    optimizer = AdamW8bit(parameters, **settings)
+
+    def announce(*_: Any) -> None:
+        logger.info("optimizer.name=adamw_8bit: the first step compiles an update for each shape of a parameter")
+        announced.remove()
+
+    announced = optimizer.register_step_pre_hook(announce)
+    optimizer.register_state_dict_post_hook(_to_plain)
+    optimizer.register_load_state_dict_pre_hook(_from_plain)
+    return optimizer
+
+
+def _to_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _converted(state_dict, lambda _, v: {"codes": v.codes, "scale": v.scale} if hasattr(v, "codes") else v)
+
+
+def _from_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _converted(state_dict, lambda name, v: _moment(v, SIGNED[name]) if isinstance(v, dict) else v)
+
+
+def _converted(state_dict: dict[str, Any], convert: Callable[[str, Any], Any]) -> dict[str, Any]:
+    state = {
+        position: {name: convert(name, value) for name, value in values.items()}
+        for position, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
+
+    codes, scale = plain["codes"], plain["scale"]
+    moment = OptimState8bit.zeros(codes.shape, signed, codes.numel() // scale.numel(), codes.device)
+    moment.codes.copy_(codes)
+    moment.scale.copy_(scale)
+    return moment
+
+
+# -- by its dotted path, a schedule too --------------------------------------------------------------------------------
 
 TRIED_LR = 1e-3  # whatever is configured: with 0 no step would be taken
 OptimizerFactory = Callable[[Any], Optimizer]
