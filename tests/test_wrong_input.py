@@ -18,6 +18,7 @@ from support.compose import composed
 from support.runs import TWO, RunTrain, environment
 
 from trinity_lightning.build import instantiate
+from trinity_lightning.common.model_memory import CPU_TOKENS
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_anywhere, validate
 from trinity_lightning.config.explain import explain
@@ -28,7 +29,6 @@ from trinity_lightning.config.trainer import check_launched
 from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_models, check_objective
-from trinity_lightning.trainer.budget import CPU_TOKENS
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
 BY_THE_COMMAND = {

@@ -20,7 +20,7 @@ from trinity_lightning.common.memory_plan import (
     engine_weights,
     plan,
 )
-from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, Training, tokens_that_fit
 from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -41,7 +41,6 @@ from trinity_lightning.gpu_plan import (
     with_auxiliary_shares,
 )
 from trinity_lightning.sync.stream import skeleton
-from trinity_lightning.trainer.budget import GPU_TOKENS, tokens_that_fit
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.layout import worth_sharing
 from trinity_lightning.trainer.objective import Objective

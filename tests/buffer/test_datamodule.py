@@ -1,14 +1,21 @@
-"""ExperienceDataModule with real GRPO: in come rewards, out go weighed optimizer batches."""
+"""ExperienceDataModule with real GRPO: in come rewards, out go weighed optimizer batches.
+
+Its loader deals whole groups, is sized and lazy, and goes on where it stood.
+"""
 
 import asyncio
 import statistics
+from itertools import islice
 
 import pytest
 import torch
-from support.buffer import make_group, names, through_a_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.buffer import filled, make_group, names, through_a_file
 
-from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.experience import gather_response_attrs
+from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExperienceLoader, MemoryStorage
+from trinity_lightning.common.experience import ExperienceFormatError, gather_response_attrs
+from trinity_lightning.errors import ConfigError
 
 WEIGHED = [0.0, 1.0, 1.0, 1.0]
 
@@ -88,3 +95,212 @@ def test_unknown_strategies_and_arguments_are_errors():
         ExperienceDataModule("grop")
     with pytest.raises(TypeError, match="epsilo"):
         ExperienceDataModule([("grpo", {"epsilo": 1.0})])
+
+
+# -- the buffer in memory --------------------------------------------------------------------------------------------
+
+
+def test_what_was_written_is_held_in_order_once_committed():
+    storage = MemoryStorage()
+    assert (storage.batch, storage.experiences, storage.columns) == (0, [], {})
+    first, second = make_group(0, 3), make_group(1, 2)
+    storage.begin()
+    storage.write(first)
+    storage.write(second)
+    assert (storage.batch, storage.experiences) == (0, [])
+    storage.commit(1)
+    assert (storage.batch, storage.is_ready(1)) == (0, True)
+    storage.advance(1)
+    assert (storage.batch, storage.is_ready(1)) == (1, False)
+    assert storage.experiences == first + second
+
+
+def test_the_next_step_replaces_the_last_and_its_columns():
+    storage = filled([2, 2], batch=1, columns=True)
+    storage.begin()
+    storage.write(make_group(7, 1, batch=2))
+    storage.commit(2)
+    storage.advance(2)
+    assert (storage.batch, len(storage.experiences), storage.columns) == (2, 1, {})
+
+
+def test_a_filling_cut_short_leaves_the_step_before_and_is_forgotten():
+    storage = filled([2], batch=1, columns=True)
+    before, columns = list(storage.experiences), storage.columns
+    storage.begin()
+    storage.write(make_group(3, 4, batch=2))
+    assert (storage.batch, storage.experiences, storage.columns) == (1, before, columns)
+    storage.begin()
+    again = make_group(3, 1, batch=2)
+    storage.write(again)
+    storage.commit(2)
+    storage.advance(2)
+    assert storage.experiences == again
+
+
+def test_steps_wait_their_turn_while_another_is_trained_on_and_go_through_a_checkpoint():
+    storage = filled([2], batch=1, columns=True)
+    trained = list(storage.experiences)
+    waiting = {step: make_group(step, 2, batch=step) for step in (2, 3)}
+    for step, experiences in waiting.items():
+        storage.begin()
+        storage.write(experiences)
+        storage.commit(step)
+    assert (storage.batch, storage.experiences, len(storage.columns)) == (1, trained, 1)
+    other = MemoryStorage()
+    other.load_state_dict(through_a_file(storage.state_dict()))
+    assert other.experiences == trained
+    for step, experiences in waiting.items():
+        assert other.is_ready(step)
+        other.advance(step)
+        assert other.experiences == experiences
+        assert (other.batch, other.columns) == (step, {})
+    assert not other.is_ready(2)
+
+
+def test_state_goes_through_a_checkpoint():
+    storage, other = filled([3, 1], batch=4, columns=True), filled([2])
+    other.load_state_dict(through_a_file(storage.state_dict()))
+    assert other.batch == 4
+    assert other.experiences == storage.experiences
+    assert other.columns.keys() == storage.columns.keys()
+    for mine, theirs in zip(storage.columns["old_logprobs"], other.columns["old_logprobs"], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_empty_storage_has_a_state_too():
+    other = filled([2])
+    other.load_state_dict(through_a_file(MemoryStorage().state_dict()))
+    assert (other.batch, other.experiences, other.columns) == (0, [], {})
+
+
+def test_a_damaged_payload_is_an_error_and_changes_nothing():
+    state = filled([2], batch=5).state_dict()
+    payload = bytearray(state["payload"])
+    payload[len(payload) // 2] ^= 1
+    storage = filled([3], batch=4)
+    with pytest.raises(ExperienceFormatError):
+        storage.load_state_dict(state | {"payload": bytes(payload)})
+    assert (storage.batch, len(storage.experiences)) == (4, 3)
+
+
+# -- the loader --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 5), max_size=8),
+    steps=st.integers(1, 4),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_each_pass_deals_every_group_once_and_whole(sizes, steps, epochs, seed):
+    storage = filled(sizes, columns=True)
+    loader = ExperienceLoader(storage, steps, epochs, seed)
+    items = list(loader)
+    assert len(items) == len(loader) == steps * epochs
+    everything = [e.eid.uid for e in storage.experiences]
+    for start in range(0, len(items), steps):
+        dealt = [names(item) for item in items[start : start + steps]]
+        assert sorted(name for item in dealt for name in item) == sorted(everything)
+        for task in range(len(sizes)):
+            holders = [item for item in dealt if any(name.startswith(f"1/{task}/") for name in item)]
+            assert len(holders) == 1
+    for item in items:
+        assert item.explore_step == 1
+        assert item.num_tokens == 2 * len(item.experiences)
+        for experience, column in zip(item.experiences, item.columns["old_logprobs"], strict=True):
+            row = everything.index(experience.eid.uid)
+            assert column.tolist() == [row, -row]
+
+
+def test_batches_are_evened_out_by_size():
+    sizes = [len(item.experiences) for item in ExperienceLoader(filled([4] * 6), optimizer_steps=3)]
+    assert sizes == [8, 8, 8]
+
+
+def test_the_longest_response_is_the_runs_or_if_unknown_the_batchs():
+    assert [item.max_response_length for item in ExperienceLoader(filled([4]), max_response_length=50)] == [50]
+    assert [item.max_response_length for item in ExperienceLoader(filled([4]))] == [2]
+
+
+def test_the_length_is_constant_and_items_without_experiences_are_items_too():
+    storage = MemoryStorage()
+    loader = ExperienceLoader(storage, optimizer_steps=3, inner_epochs=2)
+    assert len(loader) == 6
+    storage.begin()
+    storage.write(make_group(0, 4))
+    storage.commit(1)
+    storage.advance(1)
+    assert len(loader) == 6
+    items = list(loader)
+    assert sorted(len(item.experiences) for item in items) == [0, 0, 0, 0, 4, 4]
+    assert {item.num_tokens for item in items} == {0, 8}
+
+
+def test_the_buffer_is_read_only_at_the_first_next():
+    storage = filled([2], batch=1)
+    iterator = iter(ExperienceLoader(storage))
+    storage.begin()
+    storage.write(make_group(5, 3, batch=2))
+    storage.commit(2)
+    storage.advance(2)
+    item = next(iterator)
+    assert item.explore_step == 2
+    assert len(item.experiences) == 3
+
+
+def test_the_dealing_is_a_function_of_seed_step_and_pass():
+    def dealt(seed=0, batch=1):
+        storage = filled([1] * 12, batch=batch)
+        return [[e.eid.task for e in item.experiences] for item in ExperienceLoader(storage, 2, 2, seed)]
+
+    assert dealt() == dealt()
+    assert dealt()[:2] != dealt()[2:]
+    assert dealt(seed=1) != dealt()
+    assert dealt(batch=2) != dealt()
+
+
+def test_dealing_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    list(ExperienceLoader(filled([2, 2]), 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("done", range(7))
+def test_a_resumed_epoch_yields_exactly_the_remaining_items(done):
+    storage = filled([2, 3, 1, 2], batch=3)
+    loader = ExperienceLoader(storage, optimizer_steps=3, inner_epochs=2, seed=5)
+    expected = [names(item) for item in ExperienceLoader(storage, 3, 2, 5)]
+    seen = [names(item) for item in islice(loader, done)]
+    state = through_a_file(loader.state_dict())
+
+    restored = MemoryStorage()
+    restored.load_state_dict(through_a_file(storage.state_dict()))
+    resumed = ExperienceLoader(restored, 3, 2, seed=5)
+    resumed.load_state_dict(state)
+    remaining = [names(item) for item in resumed]
+    assert seen + remaining == (expected if done < 6 else expected * 2)  # after the last item comes another epoch
+
+
+def test_a_new_explore_step_starts_at_its_first_item():
+    storage = filled([1, 1, 1], batch=1)
+    loader = ExperienceLoader(storage, optimizer_steps=3)
+    next(iter(loader))
+    storage.begin()
+    storage.write(make_group(0, 2, batch=2))
+    storage.commit(2)
+    storage.advance(2)
+    assert [item.explore_step for item in loader] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("arguments", [{"optimizer_steps": 0}, {"inner_epochs": -1}])
+def test_numbers_below_one_are_refused(arguments):
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        ExperienceLoader(MemoryStorage(), **arguments)
+
+
+def test_batches_of_a_step_know_all_of_it():
+    storage = filled([2, 3])
+    assert all(batch.step is storage.experiences for batch in ExperienceLoader(storage, optimizer_steps=2))
+    assert [batch.step for batch in ExperienceLoader(storage)] == [None]

@@ -43,9 +43,9 @@ from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import shards
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from trinity_lightning.trainer.compiled import layers_of
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
+from trinity_lightning.trainer.other_models import layers_of
 from trinity_lightning.trainer.policy import PolicyModule
 
 RANKS = 2

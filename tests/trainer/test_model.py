@@ -18,11 +18,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from trinity_lightning.common.model_memory import CPU_TOKENS, useful_tokens
 from trinity_lightning.config.training import AlgorithmConfig, Dropout, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.attention import CpuSharedPrefix, attention_implementation
-from trinity_lightning.trainer.budget import CPU_TOKENS, useful_tokens
 from trinity_lightning.trainer.flops import ModelSize
 from trinity_lightning.trainer.model import (
     Head,
@@ -32,7 +32,7 @@ from trinity_lightning.trainer.model import (
     switch_off_dropout,
     usable_layout,
 )
-from trinity_lightning.trainer.own_logits import logprobs_by_forward
+from trinity_lightning.trainer.other_models import logprobs_by_forward
 from trinity_lightning.trainer.policy import PolicyModule
 
 # -- dropout is off unless it is asked for: a policy that moves by chance has no ratio of 1 ----------------------------

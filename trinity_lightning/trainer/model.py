@@ -342,7 +342,7 @@ def logprob_function(model: Any) -> LogprobFn:
             raise ModelLoadError(f"{name_of(model)} is no causal model: what it predicts depends on later tokens.")
         if _agrees(logprobs_by_head, model, tokens, logits, limit):
             return logprobs_by_head
-        from trinity_lightning.trainer.own_logits import by_own_forward_pass
+        from trinity_lightning.trainer.other_models import by_own_forward_pass
 
         return by_own_forward_pass(model, lambda function: _agrees(function, model, tokens, logits, limit))
     except AttributeError as error:
@@ -374,7 +374,7 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     plain = set(kinds) == {"full_attention"} and config._attn_implementation == NAME and not has_dropout(model)
     if plain and model.device.type in ("cpu", "cuda"):
         return _fault_of_sharing(model, function)
-    from trinity_lightning.trainer.own_logits import why_unshared
+    from trinity_lightning.trainer.other_models import why_unshared
 
     return why_unshared(model, set(kinds))
 

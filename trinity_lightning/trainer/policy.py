@@ -277,7 +277,7 @@ class PolicyModule(L.LightningModule):
             ConfigError: `algorithm.layout` is not for this architecture, or it cannot be compiled and was to be.
         """
         if self.hparams["compile_layers"]:
-            from trinity_lightning.trainer.compiled import check_compilable
+            from trinity_lightning.trainer.other_models import check_compilable
 
             check_compilable(self.policy)
         device = device or self.device
@@ -296,7 +296,7 @@ class PolicyModule(L.LightningModule):
             layout = self.critic.usable_layout(usable_layout(self.algorithm.layout, self.policy, function))
             device, tokens = device or self.device, self._given_tokens
             if tokens is None:
-                from trinity_lightning.trainer.budget import useful_tokens
+                from trinity_lightning.common.model_memory import useful_tokens
 
                 trainers = getattr(self._trainer, "num_devices", 1)
                 tokens = useful_tokens(self.policy, device, trainers, *self.critic.models)
@@ -528,7 +528,7 @@ class PolicyModule(L.LightningModule):
         self.check_trainable()
         self._passes = self._agreed(self.passes())
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
-            from trinity_lightning.trainer.compiled import compile_layers_of
+            from trinity_lightning.trainer.other_models import compile_layers_of
 
             for model in (self.policy, *self._reference, *self.critic.models):
                 compile_layers_of(model)

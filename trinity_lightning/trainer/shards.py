@@ -22,10 +22,10 @@ from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import RankError, TrinityError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
-from trinity_lightning.trainer.compiled import layers_of
 from trinity_lightning.trainer.ddp import Replicas
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.model import gradient_of
+from trinity_lightning.trainer.other_models import layers_of
 
 ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
 

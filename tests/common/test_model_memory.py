@@ -8,15 +8,15 @@ import torch
 from support.policy import batch_of, fit, make_experiences, make_policy
 from support.shapes import SMOLLM2
 
+from trinity_lightning.common import model_memory
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.trainer import budget
-from trinity_lightning.trainer.budget import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
+from trinity_lightning.common.model_memory import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets how many bytes of memory are free."""
-    return lambda size: monkeypatch.setattr(budget, "free_memory", lambda: size)
+    return lambda size: monkeypatch.setattr(model_memory, "free_memory", lambda: size)
 
 
 # Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.

@@ -1,0 +1,104 @@
+"""Models that compute in another way: logits by their own forward pass, rows side by side alone, or compiled layers."""
+
+import inspect
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.trainer.attention import NAME
+from trinity_lightning.trainer.layout import LogprobFn
+from trinity_lightning.trainer.model import Head, name_of, token_logprobs
+
+logger = logging.getLogger(__name__)
+
+# -- logits that are not a head's of the base model's states -----------------------------------------------------------
+
+
+def by_own_forward_pass(model: Any, agrees: Callable[[LogprobFn], bool]) -> LogprobFn:
+    """`logprobs_by_forward`, if that agrees with the model's own logits.
+
+    Raises:
+        ModelLoadError: it does not, or the model's forward pass computes all logits or none.
+    """
+    if "logits_to_keep" in inspect.signature(model.forward).parameters and agrees(logprobs_by_forward):
+        logger.info("%s: logits by its own forward pass, which takes more memory than a head.", name_of(model))
+        return logprobs_by_forward
+    raise ModelLoadError(
+        f"{name_of(model)} cannot be trained: its logits are not those of its base model and output embeddings, and "
+        "its forward pass has no logits_to_keep. Use one whose class follows transformers' causal language models."
+    )
+
+
+def logprobs_by_forward(
+    model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From the model's own logits, at every place of the sequence where any row has a target: all in memory at once."""
+    length = inputs["input_ids"].shape[1]
+    rows, places = positions // length, positions % length
+    kept, columns = places.unique(return_inverse=True)
+    logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
+    return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
+
+
+# -- no shared prefixes ------------------------------------------------------------------------------------------------
+
+
+def why_unshared(model: Any, kinds: set[str]) -> str:
+    """Why rows of a model cannot share prefixes: by its layers (of these kinds), attention, device or dropout."""
+    if kinds != {"full_attention"}:
+        others = ", ".join(sorted(kinds - {"full_attention"}))
+        return f"has layers of {others}, and only full attention can share prefixes"
+    if model.config.get_text_config()._attn_implementation != NAME:
+        return "shares prefixes only with model.attn_implementation=sdpa"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
+    return (
+        "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
+        "prefix for all of its rows alike"
+    )
+
+
+# -- model.compile: layers compiled by torch.compile -------------------------------------------------------------------
+
+MOST_GRAPHS = 64  # of a compiled layer: by layout, mode, gradients or not, and one row or several
+
+
+def compile_layers_of(model: Any) -> None:
+    """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
+
+    Layers of one kind share their graphs, of what is around attention: norms, projections, rotary embeddings and MLP.
+    `attention` runs between them, and compiles what it can itself (FlexAttention, on a GPU).
+    """
+    # All layers of a kind count as one function, and what runs beyond torch's limit of 8 graphs runs without them.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
+    for layer in layers_of(model):
+        layer.compile(dynamic=True)
+
+
+def check_compilable(model: Any) -> None:
+    """Refuse a model that `compile_layers_of` would find nothing in, or whose graphs no compiler could build.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if not layers_of(model):
+        raise ConfigError(f"model.compile=true: {name_of(model)} has no layers of transformers' own. Set it to false.")
+    compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
+    if model.device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"model.compile=true needs a C++ compiler, and there is no {compiler}: install it, or name yours in CXX."
+        )
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """What transformers can checkpoint one at a time."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
