@@ -85,7 +85,7 @@ DEFAULT_RUN = (
     "train",
     "build",
     "explorer.models.vllm_engine",
-    "explorer.workflows.single_turn",
+    "explorer.workflows.workflow",
     "explorer.rewards.answers",
     "algorithm.add_strategy.add_strategy",
     "algorithm.policy_loss.ppo",

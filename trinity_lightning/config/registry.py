@@ -93,10 +93,10 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "evaluation": "graded.EvaluationWorkflow",
             "judge": "graded.JudgeWorkflow",
-            "math": "single_turn.MathWorkflow",
+            "math": "workflow.MathWorkflow",
             "multi_turn": "multi_turn.MultiTurnWorkflow",
             "on_policy_distill": "graded.OnPolicyDistillWorkflow",
-            "simple": "single_turn.SimpleWorkflow",
+            "simple": "workflow.SimpleWorkflow",
             "tool_use": "tool_use.ToolUseWorkflow",
         },
     ),

@@ -13,7 +13,7 @@ from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.single_turn import SimpleWorkflow
+from trinity_lightning.explorer.workflows.workflow import SimpleWorkflow
 
 
 class AskingWorkflow(SimpleWorkflow):
