@@ -69,7 +69,19 @@ class RewardVarianceAddStrategy(AddStrategy):
         return self._differing(experiences)[0]
 
     def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
-        return differing_groups(group_by(experiences, "task"), self.variance_threshold, self.criterion)
+        """The groups to write, and the number of the invalid ones, which are logged; errors as `Criterion.values`."""
+        groups = group_by(experiences, "task")
+        values = self.criterion.values(groups)
+        valid, invalid = split_valid(
+            groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), self.criterion.metric or "reward"
+        )
+        if not valid:
+            return {}, invalid
+        sizes = [len(values[id_]) for id_ in valid]
+        numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
+        index = torch.repeat_interleave(torch.tensor(sizes))
+        differs = functional.rewards_differ(numbers, index, self.variance_threshold).split(sizes)
+        return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid
 
 
 class DAPOAddStrategy(RewardVarianceAddStrategy):
@@ -80,27 +92,3 @@ class DAPOAddStrategy(RewardVarianceAddStrategy):
     """
 
     refills = True
-
-
-def differing_groups(groups: Groups, variance_threshold: float, criterion: Criterion) -> tuple[Groups, int]:
-    """The groups of at least two runs whose rewards differ, and the number of the invalid ones, which are logged.
-
-    Args:
-        groups: by id.
-        variance_threshold: what the population variance over the runs must exceed.
-        criterion: what runs are judged by; a group with a run without it is invalid.
-
-    Raises:
-        ExperienceError: as `Criterion.values`.
-    """
-    values = criterion.values(groups)
-    valid, invalid = split_valid(
-        groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), criterion.metric or "reward"
-    )
-    if not valid:
-        return {}, invalid
-    sizes = [len(values[id_]) for id_ in valid]
-    numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
-    index = torch.repeat_interleave(torch.tensor(sizes))
-    differs = functional.rewards_differ(numbers, index, variance_threshold).split(sizes)
-    return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid

@@ -86,7 +86,8 @@ class ChatCompletions:
         """HTTP status and body of the response: what the model raises is an error of the API, with its message."""
         try:
             if path.endswith("/models"):
-                return 200, {"object": "list", "data": [_model_card()]}
+                model = {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": "trinity_lightning"}
+                return 200, {"object": "list", "data": [model]}
             if path == f"{ROOT}/completions" and isinstance(self._model, PassesOn):
                 return 200, await self._model.complete(body)
             if not path.endswith("/chat/completions"):
@@ -255,10 +256,6 @@ def _logprobs(completion: Completion) -> dict[str, Any]:
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
-
-
-def _model_card() -> dict[str, Any]:
-    return {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": "trinity_lightning"}
 
 
 def api_error(message: str, code: str) -> dict[str, Any]:

@@ -252,7 +252,8 @@ class VLLMServerEngine(Engine):
 
     def _flags(self, path: str) -> list[str]:
         arguments: dict[str, Any] = {"max_logprobs": -1}  # a teacher's top k may be any number
-        arguments |= _parallel_args(self._gpus, self._config)
+        if self._gpus and not set(PARALLEL) & set(self._config.args):  # unless they say how, split over all GPUs
+            arguments["tensor_parallel_size"] = len(self._gpus)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         if self.sync_method == "nccl":
             arguments["weight_transfer_config"] = {"backend": "nccl"}
@@ -471,11 +472,6 @@ class VLLMServerEngine(Engine):
         await self._change("/finish_weight_update", {})
         await self._changed(version)
         self._again = again
-
-
-def _parallel_args(gpus: Sequence[int] | None, config: EngineConfig) -> dict[str, Any]:
-    """The model is split over all GPUs of a server, unless `config.args` says how to spread it."""
-    return {"tensor_parallel_size": len(gpus)} if gpus and not set(PARALLEL) & set(config.args) else {}
 
 
 def _command_line(arguments: Mapping[str, Any]) -> list[str]:
