@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
@@ -80,6 +81,14 @@ def _send_as_folder(config: DictConfig) -> None:
         config.synchronizer.method = "auto"
 
 
+def evaluation_dir(root: str, name: str) -> str:
+    """A folder for an evaluation, which Hydra makes."""
+    folder = Path(root) / name / "evaluate" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if not folder.exists():
+        compose.begun.add(folder.resolve())
+    return str(folder)
+
+
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
@@ -92,6 +101,7 @@ def _main(config: DictConfig) -> None:
 
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
+    OmegaConf.register_new_resolver("trinity.evaluation_dir", evaluation_dir, replace=True, use_cache=True)
     compose.run_command(_main, new_folders=False)
 
 

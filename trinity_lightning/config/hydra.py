@@ -52,19 +52,10 @@ def register() -> None:
         for name in set(PARTS[kind]).difference(options(group)):
             store.store(group=group, name=name, node=chosen(name))
     OmegaConf.register_new_resolver("trinity.run_dir", run_dir, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("trinity.evaluation_dir", evaluation_dir, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)
 
 
-_made: set[Path] = set()  # folders of runs that this process began
-
-
-def evaluation_dir(root: str, name: str) -> str:
-    """A folder for an evaluation, which Hydra makes."""
-    folder = Path(root) / name / "evaluate" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if not folder.exists():
-        _made.add(folder.resolve())
-    return str(folder)
+begun: set[Path] = set()  # folders of runs and evaluations of this process
 
 
 def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
@@ -88,7 +79,7 @@ def _new_folder(folder: Path) -> Path:
     while True:
         try:
             folder.mkdir(parents=True)
-            _made.add(folder.resolve())
+            begun.add(folder.resolve())
             return folder
         except FileExistsError as error:
             if not folder.is_dir():
@@ -156,7 +147,7 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
             raise
         from trinity_lightning.config.explain import end_run
 
-        end_run(error, folder if Path(folder).resolve() in _made else None)
+        end_run(error, folder if Path(folder).resolve() in begun else None)
 
 
 def run_command(command: Callable[[], None], new_folders: bool = True) -> None:

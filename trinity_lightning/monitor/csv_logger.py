@@ -104,7 +104,9 @@ class MetricsCSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add metrics to the row they belong to, or begin the next row."""
         columns = self._load()
-        cells = _cells(metrics, step)
+        values = metrics if step is None else {"step": step} | dict(metrics)
+        # Keys are whole numbers, whatever type they were logged as: 3.0 and 3 are the same step.
+        cells = {name: str(int(value)) if name in KEYS else str(value) for name, value in values.items()}
         if self._belongs(cells):
             first = {"step": self._row["step"]} if "step" in self._row else {}
             self._row = self._row | cells | first
@@ -178,12 +180,6 @@ class MetricsCSVLogger(Logger):
         self._columns = columns
         self._row = rows[-1] if rows else {}
         self._row_start = sum(map(len, lines[:-1] if rows else lines))
-
-
-def _cells(metrics: Mapping[str, float], step: int | None) -> Row:
-    """Metrics as text. Keys are whole numbers, whatever type they were logged as: 3.0 and 3 are the same step."""
-    values = metrics if step is None else {"step": step} | dict(metrics)
-    return {name: str(int(value)) if name in KEYS else str(value) for name, value in values.items()}
 
 
 def _line(row: Row, columns: Iterable[str]) -> bytes:

@@ -75,6 +75,21 @@ def action_mask(exp: Experience) -> Tensor:
     return exp.action_mask
 
 
+def response_values(exp: Experience, name: str, use: str) -> Tensor:
+    """The experience's `logprobs` or `teacher_logprobs`, as `name` says, [response].
+
+    Raises:
+        ExperienceError: it has none, and what their use is; or another number of them than response tokens.
+    """
+    values = getattr(exp, name)
+    if values is None:
+        raise ExperienceError(f"experience {exp.eid} has no {name}, {use}.")
+    length = len(action_mask(exp))
+    if values.shape != (length,):
+        raise ExperienceError(f"experience {exp.eid}: {name} has {len(values)} values for {length} response tokens.")
+    return values
+
+
 def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
     """Give each experience its score on its trained tokens: `advantages` and a copy, `returns`, float32 [response]."""
     if not exps:

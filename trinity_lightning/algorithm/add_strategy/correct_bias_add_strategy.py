@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import GRPOAddStrategy, action_mask
-from trinity_lightning.algorithm.add_strategy.on_policy_distill_add_strategy import response_values
+from trinity_lightning.algorithm.add_strategy.add_strategy import GRPOAddStrategy, action_mask, response_values
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.runs import Run
 from trinity_lightning.common.writer import BufferWriter

@@ -11,9 +11,10 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     Groups,
     Metrics,
     action_mask,
+    response_values,
     split_valid,
 )
-from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
@@ -63,21 +64,6 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
             total += float((student.double() - teacher.double())[mask].sum())
             tokens += int(mask.sum())
         return exps, {"reverse_kl": total / tokens} if tokens else {}
-
-
-def response_values(exp: Experience, name: str, use: str) -> Tensor:
-    """The experience's `logprobs` or `teacher_logprobs`, as `name` says, [response].
-
-    Raises:
-        ExperienceError: it has none, and what their use is; or another number of them than response tokens.
-    """
-    values = getattr(exp, name)
-    if values is None:
-        raise ExperienceError(f"experience {exp.eid} has no {name}, {use}.")
-    length = len(action_mask(exp))
-    if values.shape != (length,):
-        raise ExperienceError(f"experience {exp.eid}: {name} has {len(values)} values for {length} response tokens.")
-    return values
 
 
 def _logprobs(exp: Experience) -> tuple[Tensor, Tensor]:
