@@ -40,7 +40,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.gpu_plan import adapters_of
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.adapter import Adapter
-from trinity_lightning.trainer.lean_layers import lean_layers
+from trinity_lightning.trainer.layers import lean_layers
 
 HOST = 200 * GIB
 

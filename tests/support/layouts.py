@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.trainer.attention import Segments
+from trinity_lightning.trainer.layers import Segments
 
 VOCABULARY = 90
 HEADS, KEY_HEADS, SIZE, SCALE = 6, 2, 16, 0.3

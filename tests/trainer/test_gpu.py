@@ -7,8 +7,8 @@ from support.layouts import SCALE, dense, segments, states, visible
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from trinity_lightning.trainer import gpu as attentions
-from trinity_lightning.trainer.attention import Segments
 from trinity_lightning.trainer.gpu import BLOCK_TOKENS, FlexSharedPrefix, block_tables, token_segments
+from trinity_lightning.trainer.layers import Segments
 
 CPU = torch.device("cpu")
 LONG = Segments([300, 40], [2, 3], [260, 400, 7, 90, 1, 128])

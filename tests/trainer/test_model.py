@@ -22,8 +22,8 @@ from trinity_lightning.common.model_memory import CPU_TOKENS, useful_tokens
 from trinity_lightning.config.training import AlgorithmConfig, Dropout, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import model as models
-from trinity_lightning.trainer.attention import CpuSharedPrefix, attention_implementation
 from trinity_lightning.trainer.flops import ModelSize
+from trinity_lightning.trainer.layers import CpuSharedPrefix, attention_implementation
 from trinity_lightning.trainer.model import (
     Head,
     lean_embeddings,

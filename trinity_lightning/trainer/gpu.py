@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from trinity_lightning.trainer.attention import Segments
+from trinity_lightning.trainer.layers import Segments
 from trinity_lightning.trainer.layout import MicroBatch
 
 ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several

@@ -18,7 +18,7 @@ from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import Layout
-from trinity_lightning.trainer.attention import CpuSharedPrefix, Segments
+from trinity_lightning.trainer.layers import CpuSharedPrefix, Segments
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.gpu import FlexSharedPrefix

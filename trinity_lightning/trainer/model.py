@@ -17,7 +17,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.attention import NAME, attention_implementation
+from trinity_lightning.trainer.layers import SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import LogprobFn, collate, cut
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ def load_model(
     if dropout is Dropout.off:
         switch_off_dropout(model)
     if model.dtype == torch.bfloat16 and not compiles:
-        from trinity_lightning.trainer.lean_layers import lean_layers
-
         lean_layers(model)
     return model
 
@@ -371,7 +369,7 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    plain = set(kinds) == {"full_attention"} and config._attn_implementation == NAME and not has_dropout(model)
+    plain = set(kinds) == {"full_attention"} and config._attn_implementation == SHORT_SDPA and not has_dropout(model)
     if plain and model.device.type in ("cpu", "cuda"):
         return _fault_of_sharing(model, function)
     from trinity_lightning.trainer.other_models import why_unshared

@@ -1,4 +1,4 @@
-"""Models that compute in another way: logits by their own forward pass, rows side by side alone, or compiled layers."""
+"""Models that compute in another way: logits by their own forward pass, compiled layers, weights held in bfloat16."""
 
 import inspect
 import logging
@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
+from trinity_lightning.config.training import HALF
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.attention import NAME
+from trinity_lightning.trainer.layers import SHORT_SDPA
 from trinity_lightning.trainer.layout import LogprobFn
 from trinity_lightning.trainer.model import Head, name_of, token_logprobs
 
@@ -54,7 +56,7 @@ def why_unshared(model: Any, kinds: set[str]) -> str:
     if kinds != {"full_attention"}:
         others = ", ".join(sorted(kinds - {"full_attention"}))
         return f"has layers of {others}, and only full attention can share prefixes"
-    if model.config.get_text_config()._attn_implementation != NAME:
+    if model.config.get_text_config()._attn_implementation != SHORT_SDPA:
         return "shares prefixes only with model.attn_implementation=sdpa"
     if model.device.type not in ("cpu", "cuda"):
         return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
@@ -102,3 +104,26 @@ def layers_of(model: Any) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+
+
+# -- trainer.precision=bf16-true: weights in bfloat16, and nothing else ------------------------------------------------
+
+
+class BFloat16Weights(Precision):
+    """Leaves everything as it is, under the name that was asked for: another fit of the same Trainer asks again."""
+
+    precision = HALF
+
+
+def hold_weights(strategy: Any, loaded: torch.dtype | str | None) -> None:
+    """Replace Lightning's own precision plugin of that name, for weights that are or will be loaded in bfloat16.
+
+    It would round buffers too (of rotary embeddings: positions would be off), and the experiences, and losses would be
+    computed in bfloat16.
+
+    Raises:
+        ConfigError: they are loaded in another dtype, `loaded`.
+    """
+    if loaded not in (None, torch.bfloat16):
+        raise ConfigError("trainer.precision=bf16-true: the model is loaded in float32 already, give dtype=bf16.")
+    strategy.precision_plugin = BFloat16Weights()

@@ -186,7 +186,7 @@ class PolicyModule(L.LightningModule):
             self.objective.expect_older_weights()
         self._dtype = self._ranks.exchange(self._dtype)[0]  # model.dtype=auto was timed by each
         if self.trainer.precision == HALF:
-            from trinity_lightning.trainer.half_precision import hold_weights
+            from trinity_lightning.trainer.other_models import hold_weights
 
             hold_weights(self.trainer.strategy, None if self.model is None else self._dtype)
             self._dtype = torch.bfloat16
