@@ -24,8 +24,7 @@ from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import ANSWER, Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection
 from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
-from trinity_lightning.sync.engines import PolicyEngines
-from trinity_lightning.sync.stream import WeightStream
+from trinity_lightning.sync.stream import PolicyEngines, WeightStream
 
 logger = logging.getLogger(__name__)
 
