@@ -21,7 +21,6 @@ from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.layers import CpuSharedPrefix, Segments
 
 if TYPE_CHECKING:
-    from trinity_lightning.trainer.gpu import FlexSharedPrefix
     from trinity_lightning.trainer.hooks import Whole
 
 # -- micro-batches by a budget of computed tokens ----------------------------------------------------------------------
@@ -385,7 +384,12 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         start += group.prefix
     shared = [group for group in part.groups if group.prefix]
     segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in own])
-    attention = _attention(segments, device)
+    if device.type == "cuda":
+        from trinity_lightning.trainer.gpu import FlexSharedPrefix
+
+        attention = FlexSharedPrefix.of(segments, device)
+    else:
+        attention = CpuSharedPrefix.of(segments)
     padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(behind).unbind(1)
     positions = [torch.arange(len(tokens)) for tokens in prefixes]
@@ -397,14 +401,6 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         "shared_prefix": attention,
     }
     return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.own_starts()[:-1]))
-
-
-def _attention(segments: Segments, device: torch.device) -> "CpuSharedPrefix | FlexSharedPrefix":
-    if device.type != "cuda":
-        return CpuSharedPrefix.of(segments)
-    from trinity_lightning.trainer.gpu import FlexSharedPrefix
-
-    return FlexSharedPrefix.of(segments, device)
 
 
 def _logprobs(experience: Experience) -> Tensor:

@@ -42,13 +42,7 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
-from trinity_lightning.trainer.model import (
-    LogprobFn,
-    lean_embeddings,
-    load_model,
-    logprob_function,
-    usable_layout,
-)
+from trinity_lightning.trainer.model import LogprobFn, lean_embeddings, load_model, logprob_function, usable_layout
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
@@ -65,7 +59,6 @@ if TYPE_CHECKING:
     from trinity_lightning.trainer.resumed import Resumption
 
 logger = logging.getLogger(__name__)
-
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
 BUDGET = "max_tokens"  # there, too

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import trinity_lightning.trainer.model as logprobs_module
+import trinity_lightning.trainer.model as models
 from trinity_lightning.trainer.model import Head, token_logprobs
 
 HIDDEN, VOCABULARY = 8, 13
@@ -17,8 +17,8 @@ CHUNK, BLOCK = 12, 5  # tokens
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Few tokens are several chunks, and each of them several blocks."""
-    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", CHUNK * VOCABULARY * 4)
-    monkeypatch.setattr(logprobs_module, "BLOCK_BYTES", BLOCK * VOCABULARY * 4)
+    monkeypatch.setattr(models, "CHUNK_BYTES", CHUNK * VOCABULARY * 4)
+    monkeypatch.setattr(models, "BLOCK_BYTES", BLOCK * VOCABULARY * 4)
 
 
 def case(n, seed=0, bias=True):
