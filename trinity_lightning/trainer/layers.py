@@ -60,50 +60,70 @@ class Segments:
 
 
 # -- the same on a CPU -------------------------------------------------------------------------------------------------
-# A few neighbouring queries and all keys that any of them sees are a tile: two products and a softmax forward, four
-# products backward, in float32, under a mask that is made once a micro-batch. Tokens stay where they are, without
-# padding. The query heads that share a key head are further rows of one product, so that no key is repeated.
+# A few neighbouring queries and all keys that any of them sees are a tile. Tiles of about the same shape are padded to
+# one, gathered, and computed together: two products and a softmax forward, four products backward, in float32, under a
+# mask that is made once a micro-batch. The query heads that share a key head are further rows of one product: no key is
+# repeated.
 
-# Queries of a tile. Short segments share one while that computes at most so many more scores. Forward and backward of a
-# layer of SmolLM2 on one core, 415 tokens of short rows: 5.7, 5.0, 5.9 ms with 0, 1,000, 2,500, and 6.2 without limit.
+# Queries of a tile. Short segments share one while that computes at most so many more scores.
 TILE_TOKENS, FREE_SCORES = 64, 1024
-# The softmax of a tile is kept for the backward pass if it has at most so many keys, and else computed again: of long
+# Tiles are computed together if padding computes at most so many more scores for each, in which time torch would have
+# called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. A
+# layer of SmolLM2, forward and backward, on two cores with AMX: TODO
+FREE_PADDING, MOST_SCORES = 2048, 100_000
+# The softmax of tiles is kept for the backward pass if they have at most so many keys, and else computed again: of long
 # rows it would take more memory than all else that a layer keeps.
 KEPT_KEYS = 192
+_NONE = -2  # the segment of what pads; -1: no prefix
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Neighbouring queries, and the keys that they see.
+    """Neighbouring queries, and the keys that they see: some prefixes, if there are any, and some up to the last query.
 
-    Attributes:
-        queries: which tokens.
-        keys: which tokens: some prefixes, if there are any, and some up to the last query.
-        mask: 0 where a query sees a key, else minus infinity: float32 [queries, 1, keys].
+    Both are numbers of tokens, int64 [queries] and [keys].
     """
 
-    queries: slice
-    keys: Sequence[slice]
+    queries: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles padded to one shape; T stands for no token.
+
+    Attributes:
+        queries: tokens, int64 [n, queries].
+        keys: tokens, int64 [n, keys].
+        mask: 0 where a query sees a key, else minus infinity: float32 [n, queries, 1, keys]. What pads
+            queries sees all.
+    """
+
+    queries: Tensor
+    keys: Tensor
     mask: Tensor
 
-    def of_queries(self, states: Tensor) -> Tensor:
-        """Of all queries [key heads, T, shared, D], those of this tile [key heads, queries * shared, D]."""
-        return states[:, self.queries].flatten(1, 2)
+    @classmethod
+    def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor) -> "_Tiles":
+        """`segment` and `prefix` are those of each token, int64 [T + 1], and `_NONE` of no token."""
+        queries, keys = (
+            nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=len(segment) - 1)
+            for tokens in ([tile.queries for tile in tiles], [tile.keys for tile in tiles])
+        )
+        query, key = queries[..., None], keys[:, None]
+        visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        return cls(queries, keys, mask.masked_fill_(segment[query] == _NONE, 0.0)[:, :, None])
 
-    def of_keys(self, states: Tensor) -> Tensor:
-        """Of all keys or values [key heads, T, D], those of this tile [key heads, keys, D]."""
-        return torch.cat([states[:, tokens] for tokens in self.keys], 1)
-
-    def add_of_keys(self, total: Tensor, gradients: Tensor) -> None:
-        """Add gradients of this tile's keys or values to those of all."""
-        parts = gradients.split([tokens.stop - tokens.start for tokens in self.keys], 1)
-        for tokens, part in zip(self.keys, parts, strict=True):
-            total[:, tokens] += part
+    def places(self, heads: int, tokens: int) -> tuple["_Places", "_Places"]:
+        """Of the queries and of the keys, in tables of so many key heads and tokens."""
+        return _Places(self.queries, heads, tokens + 1), _Places(self.keys, heads, tokens + 1)
 
     def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Softmax of the scores of this tile's queries and keys: [key heads, queries * shared, keys]."""
+        """Softmax of the scores of queries and keys of these tiles: [key heads * n, queries * shared, keys]."""
         scores = torch.bmm(queries, keys.mT)
-        scores.unflatten(1, (len(self.mask), -1)).add_(self.mask)
+        count, rows, _, columns = self.mask.shape
+        scores.view(-1, count, rows, scores.shape[1] // rows, columns).add_(self.mask)
         return scores.softmax(-1)
 
 
@@ -131,6 +151,34 @@ def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
     return [tokens(first, last) for first, last in found]
 
 
+def _tiles(segments: Segments) -> list[_Tile]:
+    """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one."""
+    tiles = []
+    for own, prefixes in _neighbours(segments):
+        before = torch.arange(prefixes.start, prefixes.stop)
+        for start in range(own.start, own.stop, TILE_TOKENS):
+            end = min(start + TILE_TOKENS, own.stop)
+            tiles.append(_Tile(torch.arange(start, end), torch.cat([before, torch.arange(own.start, end)])))
+    return tiles
+
+
+def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
+    """Which tiles are computed together."""
+
+    def scores(tiles: Sequence[_Tile]) -> int:
+        return len(tiles) * max(len(tile.queries) for tile in tiles) * max(len(tile.keys) for tile in tiles)
+
+    found: list[list[_Tile]] = [[]]
+    for tile in sorted(tiles, key=lambda tile: (len(tile.keys), len(tile.queries))):
+        last, joined = found[-1], [*found[-1], tile]
+        free = scores(last) + scores([tile]) + FREE_PADDING if last else MOST_SCORES
+        if not last or scores(joined) <= min(free, MOST_SCORES):
+            found[-1] = joined
+        else:
+            found.append([tile])
+    return found
+
+
 @dataclass(frozen=True)
 class CpuSharedPrefix:
     """Attention over shared prefixes on a CPU.
@@ -140,24 +188,14 @@ class CpuSharedPrefix:
         padding: tokens to append to the T; none.
     """
 
-    tiles: Sequence[_Tile]
+    tiles: Sequence[_Tiles]
     padding = 0
 
     @classmethod
     def of(cls, segments: Segments) -> "CpuSharedPrefix":
-        """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one."""
-        segment, prefix = segments.of_tokens()
-        tiles = []
-        for own, prefixes in _neighbours(segments):
-            length = own.stop - own.start
-            pieces = -(-length // TILE_TOKENS)
-            for start, end in pairwise(own.start + length * piece // pieces for piece in range(pieces + 1)):
-                keys = [part for part in (prefixes, slice(own.start, end)) if part.stop]
-                query, key = torch.arange(start, end)[:, None], torch.cat([torch.arange(k.start, k.stop) for k in keys])
-                visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
-                mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
-                tiles.append(_Tile(slice(start, end), keys, mask))
-        return cls(tiles)
+        """For tokens that lie so."""
+        segment, prefix = (nn.functional.pad(each, (0, 1), value=_NONE) for each in segments.of_tokens())
+        return cls([_Tiles.of(each, segment, prefix) for each in _alike(_tiles(segments))])
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
@@ -168,57 +206,87 @@ class _Attention(Function):
     """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[_Tile], scale: float) -> Tensor:
-        queries, keys, values = _of_kernel(query, key, value, scale)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[_Tiles], scale: float) -> Tensor:
+        queries, keys, values = _tables(query, key, value, scale)
         out = queries.new_empty(*queries.shape[:-1], values.shape[-1])  # values may be narrower
         kept: list[Tensor | None] = []
-        for tile in tiles:
-            weights = tile.weights(tile.of_queries(queries), tile.of_keys(keys))
-            tile.of_queries(out).copy_(torch.bmm(weights, tile.of_keys(values)))
+        for each in tiles:
+            rows, columns = each.places(key.shape[1], key.shape[2])
+            weights = each.weights(rows.of(queries), columns.of(keys))
+            rows.put(out, torch.bmm(weights, columns.of(values)))
             kept.append(weights if weights.shape[-1] <= KEPT_KEYS else None)
         ctx.save_for_backward(query, key, value, *kept)
         ctx.tiles, ctx.scale = tiles, scale
-        return _of_heads(out, query.dtype)
+        return _of_heads(out, key.shape[1], query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
-        queries, keys, values = _of_kernel(query, key, value, ctx.scale)
-        grad = _by_key_head(grads[0].transpose(1, 2), key.shape[1])
+        heads = key.shape[1]
+        queries, keys, values = _tables(query, key, value, ctx.scale)
+        grad = _table(grads[0].transpose(1, 2), heads)
         of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        for tile, weights in zip(ctx.tiles, kept, strict=True):
-            own_queries, own_keys, own_grad = tile.of_queries(queries), tile.of_keys(keys), tile.of_queries(grad)
+        for each, weights in zip(ctx.tiles, kept, strict=True):
+            rows, columns = each.places(heads, key.shape[2])
+            own_queries, own_keys, own_grad = rows.of(queries), columns.of(keys), rows.of(grad)
             if weights is None:
-                weights = tile.weights(own_queries, own_keys)
-            of_weights = torch.bmm(own_grad, tile.of_keys(values).mT)
+                weights = each.weights(own_queries, own_keys)
+            of_weights = torch.bmm(own_grad, columns.of(values).mT)
             of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            tile.of_queries(of_queries).copy_(torch.bmm(of_scores, own_keys))
-            tile.add_of_keys(of_keys, torch.bmm(of_scores.mT, own_queries))
-            tile.add_of_keys(of_values, torch.bmm(weights.mT, own_grad))
+            rows.put(of_queries, torch.bmm(of_scores, own_keys))
+            columns.add(of_keys, torch.bmm(of_scores.mT, own_queries))
+            columns.add(of_values, torch.bmm(weights.mT, own_grad))
         return (
-            _of_heads(of_queries.mul_(ctx.scale), query.dtype).transpose(1, 2),
-            _of_heads(of_keys[:, :, None], key.dtype).transpose(1, 2),
-            _of_heads(of_values[:, :, None], value.dtype).transpose(1, 2),
+            _of_heads(of_queries.mul_(ctx.scale), heads, query.dtype).transpose(1, 2),
+            _of_heads(of_keys, heads, key.dtype).transpose(1, 2),
+            _of_heads(of_values, heads, value.dtype).transpose(1, 2),
             None,
             None,
         )
 
 
-def _of_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries [key heads, T, shared, D], keys and values [key heads, T, D]."""
+# A table holds the states of T tokens and zeros for none, of each key head in turn: [key heads * (T + 1), shared, D].
+
+
+def _tables(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of scaled queries, of keys and of values."""
     heads = key.shape[1]
-    return _by_key_head(query, heads) * scale, _by_key_head(key, heads)[:, :, 0], _by_key_head(value, heads)[:, :, 0]
+    return _table(query, heads).mul_(scale), _table(key, heads), _table(value, heads)
 
 
-def _by_key_head(states: Tensor, heads: int) -> Tensor:
-    """States [1, heads * shared, T, D] as [heads, T, shared, D], in float32 if they are rounded ones."""
+def _table(states: Tensor, heads: int) -> Tensor:
+    """Of states [1, heads * shared, T, D], in float32 if they are rounded ones."""
+    states = states[0].unflatten(0, (heads, -1)).transpose(1, 2)
     dtype = torch.promote_types(states.dtype, torch.float32)
-    return states[0].unflatten(0, (heads, -1)).transpose(1, 2).to(dtype).contiguous()
+    table = states.new_empty(heads, states.shape[1] + 1, *states.shape[2:], dtype=dtype)
+    table[:, :-1] = states
+    table[:, -1] = 0.0
+    return table.flatten(0, 1)
 
 
-def _of_heads(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse: [heads, T, shared, D] as [1, T, heads * shared, D]."""
-    return states.transpose(0, 1).to(dtype).flatten(1, 2)[None]
+def _of_heads(table: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """The reverse: states [1, T, heads * shared, D]."""
+    return table.unflatten(0, (heads, -1))[:, :-1].transpose(0, 1).to(dtype).flatten(1, 2)[None]
+
+
+class _Places:
+    """Which rows of a table are those of n tiles' tokens [n, m], for each of the heads in turn."""
+
+    def __init__(self, tokens: Tensor, heads: int, total: int) -> None:
+        self.tiles = heads * len(tokens)
+        self.rows = (tokens.flatten() + total * torch.arange(heads)[:, None]).flatten()
+
+    def of(self, table: Tensor) -> Tensor:
+        """Those rows, [heads * n, m * shared, D]."""
+        return table.index_select(0, self.rows).view(self.tiles, -1, table.shape[-1])
+
+    def put(self, table: Tensor, states: Tensor) -> None:
+        """Write them; each token but none is there once."""
+        table.index_copy_(0, self.rows, states.view(-1, *table.shape[1:]))
+
+    def add(self, table: Tensor, states: Tensor) -> None:
+        """Add to them."""
+        table.index_add_(0, self.rows, states.view(-1, *table.shape[1:]))
 
 
 # -- the attention that models are loaded with -------------------------------------------------------------------------
