@@ -40,7 +40,7 @@ def test_importing_the_package_sets_what_the_user_has_not(variables: dict[str, s
 
 def test_the_openmp_library_of_torch_takes_the_setting() -> None:
     shown = run("import trinity_lightning, torch; torch.ones(1)", OMP_DISPLAY_ENV="VERBOSE").stderr
-    assert "GOMP_SPINCOUNT = '3000'" in shown
+    assert "GOMP_SPINCOUNT = '10000'" in shown
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")

@@ -13,10 +13,10 @@ __version__ = "0.1.0.dev0"
 # been given its GPUs, so that servers would count others where they are not all alike.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 # libgomp's threads spin 300,000 turns (about 16 ms) at a barrier before they sleep, and while something else runs too
-# they hold the core that the thread they wait for needs. 3,000 turns outlast the gaps between torch's operations: a
+# they hold the core that the thread they wait for needs. 10,000 turns outlast the gaps between torch's operations: a
 # quiet machine loses next to nothing (docs/performance.md).
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # A layer needs about 20 compiled primitives for each shape of micro-batch, which seldom comes again, and each holds a

@@ -163,10 +163,10 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
 
 # -- what algorithm.max_tokens_per_micro_batch=auto stands for, if no memory plan says it ------------------------------
 
-# Of a CPU: halves, so that what is free may differ a little from start to start and the tokens are the same. More bring
-# little: four layers of SmolLM2's shape took one core 1.26, 1.10, 1.07 and 1.02 s for 2,048 tokens in micro-batches of
-# 256, 512, 1,024 and 2,048.
-CPU_TOKENS = (1024, 512, 256)
+# Of a CPU: halves, so that what is free may differ a little from start to start and the tokens are the same. SmolLM2 on
+# two cores with AMX: `short` of benchmarks/vs_trl.py takes 2.4, 2.1 and 1.7 s in micro-batches of 512, 1,024 and 2,048
+# tokens, `ragged` 18.9 and 16.3 s in those of 1,024 and 2,048; more bring nothing.
+CPU_TOKENS = (2048, 1024, 512, 256)
 GPU_TOKENS = 4096
 # Of the memory that is free, for activations: temporaries, fragments and whatever else runs here need the rest.
 SHARE_OF_FREE = 0.5

