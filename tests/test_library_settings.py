@@ -24,7 +24,7 @@ def run(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, ["3000", "1", "PCI_BUS_ID"]),
+        ({}, ["10000", "1", "PCI_BUS_ID"]),
         (
             {"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"},
             ["7", "0", "FASTEST_FIRST"],

@@ -13,7 +13,13 @@ from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks.selection import TasksetMixture
-from trinity_lightning.explorer.tasks.sources import Formatter, dataset_entries, warn_of_trained_entries
+from trinity_lightning.explorer.tasks.sources import (
+    Formatter,
+    dataset_entries,
+    dataset_taskset,
+    reasoning_gym_taskset,
+    warn_of_trained_entries,
+)
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 
@@ -296,7 +302,7 @@ def test_wrong_sums(arguments, message):
 
 
 def test_reasoning_gym_entries_are_those_of_the_library_with_what_the_verifier_needs():
-    taskset = Taskset.from_reasoning_gym("chain_sum", size=10, seed=42, max_terms=3, taskset_name="sums")
+    taskset = reasoning_gym_taskset("chain_sum", size=10, seed=42, max_terms=3, taskset_name="sums")
     library = reasoning_gym.create_dataset("chain_sum", size=10, seed=42, max_terms=3)
     assert len(taskset) == 10
     for task in taskset.next_batch(10):
@@ -309,7 +315,7 @@ def test_reasoning_gym_entries_are_those_of_the_library_with_what_the_verifier_n
 
 
 def test_reasoning_gym_entries_are_generated_when_asked_for():
-    taskset = Taskset.from_reasoning_gym("basic_arithmetic", size=10**9, seed=1, order="sequential")
+    taskset = reasoning_gym_taskset("basic_arithmetic", size=10**9, seed=1, order="sequential")
     assert len(taskset) == 10**9
     assert indices(taskset.next_batch(2)) == [0, 1]
     assert taskset[10**9 - 1] == taskset[10**9 - 1]
@@ -327,7 +333,7 @@ def test_reasoning_gym_entries_are_generated_when_asked_for():
 )
 def test_wrong_reasoning_gym_arguments(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        Taskset.from_reasoning_gym(name, 3, 0, **arguments)
+        reasoning_gym_taskset(name, 3, 0, **arguments)
 
 
 # Files and folders
@@ -343,12 +349,12 @@ def test_files_of_every_format(tmp_path, suffix):
         table.to_csv(file)
     else:
         file.write_text(json.dumps(ROWS) if suffix == "json" else "\n".join(map(json.dumps, ROWS)))
-    taskset = Taskset.from_dataset(file, formatter=NAMED, order="sequential")
+    taskset = dataset_taskset(file, formatter=NAMED, order="sequential")
     assert taskset.name == "maths"
     assert [(task["prompt"], task["answer"], task["level"]) for task in taskset] == [
         (row["question"], row["solution"], row["level"]) for row in ROWS
     ]
-    assert len(Taskset.from_dataset(file, "train[:2]", formatter=NAMED)) == 2
+    assert len(dataset_taskset(file, "train[:2]", formatter=NAMED)) == 2
 
 
 def test_folders_of_files_and_saved_datasets(tmp_path):
@@ -359,18 +365,18 @@ def test_folders_of_files_and_saved_datasets(tmp_path):
     table.save_to_disk(tmp_path / "table")
     datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "splits")
     for folder, split in (("files", "test"), ("table", "train"), ("splits", "test")):
-        taskset = Taskset.from_dataset(tmp_path / folder, split, formatter=NAMED)
+        taskset = dataset_taskset(tmp_path / folder, split, formatter=NAMED)
         assert ([task["prompt"] for task in taskset], taskset.name) == (["q3", "q4"], folder)
     for folder, known in (("files", "test"), ("table", "train"), ("splits", "test")):
         with pytest.raises(ConfigError, match=rf"nknown split .dev.*{known}"):
-            Taskset.from_dataset(tmp_path / folder, "dev", formatter=NAMED)
+            dataset_taskset(tmp_path / folder, "dev", formatter=NAMED)
     with pytest.raises(ConfigError, match=r"unknown split 'train.:2.'"):
-        Taskset.from_dataset(tmp_path / "table", "train[:2]", formatter=NAMED)
+        dataset_taskset(tmp_path / "table", "train[:2]", formatter=NAMED)
 
 
 def test_conversations_of_a_file(tmp_path):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [SYSTEM, *CHAT]}))
-    assert Taskset.from_dataset(tmp_path / "chats.jsonl")[0]["messages"] == [SYSTEM, *CHAT]
+    assert dataset_taskset(tmp_path / "chats.jsonl")[0]["messages"] == [SYSTEM, *CHAT]
 
 
 @pytest.mark.parametrize(
@@ -391,7 +397,7 @@ def test_a_wrong_file_says_what_to_do(tmp_path, path, message):
     (tmp_path / "broken.jsonl").write_text('{"prompt": \n nonsense')
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=message):
-        Taskset.from_dataset(tmp_path / path)
+        dataset_taskset(tmp_path / path)
 
 
 @pytest.mark.parametrize("split", ["trian", "test", "test[:2]", "train+test", "all[:2]"])
@@ -415,7 +421,7 @@ def test_an_unreachable_hub_is_a_readable_error(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     with pytest.raises(ConfigError, match="cannot load split 'train' of dataset 'org/data': Couldn't reach"):
-        Taskset.from_dataset("org/data")
+        dataset_taskset("org/data")
 
 
 # From a configuration

@@ -199,10 +199,3 @@ class SynchronizerConfig(Section, key="synchronizer"):
             from trinity_lightning.config.servers import check_method
 
             check_method(self)
-
-
-def gpu_count() -> int:
-    """How many GPUs this process sees."""
-    import torch  # late: few configurations need it
-
-    return torch.cuda.device_count()

@@ -18,11 +18,11 @@ from trinity_lightning.config.engines import (
     EngineConfig,
     EngineSleep,
     SynchronizerConfig,
-    gpu_count,
     require_vllm,
 )
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
+from trinity_lightning.config.trainer import gpu_count
 from trinity_lightning.config.values import AUTO, one_of, unknown_name, url
 from trinity_lightning.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trinity_lightning.config.engines import capabilities_of, gpu_count
+from trinity_lightning.config.engines import capabilities_of
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import MIXED, SHARDS, check_trainer_settings, strategy_of, trains_together
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
@@ -239,3 +239,10 @@ def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has
             f"optimizer.name={optimizer}: trainer=fsdp2 puts the state of adamw together for a checkpoint, choose that "
             "one, or trainer=ddp."
         )
+
+
+def gpu_count() -> int:
+    """How many GPUs this process sees."""
+    import torch  # late: few configurations need it
+
+    return torch.cuda.device_count()

@@ -78,15 +78,9 @@ KEPT_KEYS = 192
 _NONE = -2  # the segment of what pads; -1: no prefix
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Neighbouring queries, and the keys that they see: some prefixes, if there are any, and some up to the last query.
-
-    Both are numbers of tokens, int64 [queries] and [keys].
-    """
-
-    queries: Tensor
-    keys: Tensor
+# Neighbouring queries, and the keys that they see (some prefixes, if there are any, and some up to the last query): the
+# numbers of their tokens, int64 [queries] and [keys].
+_Tile = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class _Tiles:
         """`segment` and `prefix` are those of each token, int64 [T + 1], and `_NONE` of no token."""
         queries, keys = (
             nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=len(segment) - 1)
-            for tokens in ([tile.queries for tile in tiles], [tile.keys for tile in tiles])
+            for tokens in zip(*tiles, strict=True)
         )
         query, key = queries[..., None], keys[:, None]
         visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
@@ -159,7 +153,7 @@ def _tiles(segments: Segments) -> list[_Tile]:
         before = torch.arange(prefixes.start, prefixes.stop)
         for start in range(own.start, own.stop, TILE_TOKENS):
             end = min(start + TILE_TOKENS, own.stop)
-            tiles.append(_Tile(torch.arange(start, end), torch.cat([before, torch.arange(own.start, end)])))
+            tiles.append((torch.arange(start, end), torch.cat([before, torch.arange(own.start, end)])))
     return tiles
 
 
@@ -167,10 +161,10 @@ def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
     """Which tiles are computed together."""
 
     def scores(tiles: Sequence[_Tile]) -> int:
-        return len(tiles) * max(len(tile.queries) for tile in tiles) * max(len(tile.keys) for tile in tiles)
+        return len(tiles) * max(len(queries) for queries, _ in tiles) * max(len(keys) for _, keys in tiles)
 
     found: list[list[_Tile]] = [[]]
-    for tile in sorted(tiles, key=lambda tile: (len(tile.keys), len(tile.queries))):
+    for tile in sorted(tiles, key=lambda tile: (len(tile[1]), len(tile[0]))):
         last, joined = found[-1], [*found[-1], tile]
         free = scores(last) + scores([tile]) + FREE_PADDING if last else MOST_SCORES
         if not last or scores(joined) <= min(free, MOST_SCORES):
@@ -237,13 +231,8 @@ class _Attention(Function):
             rows.put(of_queries, torch.bmm(of_scores, own_keys))
             columns.add(of_keys, torch.bmm(of_scores.mT, own_queries))
             columns.add(of_values, torch.bmm(weights.mT, own_grad))
-        return (
-            _of_heads(of_queries.mul_(ctx.scale), heads, query.dtype).transpose(1, 2),
-            _of_heads(of_keys, heads, key.dtype).transpose(1, 2),
-            _of_heads(of_values, heads, value.dtype).transpose(1, 2),
-            None,
-            None,
-        )
+        found = (of_queries.mul_(ctx.scale), query), (of_keys, key), (of_values, value)
+        return *(_of_heads(table, heads, states.dtype).transpose(1, 2) for table, states in found), None, None
 
 
 # A table holds the states of T tokens and zeros for none, of each key head in turn: [key heads * (T + 1), shared, D].

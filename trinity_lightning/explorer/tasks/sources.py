@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
 from trinity_lightning.config.values import unknown_name
@@ -16,7 +16,7 @@ from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
     from trinity_lightning.config.schema import TasksetConfig
-    from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
+    from trinity_lightning.explorer.tasks.taskset import Entries, Format, Taskset, TasksetOptions
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,64 @@ def _rows(taskset: "TasksetConfig") -> set[tuple[str, int]]:
     return {(each.splitname, row) for each in slices for row in range(each.from_, each.to)}
 
 
+def reasoning_gym_taskset(
+    name: str,
+    size: int,
+    seed: int = 0,
+    *,
+    taskset_name: str | None = None,
+    formatter: "Format | None" = None,
+    order: str = "shuffled",
+    epochs: int | None = None,
+    **kwargs: Any,
+) -> "Taskset":
+    """`size` entries of a reasoning-gym dataset, each generated when it is handed out.
+
+    Entry i is drawn from `seed + i`: for two tasksets without a common entry, keep their seeds `size` apart.
+    `raw_task["reasoning_gym"]` holds what its verifier needs: {"name", "config", "entry"}.
+
+    Args:
+        name: of the dataset, e.g. "chain_sum".
+        size: number of entries.
+        seed: of the entries and of the order.
+        taskset_name: how the taskset is called; None for `name`.
+        formatter, order, epochs: as of `Taskset`.
+        kwargs: the dataset's own arguments.
+
+    Raises:
+        ConfigError: an unknown dataset, or an argument that it does not know or refuses.
+    """
+    from trinity_lightning.explorer.tasks.taskset import Taskset
+
+    entries = ReasoningGymEntries(name, size, seed, kwargs)
+    return Taskset(entries, name=taskset_name or name, formatter=formatter, order=order, seed=seed, epochs=epochs)
+
+
+def dataset_taskset(
+    path: str | Path,
+    split: str = "train",
+    *,
+    subset: str | None = None,
+    name: str | None = None,
+    seed: int = 0,
+    **options: "Unpack[TasksetOptions]",
+) -> "Taskset":
+    """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
+
+    Args:
+        path, split, subset: as of `dataset_entries`.
+        name: how the taskset is called; None for the last part of `path`.
+        seed: of the order.
+        options: as of `Taskset`.
+
+    Raises:
+        ConfigError: nothing there, an unknown format, split or field, or no entries.
+    """
+    from trinity_lightning.explorer.tasks.taskset import Taskset
+
+    return Taskset(dataset_entries(str(path), split, subset), name=name or name_of(path), seed=seed, **options)
+
+
 def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset":
     """The taskset that a configuration describes, of reasoning-gym or of a dataset.
 
@@ -230,16 +288,14 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
     Raises:
         ConfigError: a path or size that is missing, or as the source says.
     """
-    from trinity_lightning.explorer.tasks.taskset import Taskset
-
     if config.path is None:
         raise ConfigError(f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.")
     if config.source == "reasoning_gym":
         if config.size is None:
             raise ConfigError(f"taskset.size of '{config.name}' is not given: say how many entries.")
-        return Taskset.from_reasoning_gym(config.path, config.size, taskset_name=config.name, **settings, **config.args)
+        return reasoning_gym_taskset(config.path, config.size, taskset_name=config.name, **settings, **config.args)
     settings = {**settings, "difficulty_field": config.difficulty_field}
-    taskset = Taskset.from_dataset(config.path, config.split, name=config.name, **settings, **config.args)
+    taskset = dataset_taskset(config.path, config.split, name=config.name, **settings, **config.args)
     for index in range(min(len(taskset), FIRST_ENTRIES)):
         taskset[index]
     return taskset

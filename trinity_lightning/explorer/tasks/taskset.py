@@ -7,7 +7,6 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
@@ -226,63 +225,6 @@ class Taskset(TaskSelection):
         """
         raw_tasks = addition_entries(split, low, high, heldout)
         return cls(raw_tasks, name=name, seed=seed, **{"formatter": dict, **options})
-
-    @classmethod
-    def from_reasoning_gym(
-        cls,
-        name: str,
-        size: int,
-        seed: int = 0,
-        *,
-        taskset_name: str | None = None,
-        formatter: Format | None = None,
-        order: str = "shuffled",
-        epochs: int | None = None,
-        **kwargs: Any,
-    ) -> Taskset:
-        """`size` entries of a reasoning-gym dataset, each generated when it is handed out.
-
-        Entry i is drawn from `seed + i`: for two tasksets without a common entry, keep their seeds `size` apart.
-        `raw_task["reasoning_gym"]` holds what its verifier needs: {"name", "config", "entry"}.
-
-        Args:
-            name: of the dataset, e.g. "chain_sum".
-            size: number of entries.
-            seed: of the entries and of the order.
-            taskset_name: how the taskset is called; None for `name`.
-            kwargs: the dataset's own arguments.
-
-        Raises:
-            ConfigError: an unknown dataset, or an argument that it does not know or refuses.
-        """
-        from trinity_lightning.explorer.tasks.sources import ReasoningGymEntries
-
-        entries = ReasoningGymEntries(name, size, seed, kwargs)
-        return cls(entries, name=taskset_name or name, formatter=formatter, order=order, seed=seed, epochs=epochs)
-
-    @classmethod
-    def from_dataset(
-        cls,
-        path: str | Path,
-        split: str = "train",
-        *,
-        subset: str | None = None,
-        name: str | None = None,
-        seed: int = 0,
-        **options: Unpack[TasksetOptions],
-    ) -> Taskset:
-        """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
-
-        Args:
-            path, split, subset: as of `sources.dataset_entries`.
-            name: how the taskset is called; None for the last part of `path`.
-
-        Raises:
-            ConfigError: nothing there, an unknown format, split or field, or no entries.
-        """
-        from trinity_lightning.explorer.tasks.sources import dataset_entries, name_of
-
-        return cls(dataset_entries(str(path), split, subset), name=name or name_of(path), seed=seed, **options)
 
     @classmethod
     def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
