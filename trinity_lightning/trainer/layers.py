@@ -102,7 +102,7 @@ class _Tiles:
     def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor) -> "_Tiles":
         """`segment` and `prefix` are those of each token, int64 [T + 1], and `_NONE` of no token."""
         queries, keys = (
-            nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=len(segment) - 1)
+            nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=len(segment) - 1)
             for tokens in zip(*tiles, strict=True)
         )
         query, key = queries[..., None], keys[:, None]
