@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -128,6 +128,7 @@ def test_what_was_logged_survives_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@settings(deadline=None)  # it writes files
 @given(
     st.lists(
         st.tuples(

@@ -201,6 +201,7 @@ class _Attention(Function):
     """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)  # it would round the products
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[_Tiles], scale: float) -> Tensor:
         queries, keys, values = _tables(query, key, value, scale)
         out = queries.new_empty(*queries.shape[:-1], values.shape[-1])  # values may be narrower
@@ -215,6 +216,7 @@ class _Attention(Function):
         return _of_heads(out, key.shape[1], query.dtype)
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
         heads = key.shape[1]
