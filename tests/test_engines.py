@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trinity_lightning import engines, servers
-from trinity_lightning.common import devices as memory
+from trinity_lightning.common import devices
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
@@ -49,7 +49,7 @@ def test_what_vllm_has_no_room_for(
     engine: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(memory, "free_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(devices, "free_memory", lambda: 4 * GIB)
     run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(**engine), trainer={"devices": 2})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_room(run)

@@ -14,7 +14,7 @@ __version__ = "0.1.0.dev0"
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 # libgomp's threads spin 300,000 turns (about 16 ms) at a barrier before they sleep, and while something else runs too
 # they hold the core that the thread they wait for needs. 10,000 turns outlast the gaps between torch's operations: a
-# quiet machine loses next to nothing (docs/performance.md).
+# quiet machine loses about a twentieth (docs/performance.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Large tensors come and go with every chunk of the vocabulary: on a CPU small pages cost more than the arithmetic.

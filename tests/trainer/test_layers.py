@@ -157,6 +157,15 @@ def test_bfloat16_is_as_exact_as_its_rounding(length):
         assert float((mine.double() - truth).norm() / truth.norm()) < (0.004 if length < SHORT_TOKENS else 0.012)
 
 
+def test_mixed_precision_rounds_nothing_of_it():
+    layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
+    inputs = states(layout.starts()[-1], torch.float32)
+    alone = with_gradients(attend(layout, inputs), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = with_gradients(attend(layout, inputs), inputs)
+    assert all(map(torch.equal, mixed, alone))
+
+
 def test_padding_among_queries_cannot_overflow():
     layout = Segments([], [], [40, 1])
     inputs = states(41, torch.float32)

@@ -43,7 +43,6 @@ def whole(path: str | Path, part: dict[str, Any]) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return part
-
     return filled(Path(path), part)
 
 

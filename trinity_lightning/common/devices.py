@@ -14,7 +14,6 @@ from trinity_lightning.errors import ConfigError
 
 # -- the memory of this machine: what is free, what does not fit, and giving back a tensor's ---------------------------
 
-
 # The container that a process runs in, by control groups version 2 and version 1: limit, use, and what `memory.stat`
 # next to them calls the files in that use that were read before: they are given back when memory is needed.
 _CONTAINER = (

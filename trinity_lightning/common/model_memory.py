@@ -126,7 +126,8 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
     result, and of the feed-forward part gate, its activation, the other branch and their product. In bfloat16 on a CPU
     (`trainer.layers`) a norm saves its input instead of the two copies, and activation and product are computed
-    again (with adapters, the activation alone).
+    again (with adapters, the activation alone). The softmax that attention over shared prefixes keeps of short rows is
+    not counted: what `SHARE_OF_FREE` leaves has room for it.
     Eager attention also saves keys and values once for every head, and of each head a weight of every token of the row:
     in float32, and rounded if they are. Adapters save `adapter_width` numbers besides.
     """

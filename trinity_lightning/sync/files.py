@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.common.devices import free_memory
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.sync.stream import WeightStream
@@ -166,6 +165,8 @@ def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
     Raises:
         ConfigError: not a checkpoint of a training run.
     """
+    from trinity_lightning.common.checkpoints import whole  # servers, which use the folder alone, read no checkpoint
+
     step, saved = saved_weights(path)
     weights = whole(path, {"state_dict": saved})["state_dict"]
     return step, WeightStream.of((name.removeprefix(_POLICY), tensor) for name, tensor in weights.items())
@@ -177,6 +178,8 @@ def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
     Raises:
         ConfigError: not a checkpoint of a training run.
     """
+    from trinity_lightning.common.checkpoints import contents
+
     try:
         checkpoint = contents(path)
         step = _explore_step(checkpoint)

@@ -1,6 +1,6 @@
 """Layers of transformers computed otherwise: attention that `sdpa` lacks, norms and feed-forward parts that keep less.
 
-Attention is of short sequences in bfloat16 on a CPU, and over rows that share prefixes.
+Such attention is over rows that share prefixes, and of short bfloat16 sequences on a CPU.
 """
 
 import copy
@@ -75,11 +75,10 @@ FREE_PADDING, MOST_SCORES = 2048, 100_000
 # The softmax of tiles is kept for the backward pass if they have at most so many keys, and else computed again: of long
 # rows it would take more memory than all else that a layer keeps.
 KEPT_KEYS = 192
-_NONE = -2  # the segment of what pads; -1: no prefix
+_NONE = -2  # segment and prefix of padding (-1 is: no prefix)
 
 
-# Neighbouring queries, and the keys that they see (some prefixes, if there are any, and some up to the last query): the
-# numbers of their tokens, int64 [queries] and [keys].
+# Tokens of neighbouring queries, and of the keys that any of them sees: int64 [queries] and [keys].
 _Tile = tuple[Tensor, Tensor]
 
 

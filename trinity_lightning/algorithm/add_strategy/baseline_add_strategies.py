@@ -1,4 +1,4 @@
-"""Add strategies that differ from GRPO in their baseline or normalisation only; a critic's values are one, too."""
+"""Add strategies that differ from GRPO in their baseline or normalisation only, among them a critic's values."""
 
 from collections.abc import Sequence
 from statistics import fmean

@@ -2,7 +2,7 @@
 
 Dtypes and values that do not survive a readable column (float64 numbers, tuples, tensors in `info`, tool calls in
 messages, ...) stand in the binary column `exact`, which wins. Every row stands alone: it can be selected and saved.
-Apart from that, what a person wants to see of an experience.
+It also makes the table that a person reads.
 """
 
 import json

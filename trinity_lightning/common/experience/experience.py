@@ -273,9 +273,9 @@ class Experience:
             ExperienceError: a field holds what cannot be encoded, or has a type or length that it must not have (fields
                 may be assigned unchecked); the message names experience and field.
         """
-        from trinity_lightning.common.experience import codec as payload  # which knows of Experience
+        from trinity_lightning.common.experience import codec  # which knows of Experience
 
-        return payload.serialize_many(experiences)
+        return codec.serialize_many(experiences)
 
     @staticmethod
     def deserialize(data: Buffer, allow_pickle: bool = False) -> "Experience":

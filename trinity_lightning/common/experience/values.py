@@ -2,8 +2,8 @@
 
 msgpack has no type for the first: such a value is a list that starts with a marker, an empty extension type:
 [TUPLE, *items], [TENSOR, dtype, shape], [ARRAY, dtype, shape], [SCALAR, dtype]. The numbers are in the tensors
-"values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back. Besides, of what cannot be
-encoded, the place and the reason.
+"values.<dtype>" and "arrays.uint8", in order of appearance. `reading` has the way back. It also says where a
+value cannot be encoded, and why.
 """
 
 from collections.abc import Callable, Sequence
