@@ -1,12 +1,12 @@
 """A training step beside busy processes: the OpenMP waiting time that this package sets against libgomp's default.
 
-    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 6]
+    python benchmarks/contended_training.py [--model smollm2] [--rows 8] [--rounds 6] [--turns 3000 30000]
 
 Steps in bfloat16 by `PolicyModule` under Lightning's Trainer, in processes that take turns: one as the package sets
-itself up, one with the default of libgomp, and one with a single thread, which never waits. Beside them run as many
-single-threaded busy processes as said: 0, 1 and 2. Seconds are medians, without busy processes of three times as many
-rounds. Prints one JSON line: `quiet_cost` is the package's time divided by the default's, `gain` the default's divided
-by the package's.
+itself up, one with the default of libgomp, and one with a single thread, which never waits; `--turns` adds some whose
+threads wait for so many turns. Beside them run as many single-threaded busy processes as said: 0, 1 and 2. Seconds are
+medians, without busy processes of three times as many rounds. Prints one JSON line: `quiet_cost` is the package's time
+divided by the default's, `gain` the default's divided by the package's.
 """
 
 import argparse
@@ -76,12 +76,14 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(model: str, rows: int, rounds: int, busy: list[int]) -> dict[int, dict[str, float]]:
+def measure(
+    settings: dict[str, dict[str, str]], model: str, rows: int, rounds: int, busy: list[int]
+) -> dict[int, dict[str, float]]:
     """Seconds of a step, by the number of busy processes and by setting."""
     trainers: dict[str, Side] = {}
-    seen: dict[int, dict[str, list[float]]] = {count: {name: [] for name in SETTINGS} for count in busy}
+    seen: dict[int, dict[str, list[float]]] = {count: {name: [] for name in settings} for count in busy}
     try:
-        for name, setting in SETTINGS.items():
+        for name, setting in settings.items():
             trainers[name] = start(model, rows, setting)
         for trainer in trainers.values():
             trainer.answer()
@@ -107,12 +109,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--turns", nargs="+", default=[], help="further values of GOMP_SPINCOUNT")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         train(args.model, args.rows)
         return
-    seconds = measure(args.model, args.rows, args.rounds, args.busy)
+    settings = SETTINGS | {turns: {"GOMP_SPINCOUNT": turns} for turns in args.turns}
+    seconds = measure(settings, args.model, args.rows, args.rounds, args.busy)
     result = {
         "benchmark": "contended_training",
         "model": args.model,

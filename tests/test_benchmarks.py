@@ -49,11 +49,12 @@ def test_experience_measures_every_size(run_benchmark: RunBenchmark) -> None:
 
 
 def test_contended_training_measures_every_setting(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("contended_training.py", "--model", "tiny", "--rounds", "1", "--busy", "0", "1")
+    arguments = ("--model", "tiny", "--rounds", "1", "--busy", "0", "1", "--turns", "7")
+    found = run_benchmark("contended_training.py", *arguments)
     assert set(found) == {"benchmark", "model", "rows", "cores", "seconds", "quiet_cost", "gain"}
     assert {count: set(by_setting) for count, by_setting in found["seconds"].items()} == {
-        "0": {"package", "libgomp", "one_thread"},
-        "1": {"package", "libgomp", "one_thread"},
+        "0": {"package", "libgomp", "one_thread", "7"},
+        "1": {"package", "libgomp", "one_thread", "7"},
     }
     assert (set(found["quiet_cost"]), set(found["gain"])) == ({"0"}, {"1"})
     (cost,), (gain,) = found["quiet_cost"].values(), found["gain"].values()

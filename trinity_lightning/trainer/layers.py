@@ -162,11 +162,10 @@ def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
     def scores(tiles: Sequence[_Tile]) -> int:
         return len(tiles) * max(len(queries) for queries, _ in tiles) * max(len(keys) for _, keys in tiles)
 
-    found: list[list[_Tile]] = [[]]
+    found: list[list[_Tile]] = []
     for tile in sorted(tiles, key=lambda tile: (len(tile[1]), len(tile[0]))):
-        last, joined = found[-1], [*found[-1], tile]
-        free = scores(last) + scores([tile]) + FREE_PADDING if last else MOST_SCORES
-        if not last or scores(joined) <= min(free, MOST_SCORES):
+        joined = [*found[-1], tile] if found else []
+        if joined and scores(joined) <= min(scores(found[-1]) + scores([tile]) + FREE_PADDING, MOST_SCORES):
             found[-1] = joined
         else:
             found.append([tile])
