@@ -133,7 +133,7 @@ def test_the_heap_is_trimmed_when_the_process_has_grown_by_a_tenth(monkeypatch: 
     monkeypatch.setattr(hardware, "trim_heap", lambda: trimmed_at.append(now.rss))
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: now)
     heap = HeapBound()
-    for now.rss in (400, 430, 440, 445, 430, 470, 480, 400, 441):
+    for now.rss in (100, 400, 430, 440, 445, 430, 470, 480, 400, 441):
         heap.check()
     assert trimmed_at == [445, 480, 441]
 

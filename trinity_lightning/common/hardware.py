@@ -51,15 +51,17 @@ def trim_heap() -> None:
 class HeapBound:
     """Keeps the heap's holes from growing over a run: `check` trims it once the process has grown by a tenth.
 
-    Trimming after every step would cost a tenth of a short one: all pages that are used again are zeroed again.
+    Trimming after every step would cost a tenth of a short one: all pages that are used again are zeroed again. The
+    first step is no measure: the optimizer's states, made at its end, lie where activations would have lain again.
     """
 
     def __init__(self) -> None:
-        self._least = math.inf
+        self._checks, self._least = 0, math.inf
 
     def check(self) -> None:
         """Look at what the process takes, at the same point of every step."""
-        resident = psutil.Process().memory_info().rss
+        self._checks += 1
+        resident = psutil.Process().memory_info().rss if self._checks > 1 else math.inf
         self._least = min(self._least, resident)
         if resident > _GROWTH * self._least:
             trim_heap()

@@ -126,10 +126,9 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
     result, and of the feed-forward part gate, its activation, the other branch and their product. In bfloat16 on a CPU
     (`trainer.layers`) a norm saves its input instead of the two copies, and activation and product are computed
-    again (with adapters, the activation alone). The softmax that attention over shared prefixes keeps of short rows is
-    not counted: what `SHARE_OF_FREE` leaves has room for it.
-    Eager attention also saves keys and values once for every head, and of each head a weight of every token of the row:
-    in float32, and rounded if they are. Adapters save `adapter_width` numbers besides.
+    again (with adapters, the activation alone). Eager attention also saves keys and values once for every head, and of
+    each head a weight of every token of the row: in float32, and rounded if they are. Adapters save `adapter_width`
+    numbers besides.
     """
     width = training.width
     lean = training.on_cpu and width < FLOAT
@@ -166,8 +165,8 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
 
 # Of a CPU: halves, so that what is free may differ a little from start to start and the tokens are the same. SmolLM2 on
 # two cores with AMX: `short` of benchmarks/vs_trl.py takes 2.4, 2.1 and 1.7 s in micro-batches of 512, 1,024 and 2,048
-# tokens, `ragged` 18.9 and 16.3 s in those of 1,024 and 2,048; more bring nothing.
-CPU_TOKENS = (2048, 1024, 512, 256)
+# tokens, `ragged` 19.6 and 16.2 s in those of 2,048 and 4,096, 49 and 44 s without AMX's products.
+CPU_TOKENS = (4096, 2048, 1024, 512, 256)
 GPU_TOKENS = 4096
 # Of the memory that is free, for activations: temporaries, fragments and whatever else runs here need the rest.
 SHARE_OF_FREE = 0.5

@@ -6,7 +6,7 @@ Such attention is over rows that share prefixes, and of short bfloat16 sequences
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.gpu import FlexSharedPrefix
@@ -61,9 +61,9 @@ class Segments:
 
 # -- the same on a CPU -------------------------------------------------------------------------------------------------
 # A few neighbouring queries and all keys that any of them sees are a tile. Tiles of about the same shape are padded to
-# one, gathered, and computed together: two products and a softmax forward, four products backward, in float32, under a
-# mask that is made once a micro-batch. The query heads that share a key head are further rows of one product: no key is
-# repeated.
+# one, gathered, and computed together, under a mask that is made once a micro-batch: forward by torch's kernel,
+# backward, where that is slow on short rows, by a softmax computed again and five products in float32. The query heads
+# that share a key head are further rows of one product: no key is repeated.
 
 # Queries of a tile. Short segments share one while that computes at most so many more scores.
 TILE_TOKENS, FREE_SCORES = 64, 1024
@@ -72,11 +72,8 @@ TILE_TOKENS, FREE_SCORES = 64, 1024
 # layer of SmolLM2, forward and backward, on two cores with AMX: 3.2 instead of 5.1 ms for 415 tokens of short rows, 8.0
 # instead of 14.4 for a prefix of 64 and eight rows of 128 tokens.
 FREE_PADDING, MOST_SCORES = 2048, 100_000
-# The softmax of tiles is kept for the backward pass if they have at most so many keys, and else computed again: of long
-# rows it would take more memory than all else that a layer keeps.
-KEPT_KEYS = 192
-_NONE = -2  # segment and prefix of padding (-1 is: no prefix)
-
+# Keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it.
+KEY_STEP = 16
 
 # Tokens of neighbouring queries, and of the keys that any of them sees: int64 [queries] and [keys].
 _Tile = tuple[Tensor, Tensor]
@@ -84,41 +81,36 @@ _Tile = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles padded to one shape; T stands for no token.
+    """Tiles padded to one shape, each by its own first tokens.
 
     Attributes:
         queries: tokens, int64 [n, queries].
+        padding: which of those are padding, bool [n, queries].
         keys: tokens, int64 [n, keys].
-        mask: 0 where a query sees a key, else minus infinity: float32 [n, queries, 1, keys]. What pads
-            queries sees all.
+        mask: 0 where a query sees a key, else minus infinity: float32 [n, queries, 1, keys].
     """
 
     queries: Tensor
+    padding: Tensor
     keys: Tensor
     mask: Tensor
 
     @classmethod
     def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor) -> "_Tiles":
-        """`segment` and `prefix` are those of each token, int64 [T + 1], and `_NONE` of no token."""
-        queries, keys = (
-            nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=len(segment) - 1)
-            for tokens in zip(*tiles, strict=True)
-        )
+        """`segment` and `prefix` are those of each token, int64 [T]."""
+        (queries, no_query), (keys, no_key) = map(_padded, zip(*tiles, strict=True), (1, KEY_STEP))
         query, key = queries[..., None], keys[:, None]
         visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-        return cls(queries, keys, mask.masked_fill_(segment[query] == _NONE, 0.0)[:, :, None])
+        mask = torch.zeros(visible.shape).masked_fill_(~visible | no_key[:, None], -torch.inf)
+        return cls(queries, no_query, keys, mask[:, :, None])
 
-    def places(self, heads: int, tokens: int) -> tuple["_Places", "_Places"]:
-        """Of the queries and of the keys, in tables of so many key heads and tokens."""
-        return _Places(self.queries, heads, tokens + 1), _Places(self.keys, heads, tokens + 1)
 
-    def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Softmax of the scores of queries and keys of these tiles: [key heads * n, queries * shared, keys]."""
-        scores = torch.bmm(queries, keys.mT)
-        count, rows, _, columns = self.mask.shape
-        scores.view(-1, count, rows, scores.shape[1] // rows, columns).add_(self.mask)
-        return scores.softmax(-1)
+def _padded(tokens: Sequence[Tensor], step: int) -> tuple[Tensor, Tensor]:
+    """Tokens of tiles, int64 [n, a multiple of `step`], and which of them are padding."""
+    table = nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1)
+    table = nn.functional.pad(table, (0, -table.shape[1] % step), value=-1)
+    padding = table < 0
+    return torch.where(padding, table[:, :1], table), padding
 
 
 def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
@@ -183,100 +175,106 @@ class CpuSharedPrefix:
 
     tiles: Sequence[_Tiles]
     padding = 0
+    _groups: "dict[int, _Groups]" = field(default_factory=dict)  # by the number of key heads: the same in all layers
 
     @classmethod
     def of(cls, segments: Segments) -> "CpuSharedPrefix":
         """For tokens that lie so."""
-        segment, prefix = (nn.functional.pad(each, (0, 1), value=_NONE) for each in segments.of_tokens())
+        segment, prefix = segments.of_tokens()
         return cls([_Tiles.of(each, segment, prefix) for each in _alike(_tiles(segments))])
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
-        return _Attention.apply(query, key, value, self.tiles, scale)
+        heads = key.shape[1]
+        groups = self._groups.get(heads) or self._groups.setdefault(heads, _groups(self.tiles, heads))
+        tables = (states[0].transpose(0, 1).unflatten(1, (heads, -1)).flatten(0, 1) for states in (query, key, value))
+        return _Attention.apply(*tables, groups, scale).view(1, query.shape[2], query.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Which rows of a table [T * key heads, shared, D] are those of some tiles, of each key head in turn.
+
+    Attributes:
+        tiles: the tiles.
+        heads: key heads.
+        queries: rows of queries, int64 [key heads * n * queries].
+        padding: which of those are padding, int64.
+        keys: rows of keys, int64 [key heads * n * keys].
+    """
+
+    tiles: _Tiles
+    heads: int
+    queries: Tensor
+    padding: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, tiles: _Tiles, heads: int) -> "_Group":
+        of_head = torch.arange(heads)[:, None]
+        queries, keys = ((each.flatten() * heads + of_head).flatten() for each in (tiles.queries, tiles.keys))
+        padding = tiles.padding.flatten().repeat(heads).nonzero()[:, 0]
+        return cls(tiles, heads, queries, padding, keys)
+
+    def states(self, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Those of the queries [key heads, n, queries * shared, D], or of the keys [key heads, n, keys, D]."""
+        return table.index_select(0, rows).to(dtype).view(self.heads, len(self.tiles.keys), -1, table.shape[-1])
+
+    def mask(self, heads: int, shared: int, dtype: torch.dtype) -> Tensor:
+        """A copy for so many key heads and queries of each: [heads, n, queries * shared, keys]."""
+        tiles, rows, _, columns = self.tiles.mask.shape
+        return torch.empty(heads, tiles, rows, shared, columns, dtype=dtype).copy_(self.tiles.mask).flatten(2, 3)
+
+
+# Groups; and of each row of a table, which it is among the queries of all groups: int64 [T * key heads].
+_Groups = tuple[list[_Group], Tensor]
+
+
+def _groups(tiles: Sequence[_Tiles], heads: int) -> _Groups:
+    groups = [_Group.of(each, heads) for each in tiles]
+    real = torch.cat([~each.padding.flatten().repeat(heads) for each in tiles]).nonzero()[:, 0]
+    places = torch.empty_like(real)
+    places[torch.cat([group.queries for group in groups])[real]] = real
+    return groups, places
 
 
 class _Attention(Function):
-    """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
+    """Of tables of queries [T * key heads, shared, D], keys and values [T * key heads, 1, D], that of results."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)  # it would round the products
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[_Tiles], scale: float) -> Tensor:
-        queries, keys, values = _tables(query, key, value, scale)
-        out = queries.new_empty(*queries.shape[:-1], values.shape[-1])  # values may be narrower
-        kept: list[Tensor | None] = []
-        for each in tiles:
-            rows, columns = each.places(key.shape[1], key.shape[2])
-            weights = each.weights(rows.of(queries), columns.of(keys))
-            rows.put(out, torch.bmm(weights, columns.of(values)))
-            kept.append(weights if weights.shape[-1] <= KEPT_KEYS else None)
-        ctx.save_for_backward(query, key, value, *kept)
-        ctx.tiles, ctx.scale = tiles, scale
-        return _of_heads(out, key.shape[1], query.dtype)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: _Groups, scale: float) -> Tensor:
+        results, dtype = [], query.dtype
+        for group in groups[0]:
+            tables = (query, group.queries), (key, group.keys), (value, group.keys)
+            own, keys, values = (group.states(*each, dtype) for each in tables)
+            mask = group.mask(1, query.shape[1], dtype)
+            found = scaled_dot_product_attention(own, keys, values, mask, scale=scale)
+            results.append(found.reshape(-1, query.shape[1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value)
+        ctx.groups, ctx.scale = groups, scale
+        return torch.cat(results).index_select(0, groups[1])
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
-        heads = key.shape[1]
-        queries, keys, values = _tables(query, key, value, ctx.scale)
-        grad = _table(grads[0].transpose(1, 2), heads)
-        of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        for each, weights in zip(ctx.tiles, kept, strict=True):
-            rows, columns = each.places(heads, key.shape[2])
-            own_queries, own_keys, own_grad = rows.of(queries), columns.of(keys), rows.of(grad)
-            if weights is None:
-                weights = each.weights(own_queries, own_keys)
-            of_weights = torch.bmm(own_grad, columns.of(values).mT)
-            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            rows.put(of_queries, torch.bmm(of_scores, own_keys))
-            columns.add(of_keys, torch.bmm(of_scores.mT, own_queries))
-            columns.add(of_values, torch.bmm(weights.mT, own_grad))
-        found = (of_queries.mul_(ctx.scale), query), (of_keys, key), (of_values, value)
-        return *(_of_heads(table, heads, states.dtype).transpose(1, 2) for table, states in found), None, None
-
-
-# A table holds the states of T tokens and zeros for none, of each key head in turn: [key heads * (T + 1), shared, D].
-
-
-def _tables(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of scaled queries, of keys and of values."""
-    heads = key.shape[1]
-    return _table(query, heads).mul_(scale), _table(key, heads), _table(value, heads)
-
-
-def _table(states: Tensor, heads: int) -> Tensor:
-    """Of states [1, heads * shared, T, D], in float32 if they are rounded ones."""
-    states = states[0].unflatten(0, (heads, -1)).transpose(1, 2)
-    dtype = torch.promote_types(states.dtype, torch.float32)
-    table = states.new_empty(heads, states.shape[1] + 1, *states.shape[2:], dtype=dtype)
-    table[:, :-1] = states
-    table[:, -1] = 0.0
-    return table.flatten(0, 1)
-
-
-def _of_heads(table: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """The reverse: states [1, T, heads * shared, D]."""
-    return table.unflatten(0, (heads, -1))[:, :-1].transpose(0, 1).to(dtype).flatten(1, 2)[None]
-
-
-class _Places:
-    """Which rows of a table are those of n tiles' tokens [n, m], for each of the heads in turn."""
-
-    def __init__(self, tokens: Tensor, heads: int, total: int) -> None:
-        self.tiles = heads * len(tokens)
-        self.rows = (tokens.flatten() + total * torch.arange(heads)[:, None]).flatten()
-
-    def of(self, table: Tensor) -> Tensor:
-        """Those rows, [heads * n, m * shared, D]."""
-        return table.index_select(0, self.rows).view(self.tiles, -1, table.shape[-1])
-
-    def put(self, table: Tensor, states: Tensor) -> None:
-        """Write them; each token but none is there once."""
-        table.index_copy_(0, self.rows, states.view(-1, *table.shape[1:]))
-
-    def add(self, table: Tensor, states: Tensor) -> None:
-        """Add to them."""
-        table.index_add_(0, self.rows, states.view(-1, *table.shape[1:]))
+        query, key, value = ctx.saved_tensors
+        groups, places = ctx.groups
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        of_queries, of_keys, of_values = [], torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+        for group in groups:
+            tables = (query, group.queries), (grads[0], group.queries), (key, group.keys), (value, group.keys)
+            own, grad, keys, values = (group.states(*each, dtype).flatten(0, 1) for each in tables)
+            grad.view(len(group.queries), -1).index_fill_(0, group.padding, 0.0)
+            scores = group.mask(group.heads, query.shape[1], dtype).flatten(0, 1)
+            weights = scores.baddbmm_(own, keys.mT, alpha=ctx.scale).softmax(-1)
+            of_scores = torch.ops.aten._softmax_backward_data(torch.bmm(grad, values.mT), weights, -1, dtype)
+            of_own = torch.bmm(of_scores, keys).mul_(ctx.scale)
+            of_queries.append(of_own.view(-1, *query.shape[1:]).to(query.dtype))
+            of_keys.index_add_(0, group.keys, torch.bmm(of_scores.mT, own).view(-1, *key.shape[1:]))
+            of_values.index_add_(0, group.keys, torch.bmm(weights.mT, grad).view(-1, *value.shape[1:]))
+        found = torch.cat(of_queries).index_select(0, places), of_keys.mul_(ctx.scale), of_values
+        return *(each.to(query.dtype) for each in found), None, None
 
 
 # -- the attention that models are loaded with -------------------------------------------------------------------------
@@ -420,14 +418,13 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         states, weight, scale = ctx.saved_tensors
-        normalised = states.float().mul_(scale)
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = (grads[0] * normalised.to(states.dtype)).flatten(0, -2).sum(0)
+        normalised, grad = states.float().mul_(scale), grads[0].float()
+        products = grad * normalised
+        of_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         # With n = x s and s = (mean x^2 + epsilon)^(-1/2): d/dx = s (d/dn - n mean(n d/dn)).
-        grad = (grads[0] * weight).float()
-        mean = torch.linalg.vecdot(grad, normalised).div_(-grad.shape[-1])
-        return grad.addcmul_(normalised, mean[..., None]).mul_(scale).to(states.dtype), of_weight, None
+        mean = (products @ weight.float()).div_(-grad.shape[-1])
+        grad = grad.mul_(weight).addcmul_(normalised, mean[..., None])
+        return grad.mul_(scale).to(states.dtype), of_weight, None
 
 
 class LeanFeedForward(nn.Module):
@@ -467,7 +464,8 @@ class _GatedSilu(Function):
         (gate, up, weight), grad, of_weight = ctx.saved_tensors, grads[0], None
         activated = silu(gate)
         if ctx.needs_input_grad[2]:
-            of_weight = grad.flatten(0, -2).T @ (activated * up).flatten(0, -2)
+            # Transposed in place of being read so, which takes products with AMX two thirds longer.
+            of_weight = grad.flatten(0, -2).T.contiguous() @ (activated * up).flatten(0, -2)
         grad = grad if weight is None else grad @ weight
         return torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad), of_weight
 
