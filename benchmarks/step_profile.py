@@ -27,7 +27,7 @@ import trinity_lightning  # noqa: F401  before torch, which reads what it sets
 GROUPS, GROUP_SIZE = 8, 8
 WARM_UP = 2  # steps
 SHAPES = 8  # of products, in the line
-PRODUCTS = ("aten::mm", "aten::addmm")  # attention's are aten::bmm
+PRODUCTS = ("aten::mm", "aten::addmm")  # attention has others
 OPTIMIZER, CLIPPING, ACCUMULATION, COPIES = "optimizer", "norm and clipping", "gradients into float32", "copies, casts"
 # The kind of everything that an event with such a name takes or calls, the first that fits.
 KINDS = (

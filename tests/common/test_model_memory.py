@@ -20,7 +20,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 # Gradients and moments of SmolLM2 take 1.5 GiB, a token 0.8 MiB.
-@pytest.mark.parametrize(("gib", "tokens"), [(1, 256), (2, 256), (2.5, 512), (3.3, 1024), (5, 2048), (100, 4096)])
+@pytest.mark.parametrize(
+    ("gib", "tokens"), [(1, 256), (2, 256), (2.5, 512), (3.3, 1024), (5.5, 2048), (6, 4096), (100, 4096)]
+)
 def test_a_cpu_computes_what_fits_beside_gradients_and_moments(gib: float, tokens: int) -> None:
     assert tokens_that_fit(SMOLLM2, width=2, free=int(gib * GIB)) == tokens
 

@@ -98,6 +98,7 @@ def test_a_restored_cursor_goes_on_where_the_saved_one_stood(size, before, n):
         (numbered(5, seed=1), "seed 0 -> 1"),
         (numbered(5, name="b"), "name 'taskset' -> 'b'"),
         (numbered(5, order="sequential"), "order 'shuffled' -> 'sequential'"),
+        (Taskset([{"prompt": f"p{index + index // 4}"} for index in range(5)]), "entries have changed"),
     ],
 )
 def test_the_state_of_another_taskset_is_refused(other, message):
@@ -106,6 +107,22 @@ def test_the_state_of_another_taskset_is_refused(other, message):
     with pytest.raises(ConfigError, match=message):
         other.load_state_dict(taskset.state_dict())
     assert other.state_dict()["position"] == 0
+
+
+def test_a_change_of_any_row_of_a_file_is_noticed_and_older_checkpoints_are_gone_on_with(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+
+    def taskset(changed: int | None = None) -> Taskset:
+        rows = ({"prompt": f"p{-1 if index == changed else index}"} for index in range(1000))
+        file.write_text("\n".join(map(json.dumps, rows)))
+        return dataset_taskset(str(file))
+
+    state = taskset().state_dict()
+    taskset().load_state_dict(state)
+    with pytest.raises(ConfigError, match="entries have changed"):
+        taskset(changed=777).load_state_dict(state)
+    del state["content"]
+    taskset(changed=777).load_state_dict(state | {"position": 3})
 
 
 def test_what_is_no_state_is_refused():

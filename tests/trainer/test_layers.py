@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings
-from support.layouts import SCALE, dense, segments, states
+from support.layouts import HEADS, KEY_HEADS, SCALE, dense, segments, states
 from support.policy import make_policy
 from torch import nn
 from transformers import (
@@ -130,6 +130,7 @@ def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[tor
 @settings(deadline=None, max_examples=40)
 @given(segments())
 @example(Segments([700], [2], [1100, 600]))  # longer than the 512 keys that torch's kernel takes at once
+@example(Segments([300, 300, 200], [1, 1, 1], [1, 1, 1]))  # the last row sees none of the first 512 of its tile
 def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout):
     inputs = states(layout.starts()[-1], torch.float64)
     mine = with_gradients(attend(layout, inputs), inputs)
@@ -137,13 +138,35 @@ def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_values_may_be_narrower_than_keys():
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.bfloat16, 0.004)])
+def test_values_may_be_narrower_than_keys(dtype, limit):
     layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
-    query, key, value = states(layout.starts()[-1], torch.float64)
+    query, key, value = states(layout.starts()[-1], dtype)
     inputs = [query, key, value[..., :3].detach().requires_grad_()]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
     mine = with_gradients(attend(layout, inputs), inputs)
-    for found, expected in zip(mine, with_gradients(dense(layout, inputs), inputs), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for found, truth in zip(mine, with_gradients(dense(layout, exact), exact), strict=True):
+        assert float((found.double() - truth).norm() / truth.norm()) < limit
+
+
+def test_values_may_be_rounded_where_queries_are_not():
+    layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
+    query, key, value = states(layout.starts()[-1], torch.float32)
+    rounded = value.detach().bfloat16().requires_grad_()
+    exact = rounded.detach().float().requires_grad_()
+    mine, truth = (with_gradients(attend(layout, each), each) for each in ([query, key, rounded], [query, key, exact]))
+    assert all(torch.equal(found, expected.to(found.dtype)) for found, expected in zip(mine, truth, strict=True))
+
+
+def test_one_layout_serves_models_with_other_numbers_of_key_heads():
+    layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
+    inputs = states(layout.starts()[-1], torch.float64)
+    attention, truth = CpuSharedPrefix.of(layout), with_gradients(dense(layout, inputs), inputs)
+    for times in (1, HEADS // KEY_HEADS, 1):
+        query, *others = inputs
+        result = attention(query, *(each.repeat_interleave(times, 1) for each in others), SCALE)
+        for found, expected in zip(with_gradients(result, inputs), truth, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [20, SHORT_TOKENS + 40])
@@ -167,10 +190,10 @@ def test_mixed_precision_rounds_nothing_of_it():
 
 
 def test_padding_among_queries_cannot_overflow():
-    layout = Segments([], [], [40, 1])
-    inputs = states(41, torch.float32)
+    layout = Segments([], [], [50, 40])  # two tiles that are computed together
+    inputs = states(90, torch.float32)
     with torch.no_grad():
-        inputs[0][:, :, 0], inputs[1][:, :, 0] = -90.0, 90.0  # the first score is far below any other
+        inputs[0][:, :, 50], inputs[1][:, :, 50] = -90.0, 90.0  # the token that pads; its score is far below any other
     assert all(each.isfinite().all() for each in with_gradients(attend(layout, inputs), inputs))
 
 

@@ -22,12 +22,12 @@ GIB = 1 << 30
 
 # glibc's names for them in malloc.h, and the most that a buffer and the free end of the heap may be.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGEST_BYTES = 1 << 30, 1 << 28
+_KEPT_BYTES, _LARGEST_BYTES = 1 << 30, 1 << 29
 _GROWTH = 1.1
 
 
 def reuse_large_buffers() -> None:
-    """Let the C library (where it is glibc) keep buffers of up to 256 MiB for the next ones of their kind.
+    """Let the C library (where it is glibc) keep buffers of up to 512 MiB for the next ones of their kind.
 
     It would map each buffer of more than 32 MiB again every time, and every page of it would be zeroed at its first
     touch: logits come by the hundred megabytes, and that was a sixth of a training step. A wish, not a promise: glibc
@@ -56,12 +56,14 @@ class HeapBound:
     """
 
     def __init__(self) -> None:
-        self._checks, self._least = 0, math.inf
+        self._is_first, self._least = True, math.inf
 
     def check(self) -> None:
         """Look at what the process takes, at the same point of every step."""
-        self._checks += 1
-        resident = psutil.Process().memory_info().rss if self._checks > 1 else math.inf
+        if self._is_first:
+            self._is_first = False
+            return
+        resident = psutil.Process().memory_info().rss
         self._least = min(self._least, resident)
         if resident > _GROWTH * self._least:
             trim_heap()

@@ -186,7 +186,7 @@ class AlgorithmConfig(Section, key="algorithm"):
             The loss is the same. Models whose layers are not plain full attention keep `padded`.
         max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
             prefixes once: what bounds memory. A longer row, or pair of rows, is a micro-batch of
-            its own. `auto`: on a CPU 256 to 2,048 by what is free when the run starts, recorded in its config.yaml (a
+            its own. `auto`: on a CPU 256 to 4,096 by what is free when the run starts, recorded in its config.yaml (a
             resumed run keeps its own); on a GPU by the memory plan, 16,384 or a half of that and so on; on several
             GPUs, and with engine=transformers, at most 4,096.
         max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.

@@ -25,8 +25,7 @@ def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[f
     for experience in map(last_step, runs_of(experiences)):
         origin = experience.info.get("task_index")
         if origin is not None and experience.reward is not None and is_valid_reward(experience.reward):
-            of_taskset = rewards.setdefault(origin["taskset_id"], {})
-            of_taskset.setdefault(origin["index"], []).append(experience.reward)
+            rewards.setdefault(origin["taskset_id"], {}).setdefault(origin["index"], []).append(experience.reward)
     return {
         taskset: {index: (statistics.fmean(values), len(values)) for index, values in tasks.items()}
         for taskset, tasks in rewards.items()

@@ -61,16 +61,16 @@ class Segments:
 
 # -- the same on a CPU -------------------------------------------------------------------------------------------------
 # A few neighbouring queries and all keys that any of them sees are a tile. Tiles of about the same shape are padded to
-# one, gathered, and computed together, under a mask that is made once a micro-batch: forward by torch's kernel,
-# backward, where that is slow on short rows, by a softmax computed again and five products in float32. The query heads
-# that share a key head are further rows of one product: no key is repeated.
+# one, gathered, and computed together, under a mask that is made once a micro-batch: forward by torch's kernel;
+# backward, since that kernel's own is slow on short rows, by a softmax computed again and five products in float32. The
+# query heads that share a key head are further rows of one product: no key is repeated.
 
 # Queries of a tile. Short segments share one while that computes at most so many more scores.
 TILE_TOKENS, FREE_SCORES = 64, 1024
 # Tiles are computed together if padding computes at most so many more scores for each, in which time torch would have
 # called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. A
-# layer of SmolLM2, forward and backward, on two cores with AMX: 3.2 instead of 5.1 ms for 415 tokens of short rows, 8.0
-# instead of 14.4 for a prefix of 64 and eight rows of 128 tokens.
+# layer of SmolLM2, forward and backward, on two cores with AMX: 4.0 instead of 5.0 ms for 415 tokens of short rows, 9.0
+# instead of 12.2 for a prefix of 64 and eight rows of 128 tokens.
 FREE_PADDING, MOST_SCORES = 2048, 100_000
 # Keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it.
 KEY_STEP = 16
@@ -175,7 +175,7 @@ class CpuSharedPrefix:
 
     tiles: Sequence[_Tiles]
     padding = 0
-    _groups: "dict[int, _Groups]" = field(default_factory=dict)  # by the number of key heads: the same in all layers
+    _of_heads: "dict[int, _Groups]" = field(default_factory=dict, init=False)  # by key heads: the same in all layers
 
     @classmethod
     def of(cls, segments: Segments) -> "CpuSharedPrefix":
@@ -186,35 +186,35 @@ class CpuSharedPrefix:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         heads = key.shape[1]
-        groups = self._groups.get(heads) or self._groups.setdefault(heads, _groups(self.tiles, heads))
-        tables = (states[0].transpose(0, 1).unflatten(1, (heads, -1)).flatten(0, 1) for states in (query, key, value))
+        groups = self._of_heads.get(heads) or self._of_heads.setdefault(heads, _groups(self.tiles, heads))
+        states = (each[0].to(query.dtype).transpose(0, 1) for each in (query, key, value))
+        tables = (each.unflatten(1, (heads, -1)).flatten(0, 1) for each in states)
         return _Attention.apply(*tables, groups, scale).view(1, query.shape[2], query.shape[1], -1)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Which rows of a table [T * key heads, shared, D] are those of some tiles, of each key head in turn.
+    """Which rows of a table are those of some tiles: row t * key heads + h of [T * key heads, shared, D] is token t's.
 
     Attributes:
         tiles: the tiles.
         heads: key heads.
-        queries: rows of queries, int64 [key heads * n * queries].
-        padding: which of those are padding, int64.
+        queries: rows of queries, of one key head after the other, int64 [key heads * n * queries].
+        padded: which of those are padding, int64.
         keys: rows of keys, int64 [key heads * n * keys].
     """
 
     tiles: _Tiles
     heads: int
     queries: Tensor
-    padding: Tensor
+    padded: Tensor
     keys: Tensor
 
     @classmethod
     def of(cls, tiles: _Tiles, heads: int) -> "_Group":
         of_head = torch.arange(heads)[:, None]
         queries, keys = ((each.flatten() * heads + of_head).flatten() for each in (tiles.queries, tiles.keys))
-        padding = tiles.padding.flatten().repeat(heads).nonzero()[:, 0]
-        return cls(tiles, heads, queries, padding, keys)
+        return cls(tiles, heads, queries, tiles.padding.flatten().repeat(heads).nonzero()[:, 0], keys)
 
     def states(self, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Those of the queries [key heads, n, queries * shared, D], or of the keys [key heads, n, keys, D]."""
@@ -226,7 +226,7 @@ class _Group:
         return torch.empty(heads, tiles, rows, shared, columns, dtype=dtype).copy_(self.tiles.mask).flatten(2, 3)
 
 
-# Groups; and of each row of a table, which it is among the queries of all groups: int64 [T * key heads].
+# Groups; and where the result of each row of a table is among those of all groups' queries: int64 [T * key heads].
 _Groups = tuple[list[_Group], Tensor]
 
 
@@ -248,8 +248,7 @@ class _Attention(Function):
         for group in groups[0]:
             tables = (query, group.queries), (key, group.keys), (value, group.keys)
             own, keys, values = (group.states(*each, dtype) for each in tables)
-            mask = group.mask(1, query.shape[1], dtype)
-            found = scaled_dot_product_attention(own, keys, values, mask, scale=scale)
+            found = scaled_dot_product_attention(own, keys, values, group.mask(1, query.shape[1], dtype), scale=scale)
             results.append(found.reshape(-1, query.shape[1], value.shape[-1]))
         ctx.save_for_backward(query, key, value)
         ctx.groups, ctx.scale = groups, scale
@@ -259,13 +258,12 @@ class _Attention(Function):
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        groups, places = ctx.groups
         dtype = torch.promote_types(query.dtype, torch.float32)
         of_queries, of_keys, of_values = [], torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-        for group in groups:
+        for group in ctx.groups[0]:
             tables = (query, group.queries), (grads[0], group.queries), (key, group.keys), (value, group.keys)
             own, grad, keys, values = (group.states(*each, dtype).flatten(0, 1) for each in tables)
-            grad.view(len(group.queries), -1).index_fill_(0, group.padding, 0.0)
+            grad.view(len(group.queries), -1).index_fill_(0, group.padded, 0.0)
             scores = group.mask(group.heads, query.shape[1], dtype).flatten(0, 1)
             weights = scores.baddbmm_(own, keys.mT, alpha=ctx.scale).softmax(-1)
             of_scores = torch.ops.aten._softmax_backward_data(torch.bmm(grad, values.mT), weights, -1, dtype)
@@ -273,15 +271,15 @@ class _Attention(Function):
             of_queries.append(of_own.view(-1, *query.shape[1:]).to(query.dtype))
             of_keys.index_add_(0, group.keys, torch.bmm(of_scores.mT, own).view(-1, *key.shape[1:]))
             of_values.index_add_(0, group.keys, torch.bmm(weights.mT, grad).view(-1, *value.shape[1:]))
-        found = torch.cat(of_queries).index_select(0, places), of_keys.mul_(ctx.scale), of_values
+        found = torch.cat(of_queries).index_select(0, ctx.groups[1]), of_keys.mul_(ctx.scale), of_values
         return *(each.to(query.dtype) for each in found), None, None
 
 
 # -- the attention that models are loaded with -------------------------------------------------------------------------
 
 SHORT_SDPA = "sdpa_short"
-# Bfloat16 is slow and coarse in torch's CPU kernel where a sequence is short. Measured on AVX-512 with AMX: at 16
-# tokens float32 takes a sixth of the time, at 128 half, at 256 as much.
+# Bfloat16 is slow in torch's CPU kernel where a sequence is short, and backward coarse, too. Measured on AVX-512 with
+# AMX, forward and backward: at 16 tokens float32 takes a sixth of the time, at 128 half, at 256 as much.
 SHORT_TOKENS = 192
 # Settings of layers that are not plain causal attention.
 NOT_SHARED = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias", "cache")
@@ -464,7 +462,7 @@ class _GatedSilu(Function):
         (gate, up, weight), grad, of_weight = ctx.saved_tensors, grads[0], None
         activated = silu(gate)
         if ctx.needs_input_grad[2]:
-            # Transposed in place of being read so, which takes products with AMX two thirds longer.
+            # Copied transposed: with AMX the product takes two thirds longer if it reads it so.
             of_weight = grad.flatten(0, -2).T.contiguous() @ (activated * up).flatten(0, -2)
         grad = grad if weight is None else grad @ weight
         return torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad), of_weight

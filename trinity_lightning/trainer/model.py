@@ -257,15 +257,14 @@ class _LogSoftmax(Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, own: bool) -> tuple[Tensor, Tensor]:
         entropy, highest, log_sum = (torch.empty_like(temperature) for _ in range(3))
         logprobs = temperature.new_empty(targets.shape)
-        with torch.autocast(logits.device.type, enabled=False):  # it would round the entropy's sum
-            for block, scaled in _blocks(logits, temperature):
-                highest[block] = scaled.amax(-1)
-                shifted = scaled.sub_(highest[block, None])
-                exps = shifted.exp()
-                sums = exps.sum(-1)
-                log_sum[block] = sums.log()
-                logprobs[block] = shifted.gather(-1, targets[block]) - log_sum[block, None]
-                entropy[block] = log_sum[block] - exps.mul_(shifted).sum(-1) / sums
+        for block, scaled in _blocks(logits, temperature):
+            highest[block] = scaled.amax(-1)
+            shifted = scaled.sub_(highest[block, None])
+            exps = shifted.exp()
+            sums = exps.sum(-1)
+            log_sum[block] = sums.log()
+            logprobs[block] = shifted.gather(-1, targets[block]) - log_sum[block, None]
+            entropy[block] = log_sum[block] - exps.mul_(shifted).sum(-1) / sums
         ctx.save_for_backward(logits, targets, temperature, entropy, highest, log_sum)
         ctx.set_materialize_grads(False)
         ctx.own = own

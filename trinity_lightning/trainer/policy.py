@@ -5,6 +5,7 @@ token budget, so that their number varies; there is exactly one optimizer step a
 `global_step`, loggers, checkpoints and schedulers behave as in any Lightning module.
 """
 
+import gc
 import logging
 import math
 import time
@@ -475,8 +476,7 @@ class PolicyModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters and random states."""
-        kept = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)}
-        checkpoint["policy"] = kept | {"rng": random_state()}
+        checkpoint["policy"] = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)} | {"rng": random_state()}
         if self.adapter is not None:
             self.adapter.leave_base_out(checkpoint)
 
@@ -528,8 +528,13 @@ class PolicyModule(L.LightningModule):
         if self._resumption is not None:
             self._resumption.restore_random_state()
 
+    def teardown(self, stage: str) -> None:
+        """Undo what `on_train_start` did for the whole process."""
+        gc.unfreeze()
+
     def on_train_start(self) -> None:
         """The same, for strategies that read the checkpoint only after `on_fit_start`; and what is configured."""
+        gc.freeze()  # a step makes so many objects that Python would look through all that there are, several times
         if self._resumption is not None:
             self._resumption.configure(self._optimizer_settings, self._peak_rates)
             self._resumption.restore_random_state()

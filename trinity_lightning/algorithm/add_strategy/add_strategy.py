@@ -303,8 +303,7 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         return {"epsilon": 1e-6}
 
     def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
-        scores = grpo_advantages(rewards, groups, self.epsilon, self.std_level)
-        return scores, reward_metrics(rewards, groups)
+        return grpo_advantages(rewards, groups, self.epsilon, self.std_level), reward_metrics(rewards, groups)
 
     def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
         if self.std_threshold is None:

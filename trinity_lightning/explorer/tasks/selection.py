@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 
@@ -189,15 +189,22 @@ def mixture_of(configs: Iterable[TasksetConfig]) -> TasksetMixture:
     return TasksetMixture([Taskset.from_config(each) for each in mixed], [each.weight for each in mixed])
 
 
-def refuse_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> Never:
-    """A saved state that is not of this taskset, whose `own` state is given; a ConfigError that says what differs."""
+def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Check that a saved state is of this taskset, whose `own` state is given.
+
+    Raises:
+        ConfigError: it is of another; the message says what differs.
+    """
+    state = {"content": own["content"], **state}  # older checkpoints have none
     if state.keys() != own.keys():
         raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
     different = [
-        f"{key} {state[key]!r} -> {own[key]!r}"
+        "content (entries have changed)" if key == "content" else f"{key} {state[key]!r} -> {own[key]!r}"
         for key in own
         if key not in ("position", "difficulty") and state[key] != own[key]
     ]
+    if not different:
+        return
     raise ConfigError(
         f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
         "at other tasks. Resume with the saved taskset, or start a new run."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypedDict, Unpack
@@ -223,8 +224,7 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
         """
-        raw_tasks = addition_entries(split, low, high, heldout)
-        return cls(raw_tasks, name=name, seed=seed, **{"formatter": dict, **options})
+        return cls(addition_entries(split, low, high, heldout), name=name, seed=seed, **{"formatter": dict, **options})
 
     @classmethod
     def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
@@ -266,6 +266,13 @@ class Taskset(TaskSelection):
             raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}") from error
         return task | {"task_index": {"taskset_id": self.name, "index": index}}
 
+    @functools.cached_property
+    def _content(self) -> int:
+        """A checksum: of all rows of files that are read here; of other sources of some 64 entries, evenly spread."""
+        entries = (self._entries[index] for index in range(0, len(self), max(len(self) // 64, 1)))
+        said = ([value for value in each.values() if isinstance(value, str | int | float | list)] for each in entries)
+        return getattr(self._entries, "checksum", None) or zlib.crc32(repr([*said]).encode())
+
     def place(self, index: int) -> str:
         """Where entry `index` is, for messages; see `place_of`."""
         return place_of(self._entries, index)
@@ -283,8 +290,7 @@ class Taskset(TaskSelection):
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))
-        indices = self._order.indices(self._position, end)
-        batch = [self[index] for index in indices]
+        batch = [self[index] for index in self._order.indices(self._position, end)]
         self._position = end
         return batch
 
@@ -299,6 +305,7 @@ class Taskset(TaskSelection):
             "size": len(self),
             "seed": self.seed,
             "order": self.order,
+            "content": self._content,
             "position": self._position,
             "difficulty": self._order.state_dict(),
         }
@@ -309,11 +316,8 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: the state is that of another taskset; the message says what differs.
         """
-        own = self.state_dict()
-        moves = {key: own[key] for key in ("position", "difficulty")}
-        if state.keys() != own.keys() or {**state, **moves} != own:
-            from trinity_lightning.explorer.tasks.selection import refuse_state
+        from trinity_lightning.explorer.tasks.selection import check_state
 
-            refuse_state(self.name, state, own)
+        check_state(self.name, state, self.state_dict())
         self._position = state["position"]
         self._order.load_state_dict(state["difficulty"])
