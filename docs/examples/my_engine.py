@@ -54,7 +54,7 @@ class PlainEngine(Engine):
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         if unknown := sampling.keys() - {"seed", "max_tokens", "temperature"}:
             raise ConfigError(f"engine=PlainEngine has no sampling.{min(unknown)}: leave it out.")
-        return [self._sample(token_ids, sampling["seed"] + i, sampling) for i in range(n)]
+        return [self._sample(token_ids, sampling.get("seed", 0) + i, sampling) for i in range(n)]
 
     def _sample(self, prompt: list[int], seed: int, sampling: dict[str, Any]) -> Completion:
         generator = torch.Generator().manual_seed(seed)

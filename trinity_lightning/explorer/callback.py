@@ -177,8 +177,7 @@ class ExplorerCallback(StopCheckpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate if it is due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
-        time_of_step = {"time/step": self.metrics["time/step"]}
-        log_row(trainer.loggers, time_of_step, step_of(trainer), last_row(trainer))
+        log_row(trainer.loggers, {"time/step": self.metrics["time/step"]}, step_of(trainer), last_row(trainer))
         self._end_step(trainer)
         let_monitor(trainer, pl_module, self.metrics)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import random
 import zlib
 from abc import ABC, abstractmethod
@@ -271,7 +272,8 @@ class Taskset(TaskSelection):
         """A checksum: of all rows of files that are read here; of other sources of some 64 entries, evenly spread."""
         entries = (self._entries[index] for index in range(0, len(self), max(len(self) // 64, 1)))
         said = ([value for value in each.values() if isinstance(value, str | int | float | list)] for each in entries)
-        return getattr(self._entries, "checksum", None) or zlib.crc32(repr([*said]).encode())
+        text = json.dumps([*said], default=lambda value: type(value).__name__, skipkeys=True)
+        return getattr(self._entries, "checksum", None) or zlib.crc32(text.encode())
 
     def place(self, index: int) -> str:
         """Where entry `index` is, for messages; see `place_of`."""
