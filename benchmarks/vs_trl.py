@@ -14,6 +14,8 @@ has no float32 weights at all, so that small updates are lost.
 Afterwards both compute a step of the first two groups in float64, and the benchmark fails unless the losses and the
 norms of all gradients agree: in float32 gradients of random tokens may be 0.2% off on either side. Prints one JSON line
 a case: `ratio` is TRL's time divided by ours, `memory_ratio` is our peak at the same number of tokens divided by TRL's.
+`mfu` is the metric `perf/mfu` of our steps, and `ratio_at_peak` what `ratio` would be if ours ran at the speed of the
+device's best matrix product throughout: no implementation that computes these tokens gets further on this machine.
 """
 
 import argparse
@@ -52,7 +54,7 @@ QWEN2 = {
 
 
 def work(spec: dict[str, Any]) -> None:
-    """Announce to be ready, take a step a request, report peak memory at any other; or report a step in float64."""
+    """Take a step a request, and report memory and speed at any other; or report one step in float64."""
     requests = Requests()
     warnings.simplefilter("ignore")
     take_steps, check = {"ours": (our_steps, our_check), "trl": (trl_steps, trl_check)}[spec["side"]]
@@ -60,11 +62,13 @@ def work(spec: dict[str, Any]) -> None:
     if spec["check"]:
         requests.answer(check(spec, groups[:CHECKED_GROUPS]))
     else:
-        take_steps(spec, groups, requests)
-        requests.answer(peak_gb())
+        mfu = take_steps(spec, groups, requests)
+        requests.answer({"peak_gb": peak_gb(), "mfu": mfu})
 
 
-def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
+def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> float | None:
+    """Take steps as they are asked for; the median of `perf/mfu`, None on a device whose speed is not known."""
+    import lightning as L
     from _training import batch_of, fit
 
     from trinity_lightning.config.training import AlgorithmConfig
@@ -81,7 +85,15 @@ def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
             yield batch
             requests.answer(clock() - start)
 
-    fit(spec["model"], batches(), spec["dtype"], AlgorithmConfig(**spec["algorithm"]), accelerator="auto")
+    shares: list[float] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx > 0 and "perf/mfu" in trainer.callback_metrics:
+                shares.append(float(trainer.callback_metrics["perf/mfu"]))
+
+    fit(spec["model"], batches(), spec["dtype"], AlgorithmConfig(**spec["algorithm"]), [Look()], accelerator="auto")
+    return statistics.median(shares) if shares else None
 
 
 def our_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
@@ -167,17 +179,21 @@ def compare(spec: dict[str, Any], dtypes: dict[str, str], seconds: float, rounds
         for side in sides.values():
             side.answer()
         taken = take_turns(sides, seconds, rounds)
-        peaks = {name: side.ask("peak") for name, side in sides.items()}
+        ends = {name: side.ask("end") for name, side in sides.items()}
     finally:
         for side in sides.values():
             side.close()
+    peaks = {name: end["peak_gb"] for name, end in ends.items()}
     differences = compare_steps(*(float64_step(spec | {"side": name}) for name in ("ours", "trl")))
     peaks["ours_same_tokens"] = peak_at_same_tokens(spec | {"side": "ours", "dtype": dtypes["ours"]}, len(taken["trl"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
+    ratio, mfu = median["trl"] / median["ours"], ends["ours"]["mfu"]
     return {
         "rounds": len(taken["ours"]),
         "seconds": {name: spread(values) for name, values in taken.items()},
-        "ratio": round(median["trl"] / median["ours"], 2),
+        "ratio": round(ratio, 2),
+        "mfu": mfu and round(mfu, 3),
+        "ratio_at_peak": mfu and round(ratio / mfu, 2),
         "peak_gb": {name: round(value, 2) for name, value in peaks.items()},
         "memory_ratio": round(peaks["ours_same_tokens"] / peaks["trl"], 2),
         **differences,
@@ -192,7 +208,7 @@ def peak_at_same_tokens(spec: dict[str, Any], steps: int) -> float:
         side.answer()
         for _ in range(steps):
             side.ask("step")
-        return side.ask("peak")
+        return side.ask("end")["peak_gb"]
     finally:
         side.close()
 

@@ -86,6 +86,7 @@ def test_vs_trl_computes_the_same_on_both_sides(run_benchmark: RunBenchmark) -> 
     assert set(found["seconds"]) == {"ours", "trl"}
     assert set(found["peak_gb"]) == {"ours", "trl", "ours_same_tokens"}
     assert all(gb > 0.1 for gb in found["peak_gb"].values())
+    assert found["ratio_at_peak"] > found["ratio"]
     assert found["gradient_difference"] < 1e-5
 
 
