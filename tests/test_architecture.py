@@ -168,7 +168,7 @@ SIDE_EFFECTS = (
 
 
 def test_the_list_of_side_effects_is_complete() -> None:
-    [table] = re.findall(r"## What a process notices\n.*", PAGE, re.DOTALL)
+    [table] = re.findall(r"## Side effects on the process\n.*", PAGE, re.DOTALL)
     doing = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
