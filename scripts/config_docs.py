@@ -115,10 +115,11 @@ def _rewards() -> str:
 # Around the table in the page of algorithms, the rest of which is written by hand.
 BEGIN, END = "<!-- written by scripts/config_docs.py -->\n", "<!-- until here -->\n"
 LOSSES = """
-A token's loss, with lp, old and ref the log-probabilities of the policy, of `algorithm.old_logprobs` and of the
-reference, A the advantage and r = exp(lp - old) the ratio; and how the tokens' losses are averaged unless
-`algorithm.loss_agg_mode` says otherwise. An argument is set by `algorithm.policy_loss.args.NAME=VALUE`,
-with `algorithm=NAME`, or `algorithm.policy_loss.name=my_loss.tempered` of a loss of your own, in the same command.
+The table shows the loss of one token. lp, old and ref are the log-probabilities of the policy, of
+`algorithm.old_logprobs` and of the reference, A is the advantage, and r = exp(lp - old) is the ratio. The last column
+is how the tokens' losses are averaged unless `algorithm.loss_agg_mode` says otherwise. Set an argument with
+`algorithm.policy_loss.args.NAME=VALUE`, in the same command as `algorithm=NAME` or, for your own loss,
+`algorithm.policy_loss.name=my_loss.tempered`.
 
 | `algorithm.policy_loss` | loss | arguments | average |
 |---|---|---|---|

@@ -13,19 +13,19 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 WHY_UNTRAINED = """\
 ## Why a step trains nothing
 
-1. The run says it. A step of which no response is trained on ends its line with `no rollout trained`; a warning above
-   the line, in `train.log` too, counts the responses for each reason, and one says what helps. `report.html` lists such
-   steps.
-2. The table below says what each reason means.
+1. The run reports it. If a step trains on no response, its log line ends with `no rollout trained`. A warning above the
+   line, also in `train.log`, counts the responses for each reason, and another one says what helps. `report.html` lists
+   such steps.
+2. The table below explains each reason.
 
-In `metrics.csv` and W&B, `experience_pipeline/trained` is 0 in such a step, the reasons are counted in
-`experience_pipeline/untrained/<reason>`, `actor/trained_rows` is 0, and `actor/skipped_items` has grown. If it is
-`actor/bad_steps` that has grown, there was something to train on, and the gradient was not finite: a warning names the
-experiences.
+In `metrics.csv` and W&B, such a step has `experience_pipeline/trained` at 0, the reasons counted in
+`experience_pipeline/untrained/<reason>`, `actor/trained_rows` at 0, and a larger `actor/skipped_items` than the step
+before. If `actor/bad_steps` is what has grown, there was something to train on, but the gradient was not finite. A
+warning then names the experiences.
 
-Every completion says whether it is `trained` and, if not, the `reason`: in `completions/step_<n>.jsonl`, in the W&B
-table and in `report.html`. Where the loss needs no advantage (`policy_loss=sft`, `kl.coef` or `entropy_coef` not 0),
-responses without one are trained on, and neither of the first two reasons is given.
+Every completion says whether it is `trained` and, if not, the `reason`. You find this in `completions/step_<n>.jsonl`,
+in the W&B table and in `report.html`. If the loss needs no advantage (`policy_loss=sft`, `kl.coef` or `entropy_coef`
+not 0), responses without an advantage are trained on, and the first two reasons in the table do not occur.
 
 | reason | meaning | what helps |
 |---|---|---|
@@ -40,10 +40,10 @@ def metrics_page() -> str:
         [
             "# Metrics",
             "",
-            "The same names stand in `metrics.csv` and in W&B, where `explore_step` is the axis. `metrics.csv` has a",
-            "row an optimizer step, and one for an evaluation before the first; its column `step` counts from 0, as",
-            "Lightning does.",
-            "`{a,b}` stands for each of the alternatives, `<x>` for a name that the configuration or a workflow gives.",
+            "`metrics.csv` and W&B use the same names. In W&B the x-axis is `explore_step`. `metrics.csv` has one row",
+            "per optimizer step, and one row for an evaluation before the first step. Its column `step` counts from 0,",
+            "as in Lightning. In the names below, `{a,b}` stands for each of the alternatives, and `<x>` for a name",
+            "that the configuration or a workflow gives.",
             "",
             "| name | unit | meaning |",
             "|---|---|---|",
