@@ -301,6 +301,43 @@ def test_a_group_without_the_metric_in_one_response_is_left_out(filtered_by):
         run("acuracy")
 
 
+def test_a_group_without_a_valid_reward_in_one_response_is_left_out_whatever_it_is_judged_by():
+    """What weighs it after the filter would leave it out too: a refill must not count it."""
+
+    class More:
+        tasks = 2
+
+        def __init__(self):
+            self.left = [make_group(5, 2, rewards=[0.0, 1.0])]
+
+        async def __call__(self, tasks):
+            return self.left.pop() if self.left else []
+
+    invalid, mixed, more = make_group(0, 2, rewards=[0.0, float("nan")]), make_group(1, 2, rewards=[0.0, 1.0]), More()
+    for exp in [*invalid, *mixed, *more.left[0]]:
+        exp.metrics["reward/accuracy"] = float(exp.eid.run)
+    data, metrics = fill(invalid + mixed, (("dapo", {"metric": "accuracy"}), ("grpo", {})), more=more)
+    assert {exp.eid.task for exp in data.experiences} == {1, 5}
+    assert metrics["group_advantages/invalid_group_count"] == 1
+    assert metrics["experience_pipeline/missing_groups"] == 0
+    assert reasons(invalid) == ["invalid reward"] * 2
+
+
+def test_a_reward_that_an_operator_made_invalid_leaves_its_group_out():
+    spoilt, mixed = make_group(0, 2, rewards=[0.0, 1.0]), make_group(1, 2, rewards=[0.0, 1.0])
+    spoils = OperatorConfig(f"{__name__}.Grades", {"rewards": [0.0, float("nan"), 0.0, 1.0]})
+    _, metrics = fill(spoilt + mixed, DAPO, [spoils])
+    assert metrics["group_advantages/invalid_group_count"] == 1
+    assert reasons(spoilt + mixed) == ["invalid reward"] * 2 + [None] * 2
+
+
+def test_a_filter_lets_runs_through_whose_last_step_alone_has_a_reward():
+    steps = [(0, 0, None), (0, 1, 1.0), (1, 0, None), (1, 1, 0.0)]
+    exps = [Experience(eid=EID(1, 0, run, step), tokens=[1, 2], reward=reward) for run, step, reward in steps]
+    data, _ = fill(exps, (("dapo", {}), ("step_wise_grpo", {})))
+    assert len(data.experiences) == 4
+
+
 def test_the_few_tasks_of_a_refill_may_all_lack_the_metric():
     class More:
         tasks = 2

@@ -111,6 +111,11 @@ def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = Fal
     raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, equal ones told apart by numbers: a, b, a_2, a_3."""
+    return [name if (n := names[: i + 1].count(name)) == 1 else f"{name}_{n}" for i, name in enumerate(names)]
+
+
 def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> None:
     """ConfigError unless a checkpoint's state of that part of a run has all these names: earlier versions had fewer."""
     missing = [name for name in names if name not in state]

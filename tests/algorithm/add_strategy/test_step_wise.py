@@ -138,6 +138,23 @@ def test_the_standard_deviation_may_be_that_of_the_batch():
     assert scores(ours) == pytest.approx([score for score in scores(plain) for _ in (0, 1)])
 
 
+def test_experiences_whose_run_is_not_known_are_runs_of_their_own():
+    """A workflow of one's own that sets no run: the steps of a run would differ, so these are no steps of one."""
+    exps, plain = ([make(0, 0, reward) for reward in (0.0, 1.0, 0.0, 1.0)] for _ in range(2))
+    calls, metrics = add(NAME, exps)
+    add("grpo", plain)
+    assert [len(call) for call in calls] == [1] * 4
+    assert scores(exps) == pytest.approx(scores(plain))
+    assert metrics["group_advantages/reward_mean/mean"] == 0.5
+
+
+def test_of_a_task_those_runs_that_are_known_stay_runs():
+    known, unknown = runs_of(0, [None, 1.0]), [make(0, 1, 0.0), make(0, 1, 0.5)]
+    calls, _ = add(NAME, known + unknown)
+    assert [len(call) for call in calls] == [2, 1, 1]
+    assert scores(known + unknown) == pytest.approx([1, 1, -1, 0], abs=1e-5)
+
+
 # -- GiGPO -------------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +219,13 @@ def test_without_repeated_states_it_is_step_wise_grpo():
     _, expected = add("step_wise_grpo", other)
     assert scores(exps) == pytest.approx(scores(other))
     assert metrics.items() >= expected.items()
+
+
+def test_gigpo_takes_experiences_whose_run_is_not_known_for_runs_of_one_step():
+    unknown, known = [make(0, 0, 0.0), make(0, 0, 1.0)], [make(0, 0, 0.0), make(0, 1, 1.0)]
+    add("gigpo", unknown)
+    add("gigpo", known)
+    assert scores(unknown) == scores(known)
 
 
 def test_the_same_state_of_another_task_is_another_state():

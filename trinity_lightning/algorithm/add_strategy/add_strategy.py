@@ -3,7 +3,7 @@
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from trinity_lightning.common.runs import (
 )
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.config.values import number, one_of, unknown_name
+from trinity_lightning.config.values import number, numbered, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
 # -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
@@ -111,6 +111,11 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     return {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
 
 
+def index_of(groups: Iterable[Sized]) -> Tensor:
+    """Position of the group of each member, all groups in a row, int64 [B]."""
+    return torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+
+
 def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
     """The metrics of each of `count` groups, from a tensor [G] a metric."""
     columns = {name: values.tolist() for name, values in metrics.items()}
@@ -162,8 +167,17 @@ class AddStrategy(ABC):
 
     # Whether a step that `survivors` leaves short is to be filled up with new tasks.
     refills = False
-    # Groups whose rewards spread no more are not written; None: all are.
+    # Groups whose rewards have a standard deviation not above this are not written; None: all are.
     std_threshold: float | None = None
+
+    def kept_groups(self, groups: Sequence[Sequence[Run]]) -> list[bool]:
+        """Which of the groups, each of its runs, to write: those above `std_threshold`, by rewards before operators."""
+        if self.std_threshold is None or not groups:
+            return [True] * len(groups)
+        from trinity_lightning.algorithm.add_strategy.functional import std_above  # an option
+
+        rewards = torch.tensor([raw_reward(last_step(run)) for runs in groups for run in runs], dtype=torch.float64)
+        return std_above(rewards, index_of(groups), self.std_threshold).tolist()
 
     def _filtered(self, given: int, written: int) -> Metrics:
         return {} if self.std_threshold is None else {"filtered_count": float(given - written)}
@@ -237,10 +251,6 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
             runs: the experiences of each, for strategies that need more than their rewards.
         """
 
-    def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
-        """Which groups to write, bool [G]: all of them, unless a strategy says otherwise. Arguments as `score`."""
-        return torch.ones(int(groups[-1]) + 1, dtype=torch.bool)
-
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
         """Weigh one group as if it were the whole explore step.
 
@@ -262,11 +272,10 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         if not runs:
             return [], []
         rewards = torch.tensor([run_reward(run) for run in runs], dtype=torch.float64)
-        index = torch.repeat_interleave(torch.tensor([len(group) for group in runs_by_group]))
-        scores, group_metrics = self.score(rewards, index, runs)
+        scores, group_metrics = self.score(rewards, index_of(runs_by_group), runs)
         per_step = [score for run, score in zip(runs, scores.tolist(), strict=True) for _ in run]
         set_advantages([exp for run in runs for exp in run], per_step)
-        kept = self.kept_groups(index, runs).tolist()
+        kept = self.kept_groups(runs_by_group)
         weighed = [group if keep else [] for group, keep in zip(groups.values(), kept, strict=True)]
         return weighed, by_group(group_metrics, len(groups))
 
@@ -280,9 +289,10 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
     Args:
         epsilon: added to the standard deviation.
         std_level: "group", or "batch": divide by the standard deviation of all valid rewards of the step.
-        std_threshold: leave out groups whose rewards, as they were before operators, have a standard deviation not
-            above this, and groups of one, which have none; what was not written is then counted, in experiences, in
-            `filtered_count`. None: write all groups.
+        std_threshold: leave out groups whose rewards have a standard deviation not above this, and groups of one, which
+            have none; what was not written is then counted, in experiences, in `filtered_count`. It judges the rewards
+            as they were before operators: where operators make up the reward, put `reward_variance` with its `metric`
+            in front instead. None: write all groups.
     """
 
     def __init__(
@@ -304,14 +314,6 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
 
     def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
         return grpo_advantages(rewards, groups, self.epsilon, self.std_level), reward_metrics(rewards, groups)
-
-    def kept_groups(self, groups: Tensor, runs: Sequence[Run]) -> Tensor:
-        if self.std_threshold is None:
-            return super().kept_groups(groups, runs)
-        from trinity_lightning.algorithm.add_strategy.functional import std_above  # an option
-
-        raw_rewards = torch.tensor([raw_reward(last_step(run)) for run in runs], dtype=torch.float64)
-        return std_above(raw_rewards, groups, self.std_threshold)
 
 
 # -- By name, alone or one after the other -----------------------------------------------------------------------------
@@ -365,9 +367,7 @@ class ComposedAddStrategy(AddStrategy):
         self.stages: dict[str, list[Experience]] = {}
         self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
-        names = [name for name, _ in specs]
-        repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
-        self._labels = [name if n == 1 else f"{name}_{n}" for name, n in zip(names, repeats, strict=True)]
+        self._labels = numbered([name for name, _ in specs])
         self.refills = self.strategies[0].refills
 
     @classmethod

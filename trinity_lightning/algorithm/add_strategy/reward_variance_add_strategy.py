@@ -11,11 +11,13 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     AddStrategy,
     Groups,
     Metrics,
+    have_valid_rewards,
+    index_of,
     reject_dpo,
     split_valid,
 )
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.runs import is_valid_reward
+from trinity_lightning.common.runs import is_valid_reward, last_step, runs_of
 from trinity_lightning.common.untrained import Criterion
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
@@ -26,7 +28,8 @@ class RewardVarianceAddStrategy(AddStrategy):
 
     A group is written when it has at least two runs and its rewards' population variance is above the threshold. It is
     judged by the rewards as they were before operators: a penalty for length makes no difference between two wrong
-    answers. `filtered_count` counts the experiences that were not written, `add_strategy_time` is in seconds.
+    answers. A group with a reward that is no finite number is left out, whatever it is judged by. `filtered_count`
+    counts the experiences that were not written, `add_strategy_time` is in seconds.
 
     Args:
         variance_threshold: what the variance of a group must exceed.
@@ -72,16 +75,19 @@ class RewardVarianceAddStrategy(AddStrategy):
         """The groups to write, and the number of the invalid ones, which are logged; errors as `Criterion.values`."""
         groups = group_by(experiences, "task")
         values = self.criterion.values(groups)
+        # Of a run of several steps only the last must have a reward: what weighs them may need no other.
+        rewarded, without = split_valid(groups, lambda exps: have_valid_rewards(list(map(last_step, runs_of(exps)))))
         valid, invalid = split_valid(
-            groups, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), self.criterion.metric or "reward"
+            rewarded, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), self.criterion.metric or "reward"
         )
         if not valid:
-            return {}, invalid
+            return {}, without + invalid
         sizes = [len(values[id_]) for id_ in valid]
         numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
-        index = torch.repeat_interleave(torch.tensor(sizes))
+        index = index_of(values[id_] for id_ in valid)
         differs = functional.rewards_differ(numbers, index, self.variance_threshold).split(sizes)
-        return {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}, invalid
+        kept = {id_: exps for (id_, exps), part in zip(valid.items(), differs, strict=True) if part[0]}
+        return kept, without + invalid
 
 
 class DAPOAddStrategy(RewardVarianceAddStrategy):

@@ -1,10 +1,9 @@
-"""Add strategies for runs of several steps: runs are compared by what they were worth, or steps with each other too."""
+"""Add strategies for runs of several steps: they compare the rewards of runs, and `gigpo` those of steps as well."""
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,20 +15,24 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     Groups,
     Metrics,
     by_group,
+    have_valid_rewards,
+    index_of,
     reject_dpo,
     reward_metrics,
     set_advantages,
     split_valid,
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.runs import last_step, raw_reward, spread_of_each
+from trinity_lightning.common.runs import last_step, runs_of, spread_of_each
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.config.values import flag, number, one_of, text
+from trinity_lightning.config.values import flag, number, numbered, one_of, text
 
 
 class RunAdvantageStrategy(AddStrategy):
     """An add strategy that groups by task and then by run, and writes one run at a time.
 
+    Experiences with the same run and the same step do not say which belong together: each is a run of its own, as it
+    is for all strategies (`runs_of`).
     Here each experience is weighed as a step of its run, whatever rewards the other steps have.
 
     A task of which a reward that matters is no finite number is left out, logged, and counted in
@@ -44,10 +47,6 @@ class RunAdvantageStrategy(AddStrategy):
         """The experiences of a task whose rewards must be finite numbers: the last step of every run."""
         return [last_step(exps) for exps in runs.values()]
 
-    def kept_tasks(self, tasks: list[Groups]) -> list[bool]:
-        """Which tasks to write: all of them, unless a strategy says otherwise."""
-        return [True] * len(tasks)
-
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
         self, exps: list[Experience], step: int
     ) -> tuple[int, Metrics]:
@@ -55,17 +54,23 @@ class RunAdvantageStrategy(AddStrategy):
         if not exps:
             return 0, {}
         reject_dpo(exps)
-        tasks = {task: group_by(group, "run") for task, group in group_by(exps, "task").items()}
+        tasks = {task: _by_run(group) for task, group in group_by(exps, "task").items()}
         valid, invalid = split_valid({task: self.rewarded(runs) for task, runs in tasks.items()})
         weighed = [tasks[task] for task in valid]
         metrics = self.weigh_tasks(weighed) if weighed else []
         written = 0
-        for runs, keep in zip(weighed, self.kept_tasks(weighed), strict=True):
+        for runs, keep in zip(weighed, self.kept_groups([list(runs.values()) for runs in weighed]), strict=True):
             for run in runs.values() if keep else ():
                 await self.writer.write_async(run)
                 written += len(run)
         counts = {INVALID_GROUP_COUNT: float(invalid)} | self._filtered(len(exps), written)
         return written, spread_of_each(metrics, "group_advantages") | counts
+
+
+def _by_run(group: list[Experience]) -> Groups:
+    """The runs of a task by id; where several have the same id, by that and a number."""
+    runs = runs_of(group)
+    return dict(zip(numbered([run[0].eid.rid for run in runs]), runs, strict=True))
 
 
 class StepWiseGRPOStrategy(RunAdvantageStrategy):
@@ -104,7 +109,7 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
         Raises:
             ExperienceError: a reward is no finite number.
         """
-        if split_valid({"runs": list(exps.values())})[1]:
+        if not have_valid_rewards(list(exps.values())):
             raise ExperienceError(f"runs {', '.join(exps)}: every reward must be a finite number.")
         scores, metrics = self._score([exps])
         return scores[0], metrics[0]
@@ -128,26 +133,12 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
             self.broadcast_advantages(runs, of_runs)
         return metrics
 
-    def kept_tasks(self, tasks: list[Groups]) -> list[bool]:
-        """Those whose runs' rewards before operators have a standard deviation above the threshold, if there is one."""
-        if self.std_threshold is None or not tasks:
-            return super().kept_tasks(tasks)
-        rewards, groups = _rewards([[last_step(exps) for exps in runs.values()] for runs in tasks], raw_reward)
-        return functional.std_above(rewards, groups, self.std_threshold).tolist()
-
     def _score(self, tasks: list[dict[str, Experience]]) -> tuple[list[dict[str, float]], list[Metrics]]:
-        rewards, groups = _rewards([list(exps.values()) for exps in tasks])
+        rewards = torch.tensor([exp.reward for exps in tasks for exp in exps.values()], dtype=torch.float64)
+        groups = index_of(tasks)
         scores = iter(functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level).tolist())
         metrics = by_group(reward_metrics(rewards, groups), len(tasks))
         return [{run_id: next(scores) for run_id in exps} for exps in tasks], metrics
-
-
-def _rewards(
-    tasks: list[list[Experience]], reward: Callable[[Experience], float | None] = attrgetter("reward")
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards of experiences, float64 [B], and the position of the task of each, int64 [B]."""
-    rewards = torch.tensor([reward(exp) for exps in tasks for exp in exps], dtype=torch.float64)
-    return rewards, torch.repeat_interleave(torch.tensor([len(exps) for exps in tasks]))
 
 
 # -- steps compared with other steps from the same state ---------------------------------------------------------------
@@ -205,9 +196,9 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
             ExperienceError: an experience has no state in its info, or one that cannot be compared.
         """
         episodes = [sorted(exps, key=lambda exp: exp.eid.step) for runs in tasks for exps in runs.values()]
-        task_of = torch.repeat_interleave(torch.tensor([len(runs) for runs in tasks]))
+        task_of = index_of(tasks)
         steps = [exp for exps in episodes for exp in exps]
-        episode_of = torch.repeat_interleave(torch.tensor([len(exps) for exps in episodes]))
+        episode_of = index_of(episodes)
         episode_returns = torch.tensor([math.fsum(map(_reward, exps)) for exps in episodes], dtype=torch.float64)
         step_returns = [value for exps in episodes for value in self._step_returns(exps)]
         task_of_step = task_of[episode_of]

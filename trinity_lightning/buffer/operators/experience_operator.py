@@ -23,7 +23,7 @@ from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
 from trinity_lightning.config.parts import OnError, OperatorConfig
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import numbered, unknown_name
 from trinity_lightning.errors import ConfigError, OperatorError
 
 if TYPE_CHECKING:
@@ -198,16 +198,10 @@ class OperatorChain:
         self, configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None, folder: str | Path | None
     ) -> None:
         operators = create_operators(configs, auxiliary_models)
-        names = [config.name for config in configs]
-        repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        labels = numbered([config.name for config in configs])
         self._stages = [
-            _Stage(
-                operator,
-                config.name if repeat == 1 else f"{config.name}_{repeat}",
-                f"time/operator/{index}_{class_name(operator)}",
-                config.on_error,
-            )
-            for index, (operator, config, repeat) in enumerate(zip(operators, configs, repeats, strict=True))
+            _Stage(operator, label, f"time/operator/{index}_{class_name(operator)}", config.on_error)
+            for index, (operator, config, label) in enumerate(zip(operators, configs, labels, strict=True))
         ]
         self._folder = None if folder is None else Path(folder)
         self._prepared: list[_Stage] = []

@@ -66,7 +66,7 @@ class RewardSTDFilter(ExperienceOperatorV1):
         return kept, {"filtered_count": len(exps) - len(kept)}
 
     def _differ(self, values: list[float | None]) -> bool:
-        valid = [value for value in values if value is not None and is_valid_reward(value)]
+        valid = [value for value in values if is_valid_reward(value)]
         if len(valid) < len(values) or equal_rewards(valid):
             return False
         return statistics.pstdev(valid) > self.threshold
