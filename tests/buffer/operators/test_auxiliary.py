@@ -5,6 +5,9 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.judge_server import judge_server
@@ -12,8 +15,10 @@ from support.operators import make, rewards
 
 from trinity_lightning.buffer.operators import OperatorConfig, auxiliary, create_operators
 from trinity_lightning.buffer.operators.auxiliary import JudgeOperator, TeacherTopK
+from trinity_lightning.buffer.operators.experience_operator import OperatorChain
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.common.runs import Untrained
+from trinity_lightning.errors import ConfigError, OperatorError, RolloutError
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 
 openai = pytest.importorskip("openai")
@@ -142,6 +147,15 @@ def test_a_failed_attempt_is_followed_by_others():
     assert len(server.requests) == 3
 
 
+def test_experiences_that_share_their_info_keep_their_own_score():
+    with judge_server(by_text({"four": '{"score": 0}', "five": '{"score": 1}'})) as server:
+        exps = answered("four", "five")
+        exps[1].info = shared = exps[0].info
+        ask([server.url], exps)
+    assert [exp.info["judge_score"] for exp in exps] == [0.0, 1.0]
+    assert shared == {"answer": "4"}
+
+
 @pytest.mark.slow
 def test_a_server_that_hangs_or_is_not_there_is_a_failed_item(caplog):
     release = threading.Event()
@@ -259,6 +273,70 @@ def test_an_endpoint_without_log_probabilities_is_refused() -> None:
     assert server.requests[0]["prompt_logprobs"] == 16
 
 
+class Teacher:
+    """Stands in for an OpenAI client: each request is answered by the next of these functions."""
+
+    model_path = "teacher"
+
+    def __init__(self, *answers: Callable[[], Awaitable[Any]]) -> None:
+        self.answers, self.options = list(answers), []
+        self.completions = self
+
+    def with_options(self, **options: Any) -> "Teacher":
+        self.options.append(options)
+        return self
+
+    async def create(self, **body: Any) -> Any:
+        entry = {"7": {"rank": 1, "logprob": -0.5}, "8": {"rank": 2, "logprob": -1.0}}
+        await self.answers.pop(0)()
+        return SimpleNamespace(choices=[SimpleNamespace(prompt_logprobs=[None, *[entry] * (len(body["prompt"]) - 1)])])
+
+
+async def works() -> None:
+    """Answers at once."""
+
+
+async def died() -> None:
+    raise openai.OpenAIError("the vLLM server does not answer. It was ended by signal 9.")
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+def taught(*answers: Callable[[], Awaitable[Any]], **args: Any) -> tuple[Experience, Teacher]:
+    operator, teacher = TeacherTopK(k=2, **args), Teacher(*answers)
+    operator.set_auxiliary_model({"teacher": [cast("Any", teacher)]})
+    [experience], _ = asyncio.run(operator.process([Experience(tokens=[1, 2, 3], prompt_length=1)]))
+    return experience, teacher
+
+
+@pytest.mark.parametrize("fails", [died, hangs])
+def test_a_teacher_that_fails_once_is_asked_again(fails: Callable[[], Awaitable[Any]]) -> None:
+    """A server of the run that died is started again by the next request."""
+    experience, teacher = taught(fails, works, timeout=0.05, max_retries=1)
+    assert experience.info["teacher_top_k"]["ids"].tolist() == [[7, 8]] * 2
+    assert teacher.options == [{"max_retries": 0}] * 2  # the client's own would multiply these attempts
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"), [(died, "OpenAIError: the vLLM server does not answer"), (hangs, "no answer within 0.01 s")]
+)
+def test_a_teacher_that_goes_on_failing_ends_the_wait(fails: Callable[[], Awaitable[Any]], why: str) -> None:
+    with pytest.raises(RolloutError, match=rf"the teacher 'teacher' failed \(attempts: 3\): {why}"):
+        taught(fails, fails, fails, timeout=0.01)
+
+
+def test_what_is_advised_after_a_teacher_failed_is_what_the_configuration_takes() -> None:
+    """`teacher_kl` refuses on_error=skip."""
+    chain = OperatorChain(
+        [OperatorConfig("teacher_top_k")], {"teacher": [cast("Any", Teacher(died, died, died))]}, None
+    )
+    with pytest.raises(OperatorError, match=r"failed \(attempts: 3\)(.|\n)*longer timeout(.|\n)*ckpt_path=last") as e:
+        asyncio.run(chain.process([Experience(tokens=[1, 2], prompt_length=1)], 1, [], Untrained(all_rows=True)))
+    assert "Set its on_error to skip" not in str(e.value)
+
+
 def test_what_cannot_work_is_refused() -> None:
     operator = TeacherTopK("tutor")
     operator.set_auxiliary_model({"teacher": []})
@@ -266,6 +344,10 @@ def test_what_cannot_work_is_refused() -> None:
         asyncio.run(operator.prepare())
     with pytest.raises(ConfigError, match="k is 0"):
         TeacherTopK(k=0)
+    with pytest.raises(ConfigError, match="timeout is 0"):
+        TeacherTopK(timeout=0)
+    with pytest.raises(ConfigError, match="max_retries is -1"):
+        TeacherTopK(max_retries=-1)
 
 
 @pytest.mark.parametrize(("status", "said"), [(200, "log-probabilities of the 2 tokens"), (400, "too many logprobs")])
@@ -273,6 +355,6 @@ def test_an_endpoint_is_asked_before_any_rollout(status: int, said: str) -> None
     with judge_server(lambda _: (status, "too many logprobs"), ["some-model"]) as server:
         operator = TeacherTopK(k=30)
         operator.set_auxiliary_model({"teacher": [OpenAIModel(server.url, "some-model").get_openai_async_client()]})
-        with pytest.raises(ConfigError, match=rf"{server.url} does not say .*{said}(.|\n)*--max-logprobs 30 or more"):
+        with pytest.raises(ConfigError, match=rf"{server.url} does not give .*{said}(.|\n)*--max-logprobs 30 or more"):
             asyncio.run(operator.prepare())
     assert server.requests[0]["prompt_logprobs"] == 30

@@ -5,7 +5,7 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +37,32 @@ def _clients(models: AuxiliaryModels, model: str | int, operator: str) -> Sequen
     if clients := models.get(model):
         return clients
     raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(model), [str(key) for key in models])}")
+
+
+async def _answer_to(
+    ask: Callable[[], Coroutine[Any, Any, T]], slots: asyncio.Semaphore, seconds: float, max_retries: int
+) -> T:
+    """What `ask` returns, tried again if it fails or takes longer than so many seconds.
+
+    Raises:
+        RolloutError: why the last attempt failed.
+    """
+    from openai import OpenAIError
+
+    reason = ""
+    for attempt in range(1 + max_retries):
+        if attempt:
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+        try:
+            async with slots, asyncio.timeout(seconds):
+                return await ask()
+        except TimeoutError:
+            reason = f"no answer within {seconds:g} s"
+        except RolloutError as error:
+            reason = str(error)
+        except (OpenAIError, *_DEGENERATE) as error:
+            reason = f"{type(error).__name__}: {error}"
+    raise RolloutError(reason)
 
 
 async def _all_of(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -114,7 +140,7 @@ class JudgeOperator(ExperienceOperatorV1):
         scores = []
         for exp, result in zip(exps, results, strict=True):
             if isinstance(result, float):
-                exp.info["judge_score"] = result
+                exp.info = exp.info | {"judge_score": result}  # a new dict: experiences may share one
                 exp.reward = self.weight * result + (0.0 if exp.reward is None else exp.reward)
                 scores.append(result)
         failures = Counter(result for result in results if isinstance(result, str))
@@ -151,24 +177,12 @@ class JudgeOperator(ExperienceOperatorV1):
 
     async def _judge(self, client: "AsyncOpenAI", question: str, slots: asyncio.Semaphore) -> float | str:
         """The score, or why there is none."""
-        from openai import OpenAIError
+        try:
+            return await _answer_to(lambda: self._ask(client, question), slots, self.timeout, self.max_retries)
+        except RolloutError as error:
+            return str(error)
 
-        reason = ""
-        for attempt in range(1 + self.max_retries):
-            if attempt:
-                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
-            try:
-                async with slots, asyncio.timeout(self.timeout):
-                    return read_score(await self._ask(client, question))
-            except TimeoutError:
-                reason = f"no answer within {self.timeout:g} s"
-            except VerdictError as error:
-                reason = str(error)
-            except (OpenAIError, *_DEGENERATE) as error:
-                reason = f"{type(error).__name__}: {error}"
-        return reason
-
-    async def _ask(self, client: "AsyncOpenAI", question: str) -> str:
+    async def _ask(self, client: "AsyncOpenAI", question: str) -> float:
         # Attempts are counted here: the client's own would multiply them.
         response = await client.with_options(max_retries=0).chat.completions.create(
             model=self._names[id(client)],
@@ -178,7 +192,7 @@ class JudgeOperator(ExperienceOperatorV1):
         )
         if not response.choices:
             raise VerdictError("the judge's answer has no choices")
-        return response.choices[0].message.content or ""
+        return read_score(response.choices[0].message.content or "")
 
 
 # -- a teacher ---------------------------------------------------------------------------------------------------------
@@ -194,15 +208,25 @@ class TeacherTopK(ExperienceOperatorV1):
 
     Args:
         model: key of the auxiliary models.
-        k: how many tokens, at each place. The rest counts as one more: few are enough where the teacher is sure.
+        k: number of tokens kept at each place. All others count as one more: a small k is enough for a teacher that is
+            sure.
+        timeout: seconds one attempt may take. A server of the run that has died is started again within one.
+        max_retries: further attempts after a failed one.
     """
 
-    def __init__(self, model: str | int = "teacher", k: int = 16) -> None:
+    advice = (
+        "The loss needs the teacher, so on_error cannot be skip: mend its server, or give the operator a longer "
+        "timeout or more max_retries, and go on with ckpt_path=last."
+    )
+
+    def __init__(self, model: str | int = "teacher", k: int = 16, timeout: float = 600, max_retries: int = 2) -> None:
         self.model = model
         self.k = whole_number("k", k, least=1)
+        self.timeout = number("timeout", timeout, above=0)
+        self.max_retries = whole_number("max_retries", max_retries, least=0)
 
     async def prepare(self) -> None:
-        """Ask the teacher about two tokens, if it is an endpoint: a server of the run's own can, and starts later.
+        """Ask a teacher that is an endpoint about two tokens; one that the run starts can answer, but is not up yet.
 
         Raises:
             ConfigError: there is no teacher of that name, or it does not give its likeliest tokens.
@@ -212,14 +236,12 @@ class TeacherTopK(ExperienceOperatorV1):
                 await self._check(client, url)
 
     async def _check(self, client: Any, url: str) -> None:
-        from openai import OpenAIError
-
         try:
-            said = await self._ask(client, [0, 0], start=1)
-        except (OpenAIError, RolloutError) as error:
+            said = await self._said(client, [0, 0], 1, asyncio.Semaphore())
+        except RolloutError as error:
             raise ConfigError(
-                f"teacher_top_k: {url} does not say its {self.k} likeliest tokens ({error}): it must be a vLLM server "
-                f"of that model, started with --max-logprobs {self.k} or more."
+                f"teacher_top_k: {url} does not give the log-probabilities of its {self.k} likeliest tokens ({error}): "
+                f"it must be a vLLM server of that model, started with --max-logprobs {self.k} or more."
             ) from error
         if said["ids"].shape != (1, self.k):
             raise ConfigError(f"teacher_top_k: {url} knows {said['ids'].shape[1]} tokens, fewer than k={self.k}.")
@@ -228,13 +250,12 @@ class TeacherTopK(ExperienceOperatorV1):
         """All experiences; the metric `mass/mean` is how much of the teacher's probability its top k have, on average.
 
         Raises:
-            RolloutError: the teacher gave something else than it was asked for.
+            RolloutError: the teacher did not answer, or gave something else than it was asked for.
         """
         clients, slots = cycle(self.auxiliary_models[self.model]), asyncio.Semaphore(MAX_CONCURRENT)
 
         async def read(client: Any, experience: Experience) -> None:
-            async with slots:
-                said = await self._ask(client, experience.tokens.tolist(), experience.prompt_length)
+            said = await self._said(client, experience.tokens.tolist(), experience.prompt_length, slots)
             experience.info = experience.info | {"teacher_top_k": said}
 
         trained = [each for each in exps if each.action_mask is not None and each.action_mask.any()]
@@ -242,20 +263,30 @@ class TeacherTopK(ExperienceOperatorV1):
         mass = [float(each.info["teacher_top_k"]["logprobs"].exp().sum(-1).mean()) for each in trained]
         return exps, {"mass/mean": statistics.fmean(mass)} if mass else {}
 
+    async def _said(
+        self, client: Any, tokens: list[int], start: int, slots: asyncio.Semaphore
+    ) -> dict[str, torch.Tensor]:
+        """What the teacher finds likeliest at the tokens from `start` on."""
+        try:
+            return await _answer_to(lambda: self._ask(client, tokens, start), slots, self.timeout, self.max_retries)
+        except RolloutError as error:
+            attempts = 1 + self.max_retries
+            raise RolloutError(f"the teacher '{self.model}' failed (attempts: {attempts}): {error}") from error
+
     async def _ask(self, client: Any, tokens: list[int], start: int) -> dict[str, torch.Tensor]:
-        # vLLM samples at least one token.
-        response = await client.completions.create(
+        # vLLM samples at least one token. Attempts are counted by `_answer_to`.
+        response = await client.with_options(max_retries=0).completions.create(
             model=client.model_path,
             prompt=tokens,
             max_tokens=1,
             temperature=1.0,
+            timeout=self.timeout,
             extra_body={"prompt_logprobs": self.k},
         )
         entries = getattr(response.choices[0], "prompt_logprobs", None) if response.choices else None
         if entries is None or len(entries) != len(tokens):
             raise RolloutError(
-                f"the teacher '{self.model}' gave no log-probabilities of the {len(tokens)} tokens that it was sent: "
-                "it must be a server of vLLM."
+                f"no log-probabilities of the {len(tokens)} tokens that it was sent: it must be a server of vLLM."
             )
         ids, logprobs = zip(*(self._likeliest(entry) for entry in entries[start:]), strict=True)
         return {"ids": torch.tensor(ids, dtype=torch.int32), "logprobs": torch.tensor(logprobs)}

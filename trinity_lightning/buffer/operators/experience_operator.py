@@ -54,8 +54,10 @@ class ExperienceOperatorV1(ABC):
 
     Attributes:
         auxiliary_models: clients by the name or number of their model; empty before `set_auxiliary_model`.
+        advice: what to do after it has failed and ended the run, in a sentence of the error message.
     """
 
+    advice = "Set its on_error to skip to go on without it."
     # An empty mapping that nobody can write into: operators need not call this class's constructor.
     auxiliary_models: AuxiliaryModels = MappingProxyType({})
 
@@ -191,7 +193,8 @@ class OperatorChain:
         folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
 
     Attributes:
-        selector_metric: what the last step's operators report to the task selector, {} if nothing.
+        selector_metric: what the operators report to the task selector of the last step and its refills, {} if nothing;
+            of a task that several report, the last value.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class OperatorChain:
         self._prepared: list[_Stage] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # where they were prepared
         self._warned: set[str] = set()
+        self._step: int | None = None
         self.selector_metric: dict[Any, Any] = {}
 
     @property
@@ -255,7 +259,7 @@ class OperatorChain:
             on_loop(self.close, self._loop)
 
     def end_after_error(self) -> None:
-        """The same, where another error is on its way to the user: one of closing is only logged."""
+        """Like `end`, while another error is on its way to the user: an error of closing is only logged."""
         try:
             if self._prepared:
                 on_loop(self.close, self._loop, CLOSE_SECONDS)
@@ -269,14 +273,15 @@ class OperatorChain:
 
         Args:
             experiences: of the step, or of a refill of it.
-            step: its number.
+            step: its number; called again with the same, it is given a refill.
             received: copies of the step's experiences so far, before any operator; those of these are added.
             untrained: takes note of what each operator leaves out.
 
         Raises:
             OperatorError: an operator failed whose on_error is `stop`; what the step received is saved.
         """
-        self.selector_metric = {}
+        if step != self._step:
+            self._step, self.selector_metric = step, {}
         metrics: dict[str, float] = {}
         if self._folder is not None:
             received += snapshot(experiences)
@@ -289,6 +294,7 @@ class OperatorChain:
             try:
                 # A list of its own: the caller's keeps what it has.
                 experiences, values = _checked(await stage.operator.process(list(experiences)))
+                self.selector_metric = _joined(self.selector_metric, values.get(SELECTOR_METRIC, {}))
             except Exception as error:
                 if before is None:
                     raise self._failure(stage, error, step, received) from error
@@ -309,11 +315,9 @@ class OperatorChain:
         for key, value in values.items():
             name = f"experience_pipeline/{stage.label}/{key}"
             number = as_number(value)
-            if key == SELECTOR_METRIC:
-                self.selector_metric |= value
-            elif number is not None:
+            if number is not None:
                 metrics[name] = number
-            elif name not in self._warned:
+            elif key != SELECTOR_METRIC and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("metric '%s' is no number, but %.80r: it is not logged.", name, value)
         return metrics
@@ -331,8 +335,7 @@ class OperatorChain:
             except (OSError, ExperienceError) as failure:
                 fate = f"The step's experiences could not be saved: {_described(failure)}."
         return OperatorError(
-            f"{stage.title} failed at explore step {step}: {_described(error)}\n{fate} "
-            "Set its on_error to skip to go on without it."
+            f"{stage.title} failed at explore step {step}: {_described(error)}\n{fate} {stage.operator.advice}"
         )
 
 
@@ -389,6 +392,20 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
                 check_assigned(experience)
             return list(experiences), metrics or {}
     raise TypeError(f"process must return (list of experiences, dict of metrics), not {result!r:.80}")
+
+
+def _joined(before: Mapping[Any, Any], added: Any) -> dict[Any, Any]:
+    """What is reported to a task selector before and now, by task. TypeError: `added` is not of the right shape."""
+    joined = dict(before)
+    try:
+        for taskset, entry in added.items():
+            parts = (joined[taskset], entry) if taskset in joined else (entry,)
+            values = dict(pair for part in parts for pair in zip(part["indices"], part["values"], strict=True))
+            joined[taskset] = {**entry, "indices": list(values), "values": list(values.values())}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        shape = "{taskset_id: {'indices': [...], 'values': [...]}}"
+        raise TypeError(f"its {SELECTOR_METRIC} must be {shape}, not {added!r:.80} ({_described(error)})") from error
+    return joined
 
 
 def _described(error: BaseException) -> str:
