@@ -363,6 +363,17 @@ def test_a_threshold_of_the_standard_deviation_is_of_the_rewards_before_shaping(
     assert {exp.eid.task for exp in data.experiences} == {1}
 
 
+def test_what_helps_against_a_filter_says_that_it_judged_the_rewards_before_operators(caplog):
+    """The reward is all of operators' making: they differ, and what left the groups out did not see it."""
+    exps = make_group(0, 2, rewards=[0.0, 0.0])
+    fill(exps, (("grpo", {"std_threshold": 0.0}),), [shaped([(exp, float(exp.eid.run)) for exp in exps])])
+    assert reasons(exps) == ["filtered by grpo"] * 2
+    assert "rewards as they were before operators" in caplog.text
+    assert "`std_threshold` has none: take `reward_variance`" in caplog.text
+    data, _ = fill(exps, (("reward_variance", {"metric": "bonus"}), ("grpo", {})), [shaped([])])
+    assert len(data.experiences) == 2  # as advised
+
+
 def test_where_the_loss_needs_no_advantage_equal_rewards_are_trained_on(caplog):
     equal, masked = make_group(0, 2, rewards=[1.0, 1.0]), make_group(1, 2, rewards=[0.0, 1.0])
     masked[0].action_mask = torch.zeros(2, dtype=torch.bool)

@@ -103,7 +103,10 @@ REASONS = {
     ),
     "filtered by NAME": (
         "The operator or add strategy NAME left it out.",
-        "Its arguments, say its threshold: fewer should be left out. With `dapo` what helps against `equal rewards`.",
+        "Its arguments, say its threshold: fewer should be left out. What compares the runs of a task judges by their "
+        "rewards as they were before operators: if operators make up the reward, give it another number as `metric` "
+        "(`std_threshold` has none: take `reward_variance` in its place). With `dapo` what helps against `equal "
+        "rewards`.",
     ),
     "truncated": (
         "The response was cut off, and `mask_response_truncated` masks it.",
