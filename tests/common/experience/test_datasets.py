@@ -103,6 +103,23 @@ def test_damaged_cells_are_refused(change):
         from_hf_datasets(damaged)
 
 
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        ({"experience_type": "nonsense"}, "'nonsense'"),
+        ({"experience_type": None}, "None"),
+        ({"experience_type": "dpo"}, "'dpo'"),
+        ({"experience_type": "multi_turn", "action_mask": None}, "'multi_turn'"),
+        ({"action_mask": None}, "'single_turn'"),
+    ],
+)
+def test_a_type_that_the_other_cells_do_not_fit_is_refused(change: dict[str, Any], given: str):
+    dataset = to_hf_datasets([Experience(eid=EID(1, 2), tokens=[1, 2, 3])])
+    edited = datasets.Dataset.from_list([dataset[0] | change], features=dataset.features)
+    with pytest.raises(ExperienceFormatError, match=f"experience 1/2/.*: experience_type: .* got {given}"):
+        from_hf_datasets(edited)
+
+
 def test_what_cannot_be_encoded_is_named():
     with pytest.raises(ExperienceError, match=r"experience 1/2/.*info.*a value of type object"):
         to_hf_datasets([Experience(eid=EID(1, 2), tokens=[1, 2], info={"x": object()})])

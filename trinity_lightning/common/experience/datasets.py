@@ -7,7 +7,7 @@ It also makes the table that a person reads.
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
@@ -19,6 +19,7 @@ from trinity_lightning.common.experience.experience import (
     Experience,
     ExperienceError,
     ExperienceFormatError,
+    ExperienceType,
 )
 from trinity_lightning.common.experience.reading import read_custom_fields, unpack
 from trinity_lightning.common.experience.values import custom_field_rows
@@ -220,6 +221,12 @@ def _from_row(row: dict[str, Any]) -> Experience:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ExperienceFormatError(f"a row cannot be read: {type(error).__name__}: {error}") from error
+    is_pair = experience.chosen is not None and experience.rejected is not None
+    if not (is_pair if kind == "dpo" else kind in get_args(ExperienceType) and mask is not None):
+        raise ExperienceFormatError(
+            f"experience {experience.eid.uid}: experience_type: expected single_turn or multi_turn with an action_mask,"
+            f" or dpo with chosen and rejected, got {kind!r}."
+        )
     experience.experience_type, experience.action_mask = kind, mask
     experience._check_lengths()
     return experience
