@@ -220,6 +220,17 @@ def test_arguments_with_postponed_annotations_are_checked():
     create_policy_loss("support.postponed_loss.unresolved", width="anything")  # its types cannot be known
 
 
+def labelled(logprobs, old_logprobs, action_mask, advantages, *, name: str = "plain", **totals):
+    """A loss of one's own with an argument of that name."""
+    return aggregate(-advantages * logprobs, action_mask, **totals), {"name": name}
+
+
+def test_an_argument_of_a_loss_of_ones_own_may_be_called_name():
+    assert create_policy_loss(f"{__name__}.labelled", name="other")(*batch())[1] == {"name": "other"}
+    with pytest.raises(TypeError, match=r"argument 'name' of policy loss '.*labelled' is 5; give a name"):
+        create_policy_loss(f"{__name__}.labelled", name=5)
+
+
 def test_importing_a_module_leaves_the_names_of_losses_alone() -> None:
     for path in PARTS["policy loss"].values():
         importlib.import_module(path.rpartition(".")[0])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
-from trinity_lightning.algorithm.policy_loss.terms import streams
+from trinity_lightning.algorithm.policy_loss.terms import streams, with_terms
 from trinity_lightning.config.objectives import stream_configs
 from trinity_lightning.errors import ConfigError
 
@@ -42,6 +42,20 @@ def candidates(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     both = torch.randn(2, 5, 7, 5, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :3]
     return both[0], both[1]
+
+
+def paid(logprobs, old_logprobs, action_mask, advantages, *, terms: str = "none", **totals):
+    """A loss of one's own with an argument of that name, which is no mixture."""
+    return (advantages * logprobs).sum(), {"terms": terms}
+
+
+def test_a_loss_is_a_mixture_by_its_streams() -> None:
+    name = f"{__name__}.paid"
+    loss, terms = with_terms(name, create_policy_loss(name))
+    assert list(terms) == [name]
+    assert terms[name].loss is loss
+    assert loss(*batch())[1] == {"terms": "none"}
+    assert list(with_terms("streams", create_policy_loss("streams", streams=STREAMS))[1]) == list(STREAMS)
 
 
 def test_it_is_the_sum_of_its_terms_in_numpy() -> None:

@@ -18,6 +18,9 @@ from trinity_lightning.config.registry import PARTS, import_object
 _LATER = {path.rpartition(".")[2]: path for path in PARTS["add strategy"].values()}
 _LATER["RunAdvantageStrategy"] = f"{__name__}.step_wise_add_strategy.RunAdvantageStrategy"
 
+# For `import *`, the names that are imported on use too.
+__all__ = [*(n for n in globals() if n[0] != "_"), *_LATER]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:

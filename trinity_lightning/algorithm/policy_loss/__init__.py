@@ -13,6 +13,9 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import create_policy_lo
 from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo  # the function, in place of the module
 from trinity_lightning.config.training import LOSS_AGG_MODES as LOSS_AGG_MODES
 
+# For `import *`, the names that are imported on use too.
+__all__ = [*(n for n in globals() if n[0] != "_"), *POLICY_LOSS_FN]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name not in POLICY_LOSS_FN:

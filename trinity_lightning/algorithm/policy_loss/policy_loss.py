@@ -1,4 +1,4 @@
-"""What every policy loss is: from values per token to one number, the same however micro-batches are cut; its shape."""
+"""What all policy losses share: how they are called, and how values per token become one number, however cut."""
 
 import functools
 import inspect
@@ -132,7 +132,8 @@ class PolicyLossFn(Protocol):
     [pairs, 2], chosen and rejected, and `num_sequences` is twice their number.
 
     A loss with an argument `teacher_top_k_logprobs` [b, r, k], of the k tokens that a teacher finds likeliest, is given
-    the policy's of the same tokens as `top_k_logprobs`; `stream_weights`, `stream_totals` and `terms` are of mixtures.
+    the policy's log-probabilities of the same tokens as `top_k_logprobs`. Mixtures alone are given `stream_weights`,
+    `stream_totals` and `terms`.
 
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.
@@ -156,7 +157,7 @@ class PolicyLossFn(Protocol):
 POLICY_LOSS_FN: Registry[PolicyLossFn] = Registry("policy loss")
 
 
-def create_policy_loss(name: str, **args: Any) -> PolicyLossFn:
+def create_policy_loss(name: str, /, **args: Any) -> PolicyLossFn:
     """The policy loss `name`, or at that dotted path, its arguments set: `create_policy_loss("ppo", dual_clip=None)`.
 
     Raises:

@@ -23,14 +23,14 @@ class Term:
 
 
 def with_terms(name: str, loss: PolicyLossFn) -> tuple[PolicyLossFn, dict[str, Term]]:
-    """A loss whose arguments are set, and its terms by name: one, or those of a mixture, which it then has for good.
+    """A loss whose arguments are set, and its terms by name; the terms of a mixture are made once, and bound to it.
 
     Raises:
         ConfigError: as the mixture says.
         ValueError, TypeError: an argument that a term's loss does not have.
     """
     given = {name: each.default for name, each in inspect.signature(loss).parameters.items()}
-    if "terms" not in given:
+    if "terms" not in given or not given.keys() & {"usual", "streams"}:
         return loss, {name: Term(StreamConfig(name), loss)}
     if "usual" in given:
         configs = _mixed(given["mu"], given["usual"], given["usual_args"])

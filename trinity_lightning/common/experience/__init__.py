@@ -30,6 +30,9 @@ _BATCH += ("gather_attention_masks", "gather_action_masks", "gather_multi_modal_
 _DATASETS = ("from_hf_datasets", "to_hf_datasets")
 _LATER = dict.fromkeys(_BATCH, "batch") | dict.fromkeys(_DATASETS, "datasets")  # what no run needs, imported on use
 
+# For `import *`, the names that are imported on use too.
+__all__ = [*(n for n in globals() if n[0] != "_"), *_LATER]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
