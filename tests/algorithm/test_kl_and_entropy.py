@@ -1,9 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from trinity_lightning.algorithm.kl import KL_FN, entropy_loss, kl_loss
+from trinity_lightning.algorithm.kl import KL_FN, kl_loss, with_penalties
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
+from trinity_lightning.config.training import AlgorithmConfig
 
 ORACLES = {
     "none": lambda lp, ref, old: 0 * lp,
@@ -106,10 +109,17 @@ def test_unknown_estimate():
 
 def test_entropy_bonus():
     entropies, _, _, mask = tensors()
-    loss, metrics = entropy_loss(entropies, mask, coefficient=0.1, loss_agg_mode="seq-mean-token-sum", num_sequences=8)
-    assert loss.item() == pytest.approx(-0.1 * entropies[mask].sum().item() / 8)
-    assert metrics["entropy"].item() == pytest.approx(entropies[mask].mean().item())
-    halves = [entropy_loss(entropies[i::2], mask[i::2], coefficient=0.1, num_tokens=int(mask.sum())) for i in (0, 1)]
-    whole, _ = entropy_loss(entropies, mask, coefficient=0.1)
-    torch.testing.assert_close(halves[0][0] + halves[1][0], whole)
-    torch.testing.assert_close(combine_metrics(m for _, m in halves)["entropy"], metrics["entropy"])
+
+    def bonus(rows: slice = slice(None), **totals: Any) -> torch.Tensor:
+        values, ones = entropies[rows], mask[rows]
+        none = torch.zeros_like(values)
+        config = AlgorithmConfig(entropy_coef=0.1)
+        loss, metrics = with_penalties(torch.tensor(3.0), config, none, None, none, values, ones, totals)
+        assert metrics == {}
+        return loss - 3
+
+    by_sequence = bonus(loss_agg_mode="seq-mean-token-sum", num_sequences=8)
+    assert by_sequence.item() == pytest.approx(-0.1 * entropies[mask].sum().item() / 8)
+    whole, count = bonus(), int(mask.sum())
+    assert whole.item() == pytest.approx(-0.1 * entropies[mask].mean().item())
+    torch.testing.assert_close(sum(bonus(slice(i, None, 2), num_tokens=count) for i in (0, 1)), whole)

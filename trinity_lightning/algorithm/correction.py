@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, aggregate, log_ratio, peak, token_share
 from trinity_lightning.config.training import CORRECTION_LEVELS, CORRECTION_MODES
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import one_of
 from trinity_lightning.errors import ConfigError
 
 
@@ -64,10 +64,8 @@ def rollout_correction(
     Raises:
         ConfigError: unknown level or mode, or not 0 <= min_weight <= max_weight.
     """
-    if level not in CORRECTION_LEVELS:
-        raise ConfigError(unknown_name("level of rollout correction", level, CORRECTION_LEVELS))
-    if mode not in CORRECTION_MODES:
-        raise ConfigError(unknown_name("mode of rollout correction", mode, CORRECTION_MODES))
+    one_of("level of rollout correction", level, CORRECTION_LEVELS)
+    one_of("mode of rollout correction", mode, CORRECTION_MODES)
     if not 0 <= min_weight <= max_weight:
         raise ConfigError(f"bounds of rollout correction must be 0 <= min <= max, not {min_weight} and {max_weight}.")
     log_w = log_ratio(old_logprobs.detach(), rollout_logprobs, action_mask)

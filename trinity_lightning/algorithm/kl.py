@@ -1,4 +1,4 @@
-"""What options add to the policy loss, or leave out of it: KL of policy and reference, entropy, off-policy tokens.
+"""Optional terms of the loss: KL of policy and reference, entropy; and a mask of tokens that it leaves out.
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
@@ -107,30 +107,6 @@ def kl_loss(
     return coefficient * kl, {"kl_loss": kl.detach()}
 
 
-def entropy_loss(
-    entropies: Tensor,
-    action_mask: Tensor,
-    *,
-    coefficient: float,
-    loss_agg_mode: str = "token-mean",
-    **totals: Unpack[BatchTotals],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-coefficient * entropy, to be added to the policy loss; and the metric entropy: its mean over trained tokens.
-
-    Args:
-        entropies: of the policy's distribution at each response token, in nats [b, r].
-        action_mask: which tokens are trained, bool [b, r].
-        coefficient: weight of the bonus.
-        loss_agg_mode: how the bonus is aggregated, see `aggregate`.
-
-    Raises:
-        ConfigError: unknown mode.
-    """
-    bonus = aggregate(entropies, action_mask, loss_agg_mode, **totals)
-    mean = aggregate(entropies.detach(), action_mask, num_tokens=totals.get("num_tokens"))
-    return -coefficient * bonus, {"entropy": mean}
-
-
 def with_penalties(
     loss: Tensor,
     config: AlgorithmConfig,
@@ -141,13 +117,13 @@ def with_penalties(
     action_mask: Tensor,
     totals: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A policy loss with the configured KL and entropy terms added, and the metrics of the KL.
+    """A policy loss with the configured terms: + kl.coef * KL - entropy_coef * entropy; and the metrics of the KL.
 
     Args:
         loss: of the policy.
         config: whose `kl` and `entropy_coef` are read.
         logprobs, ref_logprobs, old_logprobs, action_mask: as of `kl_loss`.
-        entropies: as of `entropy_loss`.
+        entropies: of the policy's distribution at each response token, in nats [b, r].
         totals: how both are aggregated.
     """
     metrics: dict[str, Tensor] = {}
@@ -157,7 +133,7 @@ def with_penalties(
         )
         loss = loss + term
     if config.entropy_coef != 0:
-        loss = loss + entropy_loss(entropies, action_mask, coefficient=config.entropy_coef, **totals)[0]
+        loss = loss - config.entropy_coef * aggregate(entropies, action_mask, **totals)
     return loss, metrics
 
 
@@ -173,7 +149,7 @@ def off_policy_mask(
     threshold: float,
     num_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which tokens are kept of sequences that the policy has moved away from; multiply the *advantages* by it.
+    """A mask that leaves out bad tokens of sequences that the policy has moved away from; multiply *advantages* by it.
 
     Tokens with A < 0 are left out where the sequence's mean of (rollout - present) log-probability, an estimate of
     KL(rollout || present), is above the threshold: what the policy no longer says need not be pushed down further

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.runs import EQUAL_TOLERANCE
-from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.config.values import one_of
 
 STD_LEVELS = ("group", "batch")
 
@@ -64,14 +63,13 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_
     Raises:
         ConfigError: unknown std_level.
     """
+    one_of("std_level", std_level, STD_LEVELS)
     stats = group_stats(rewards, groups)
     if std_level == "group":
         std = torch.where(stats.size == 1, 1.0, stats.std)[stats.index]
-    elif std_level == "batch":
+    else:
         batch = group_stats(rewards, torch.zeros_like(groups))
         std = torch.where(batch.equal, 1.0, batch.std)[batch.index]
-    else:
-        raise ConfigError(unknown_name("std_level", std_level, STD_LEVELS))
     score = minus_baseline(rewards, stats) / (std + epsilon)
     # With epsilon = 0 equal rewards would give 0 / 0.
     return as_rewards(zero_where_equal(score, stats), rewards)
@@ -83,7 +81,7 @@ def group_sum(values: Tensor, index: Tensor, size: Tensor) -> Tensor:
 
 
 def group_extreme(values: Tensor, index: Tensor, size: Tensor, which: str) -> Tensor:
-    """The same of their "amin" or "amax"."""
+    """Smallest ("amin") or largest ("amax") value of each group [G]; arguments as of `group_sum`."""
     return values.new_zeros(len(size)).scatter_reduce_(0, index, values, which, include_self=False)
 
 
