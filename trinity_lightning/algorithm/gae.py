@@ -66,7 +66,7 @@ def value_loss(
         old_values: those before the step's first update [b, r].
         returns: R [b, r].
         action_mask: which tokens are trained, bool [b, r].
-        clip_range: how far V may be from the old value; None: as far as it is.
+        clip_range: how far V may move from the old value; None: V is not clipped.
         num_tokens: trained tokens of the whole optimizer batch; None: of these.
 
     Returns:
@@ -86,7 +86,7 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) of trained tokens [n]: 1 is a perfect critic, 0 as good as a constant; 0 if R is one."""
+    """1 - Var(R - V) / Var(R) of trained tokens [n]: 1 is perfect, 0 no better than a constant; 0 if R is one."""
     if len(returns) == 0 or (spread := returns.double().var(correction=0)) == 0:
         return 0.0
     return float(1 - (returns - values).double().var(correction=0) / spread)

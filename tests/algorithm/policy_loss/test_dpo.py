@@ -97,7 +97,10 @@ def test_metrics_are_means_over_pairs(tensors):
     [
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5; give a number from 0 to below 0.5"),
         ({"label_smoothing": -0.1}, "label_smoothing is -0.1"),
-        ({"label_smoothing": 0.1, "loss_type": "hinge"}, "label_smoothing is of loss_type=sigmoid, not of hinge"),
+        (
+            {"label_smoothing": 0.1, "loss_type": "hinge"},
+            "label_smoothing applies to loss_type=sigmoid only, not to hinge",
+        ),
         ({"loss_type": "sigmiod"}, "Did you mean 'sigmoid'"),
         ({"beta": 0.0}, "beta is 0.0; give a finite number above 0"),
     ],

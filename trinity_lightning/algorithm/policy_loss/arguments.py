@@ -31,7 +31,7 @@ _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
 
 
 def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> None:
-    """Refuse arguments that the policy loss of that name does not have, or takes no such value of.
+    """Refuse arguments that the policy loss of that name does not have, and values of the wrong type.
 
     Raises:
         ConfigError: a `loss_agg_mode`, of a loss that has an average of its own.
@@ -55,9 +55,9 @@ def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
 
 
 def _signature(fn: PolicyLossFn) -> inspect.Signature:
-    """With annotations as types, which `from __future__ import annotations` leaves as text.
+    """The signature, its annotations as types even where `from __future__ import annotations` leaves them as text.
 
-    They stay text if one of them is of names that exist for type checkers only; such arguments are not checked.
+    All stay text if one of them uses a name that exists for type checkers only; such arguments are not checked.
     """
     try:
         return inspect.signature(fn, eval_str=True)
@@ -66,7 +66,7 @@ def _signature(fn: PolicyLossFn) -> inspect.Signature:
 
 
 def _check_type(argument: str, value: object, annotation: Any) -> None:
-    """TypeError if the annotation is of plain types and the value of none of them."""
+    """TypeError if the annotation names plain types only and the value is of none of them."""
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
     known = [each for each in plain if each is not None]

@@ -94,8 +94,8 @@ def teacher_kl(
     Args:
         teacher_top_k_logprobs: log q of those tokens [b, r, k].
         top_k_logprobs: log p of the same tokens, with gradient [b, r, k].
-        direction: "reverse", which the policy can lower by leaving out what the teacher would not say; or "forward",
-            by covering all that it might.
+        direction: "reverse", which falls as the policy leaves out what the teacher would not say; or "forward", which
+            falls as it covers all that the teacher might say.
         loss_agg_mode: see `aggregate`.
 
     Returns:
@@ -182,7 +182,7 @@ def dpo(
 
 
 def _check_dpo(beta: float, loss_type: str, label_smoothing: float) -> None:
-    """Refuse what is no DPO; a ConfigError."""
+    """ConfigError unless the arguments of `dpo` are within their ranges."""
     key = "algorithm.policy_loss.args"
     number(f"{key}.beta", beta, above=0)
     one_of(f"{key}.loss_type", loss_type, LOSS_TYPES)
@@ -190,7 +190,7 @@ def _check_dpo(beta: float, loss_type: str, label_smoothing: float) -> None:
     if label_smoothing >= 0.5:
         raise ConfigError(f"{key}.label_smoothing is {label_smoothing}; give a number from 0 to below 0.5.")
     if label_smoothing > 0 and loss_type != "sigmoid":
-        raise ConfigError(f"{key}.label_smoothing is of loss_type=sigmoid, not of {loss_type}: leave it out.")
+        raise ConfigError(f"{key}.label_smoothing applies to loss_type=sigmoid only, not to {loss_type}: leave it out.")
 
 
 def _pair_losses(difference: Tensor, beta: float, loss_type: str, label_smoothing: float) -> Tensor:

@@ -37,7 +37,7 @@ def topr(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """TOPR: -sg(a) A lp, with a = min(r, 1) where A <= threshold, else 1 (arXiv 2503.14286).
 
-    What is good is learned in full; what is bad is forgotten only as far as the policy would still say it.
+    Good tokens keep their full weight; bad ones count only as much as the policy would still produce them.
 
     Args:
         advantage_threshold: up to which advantages count as bad.

@@ -57,8 +57,8 @@ class RewardShapingMapper(ExperienceOperatorV1):
     """Shapes rewards by numbers of `Experience.info`, one rule after the other.
 
     A rule makes `reward <op> (weight * info[stats_key])` of the reward, with one of ADD, SUB, MUL and DIV (in any
-    case). It leaves an experience as it was whose info has no such entry, and so does a division by zero; without a
-    reward there is nothing to shape.
+    case). An experience whose info lacks the entry, or whose reward would be divided by zero, is left as it was; so is
+    one without a reward.
 
     Args:
         reward_shaping_configs: rules {stats_key, op_type: "ADD", weight: 1.0}, in order.

@@ -172,7 +172,7 @@ class Writer:
         return encoded(value, self.add)
 
 
-# -- the rules of `Experience` for many at once, which were not made by its constructor or assigned to since -----------
+# -- the rules of `Experience`, checked in bulk: fields may have been assigned that its constructor has not seen -------
 
 Columns = dict[str, list[Any]]
 REQUIRED_COLUMNS: dict[str, tuple[type, ...]] = {

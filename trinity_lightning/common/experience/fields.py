@@ -1,4 +1,4 @@
-"""Fields of experiences: given in other forms than they are kept in, compared, shown, and what is said of wrong ones.
+"""Fields of experiences: given in other forms than they are kept in, compared, shown; and the errors of wrong ones.
 
 Imported where it is needed: what the explorer makes needs none of it.
 """
@@ -130,7 +130,7 @@ def described(experience: Experience) -> dict[str, Any]:
 
 
 def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
-    """A field that not all of the experiences have, or not in this dtype, which is the first one's."""
+    """The error for a field that some experience lacks, or has in another dtype than this, the first one's."""
     tensors = [getattr(each, name, None) for each in experiences]
     at = next(index for index, each in enumerate(tensors) if not isinstance(each, Tensor) or each.dtype != dtype)
     row = tensors[at]
@@ -140,7 +140,7 @@ def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype |
 
 
 def too_wide(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> ExperienceError:
-    """A length, one of each experience, that is negative or does not fit the width; `what`: in words."""
+    """The error for the first of these lengths that is not from 0 to the width; `what`: the length in words."""
     at = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
     return ExperienceError(
         f"experience {experiences[at].eid.uid}: expected {what} of at most {width}, got {lengths[at]}."
@@ -148,7 +148,7 @@ def too_wide(experiences: Sequence[Experience], lengths: np.ndarray, width: int,
 
 
 def unequal_rewards(run: str, rewards: Sequence[float]) -> ExperienceError:
-    """Rewards of the steps of a run that differ."""
+    """The error for rewards that differ between the steps of a run."""
     return ExperienceError(
         f"run {run}: the rewards of its {len(rewards)} steps differ ({min(rewards):g} to {max(rewards):g}), and it is "
         "compared with the task's other runs by one reward: choose add_strategy=step_wise_grpo (the last step's "
@@ -157,7 +157,7 @@ def unequal_rewards(run: str, rewards: Sequence[float]) -> ExperienceError:
 
 
 def wrongly_assigned(experience: Experience, name: str, kind: type) -> ExperienceError:
-    """That a field was set to what is not of its kind."""
+    """The error for a field that was set to a value of the wrong type."""
     fix = "EID()" if kind is EID else "{}"
     return ExperienceError(
         f"{name} of an Experience was set to {getattr(experience, name)!r:.80}: it must be of type {kind.__name__}, at "
@@ -166,13 +166,13 @@ def wrongly_assigned(experience: Experience, name: str, kind: type) -> Experienc
 
 
 def no_length(value: object) -> ExperienceError:
-    """That this is no prompt length."""
+    """The error for a prompt_length that is no whole number."""
     shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
     return ExperienceError(f"prompt_length: expected an int, got {shown}.")
 
 
 def read_only(name: str, fields: Container[str]) -> ReadOnlyError:
-    """That the attribute cannot be set, and what to do instead; `fields`: names of those that there are."""
+    """The error for setting an attribute of a Completion, whose `fields` these are, with what to do instead."""
     if name in fields:
         fix = f"dataclasses.replace(completion, {name}=...) makes another one"
     else:
