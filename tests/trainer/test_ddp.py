@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -41,8 +41,10 @@ from support.replicas import (
     write_first,
 )
 from support.runs import Commands
+from torch import nn
 
 from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.files import checkpoint_weights
@@ -394,6 +396,33 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written to .* give another one"):
         check_folder(tmp_path / "file" / "run", Ranks(0, RANKS))
+
+
+def test_all_ranks_begin_with_the_weights_and_the_reference_of_rank_0() -> None:
+    """Though another machine's folder holds others."""
+    policies = [make_policy(kl=KLConfig("k3", 0.1)) for _ in range(RANKS)]
+    sent: list[list[torch.Tensor]] = []
+
+    class Of(Ranks):
+        def add_up(self, tensors: Sequence[torch.Tensor], at: str = "") -> None:
+            if self.rank == 0:
+                sent.append([each.clone() for each in tensors])
+            else:
+                torch._foreach_add_(list(tensors), sent.pop(0))
+
+    for rank, policy in enumerate(policies):
+        policy.configure_model()
+        torch.manual_seed(rank)
+        for each in (*policy.policy.parameters(), *policy.reference.parameters()):
+            nn.init.normal_(each)
+    assert not torch.equal(policies[0].reference.lm_head.weight, policies[0].policy.lm_head.weight)
+    for rank, policy in enumerate(policies):
+        strategy: Any = ddp.ReplicaStrategy(cluster_environment=SimpleNamespace(global_rank=lambda rank=rank: rank))
+        strategy._lightning_module, strategy.ranks = policy, Of(rank, RANKS)
+        strategy.configure_ddp()
+    for name in ("policy", "reference"):
+        first, other = (getattr(policy, name).state_dict() for policy in policies)
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 def check_folder(folder: Path, ranks: Ranks) -> None:

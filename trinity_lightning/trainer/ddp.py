@@ -25,7 +25,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
 from trinity_lightning.common.alone import ALONE, Alone
@@ -111,12 +111,17 @@ class ReplicaStrategy(DDPStrategy):
         return module is not None and module.trainer.received_sigterm
 
     def configure_ddp(self) -> None:
-        """Begin with the weights of rank 0, tied ones once: a folder may hold others on another machine."""
-        if self.lightning_module is not None:
-            weights = list({each.data_ptr(): each for each in self.lightning_module.state_dict().values()}.values())
-            for each in weights if self.global_rank > 0 else []:
-                each.zero_()
-            self.ranks.add_up(weights)
+        """Begin with the weights of rank 0, tied ones once: a folder may hold others on another machine.
+
+        Those of a PolicyModule's reference, too, which are not among the module's own, and perhaps on the host.
+        """
+        module = self.lightning_module
+        for model in (module, getattr(module, "reference", None)):
+            if isinstance(model, nn.Module):
+                weights = list({each.data_ptr(): each for each in model.state_dict().values()}.values())
+                for each in weights if self.global_rank > 0 else []:
+                    each.zero_()
+                self.ranks.add_up(weights)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all."""
