@@ -2,16 +2,19 @@
 
 import os
 import random
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.policy import fit, make_policy
 
 from trinity_lightning.build import quiet_lightning
 from trinity_lightning.config.checkpoints import check_whole
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.ddp import ReplicaStrategy
 
 
 def test_what_is_written_is_read_back_in_a_folder_made_for_it(tmp_path):
@@ -42,6 +45,23 @@ def test_a_failure_leaves_the_checkpoint_that_was_there(tmp_path, monkeypatch):
 def test_storage_options_are_refused(tmp_path):
     with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "it.ckpt", storage_options={"retries": 3})
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run/it.ckpt", Path("gs://bucket/it.ckpt"), "file:/run/it.ckpt"])
+def test_an_address_is_refused_and_no_folder_made_of_its_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^checkpoints go to local folders, and '.*' is an address: give a"):
+        AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("strategy", ["auto", ReplicaStrategy()])
+def test_an_address_for_checkpoints_is_refused_before_the_model_is_loaded(strategy):
+    policy = make_policy()
+    settings = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "strategy": strategy}
+    with pytest.raises(ConfigError, match="'memory://bucket/run' is an address"):
+        fit(policy, [], ModelCheckpoint("memory://bucket/run"), **settings)
+    assert policy.model is None
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path):

@@ -408,7 +408,8 @@ def test_all_ranks_begin_with_the_weights_and_the_reference_of_rank_0() -> None:
             if self.rank == 0:
                 sent.append([each.clone() for each in tensors])
             else:
-                torch._foreach_add_(list(tensors), sent.pop(0))
+                for each, first in zip(tensors, sent.pop(0), strict=True):
+                    each.add_(first)
 
     for rank, policy in enumerate(policies):
         policy.configure_model()

@@ -19,6 +19,7 @@ from trinity_lightning.trainer.layout import (
     MOST_PROMPTS,
     MicroBatch,
     Part,
+    better_layout,
     collate,
     computed_tokens,
     cut,
@@ -159,7 +160,8 @@ def test_small_groups_fill_a_micro_batch():
 @given(batches(), st.integers(1, 80))
 def test_auto_shares_if_that_saves_a_fifth(batch, budget):
     rows = range(len(batch.experiences))
-    padded, shared, chosen = (cut(batch, rows, budget, Layout(name)) for name in ("padded", "shared_prefix", "auto"))
+    chosen = better_layout(batch, rows, budget)
+    padded, shared, chosen = (cut(batch, rows, budget, it) for it in (Layout.padded, Layout.shared_prefix, chosen))
     assert chosen == (shared if 5 * computed_tokens(shared) <= 4 * computed_tokens(padded) else padded)
     lengths = [len(e.tokens) for e in batch.experiences]
     assert padding_ratio(lengths, padded) == computed_tokens(padded) / sum(lengths) >= 1

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,18 @@ class Forgetful(Signs):
         super().step()
 
 
+class Bare(Signs):
+    """Takes no closure, as its `step` says; Lightning hands it one."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+def decaying(params: Any, lr: float, **settings: Any) -> torch.optim.AdamW:
+    """A user's own, which hands on what it does not know."""
+    return torch.optim.AdamW(params, lr=lr, **settings)
+
+
 @pytest.fixture
 def eager() -> Iterator[None]:
     """Without the compiler that an update in 8 bits is for: the same numbers, at once."""
@@ -103,6 +115,13 @@ def test_one_by_its_dotted_path_steps_over_float32_with_decay_of_matrices_alone(
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert isinstance(optimizer.optimizer, MasterWeights) == (dtype == "bf16")
     assert all(map(torch.equal, made["named"].policy.parameters(), made["factory"].policy.parameters()))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_weight_decay_reaches_an_optimizer_that_takes_it_by_any_keyword(decay: float) -> None:
+    make = optimizer_factory(OptimizerConfig(name=f"{__name__}.decaying", lr=LR, weight_decay=decay))
+    (group,) = make([nn.Parameter(torch.zeros(2, 2))]).param_groups
+    assert group["weight_decay"] == decay
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -245,6 +264,20 @@ def test_a_resumed_run_has_the_settings_of_its_optimizer_as_configured_now(tmp_p
     assert all(state["step"] == 2 for state in optimizer_of(policy).state.values())
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_argument_that_a_resumed_run_no_longer_gives_its_optimizer_is_no_longer_in_force(
+    dtype: str, tmp_path: Path
+) -> None:
+    before = OptimizerConfig(name="torch.optim.SGD", lr=LR, args={"momentum": 0.9, "nesterov": True})
+    after = replace(before, args={"momentum": 0.8})
+    batches = [batch_of(make_experiences())]
+    fit(make_policy(before, dtype), batches).save_checkpoint(file := tmp_path / "it.ckpt")
+    fit(policy := make_policy(after, dtype), batches, ckpt_path=file, max_epochs=2)
+    optimizer = optimizer_of(policy)
+    for group in [*optimizer.param_groups, *(optimizer.inner.param_groups if dtype == "bf16" else [])]:
+        assert (group["momentum"], group["nesterov"]) == (0.8, False)
+
+
 def test_a_checkpoint_of_no_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no settings of an optimizer"):
         check_resumed({"state_dict": {}}, OptimizerConfig())
@@ -252,9 +285,8 @@ def test_a_checkpoint_of_no_run_is_refused() -> None:
 
 def test_a_schedule_keeps_its_state_unless_something_that_it_takes_has_changed() -> None:
     own = OptimizerConfig(lr_scheduler=of_torch("StepLR", step_size=2), total_steps=2)
-    checkpoint = {"hyper_parameters": {"optimizer": asdict(own)}}
-    assert not schedule_changed(checkpoint, replace(own, total_steps=4))
-    assert schedule_changed(checkpoint, replace(own, lr_scheduler=of_torch("StepLR", step_size=3)))
+    assert not schedule_changed(own, replace(own, total_steps=4))
+    assert schedule_changed(own, replace(own, lr_scheduler=of_torch("StepLR", step_size=3)))
 
 
 # -- refused before anything is loaded ---------------------------------------------------------------------------------
@@ -270,6 +302,7 @@ REFUSED = {
     "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps are of adamw"),
     "args of adamw": ({"args": {"amsgrad": True}}, "adamw has betas, eps and weight_decay"),
     "a closure": ({"name": "torch.optim.LBFGS"}, "cannot train a policy"),
+    "no closure": ({"name": f"{__name__}.Bare"}, "step() got an unexpected keyword argument 'closure'"),
     "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
     "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),
     "forgetful": ({"name": f"{__name__}.Forgetful"}, "does not go on from a checkpoint to the bit"),

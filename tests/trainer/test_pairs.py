@@ -22,8 +22,8 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.ddp import deal
-from trinity_lightning.trainer.hooks import WHOLE
 from trinity_lightning.trainer.layout import collate, cut
+from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 
 token = st.integers(4, 90)

@@ -25,7 +25,7 @@ from trinity_lightning.buffer.datamodule import ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.training import KLConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.hooks import WHOLE
+from trinity_lightning.trainer.placement import WHOLE
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import model as models
-from trinity_lightning.trainer.hooks import WHOLE
 from trinity_lightning.trainer.layout import better_layout, collate, cut, rows_to_train
+from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 
 

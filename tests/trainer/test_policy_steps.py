@@ -1,12 +1,16 @@
 """PolicyModule over several items: steps, counters, precision, saving and resuming."""
 
+import gc
 import math
 import warnings
+from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from support.policy import (
     Gradients,
     Items,
@@ -114,6 +118,27 @@ def spoilt():
     experiences = make_experiences()
     experiences[1].advantages = experiences[1].advantages + float("nan")
     return experiences
+
+
+class Ends(L.Callback):
+    """Ends a fit at its first item by that error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [None, ValueError("on purpose"), KeyboardInterrupt()])
+def test_pythons_collector_is_frozen_while_a_fit_trains_however_it_ends(error, monkeypatch):
+    frozen, seen = [], []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(gc, "unfreeze", frozen.clear)
+    others = [LambdaCallback(on_train_batch_start=lambda *_: seen.extend(frozen)), *([Ends(error)] if error else [])]
+    with nullcontext() if error is None else pytest.raises((ValueError, SystemExit)):
+        fit(make_policy(), [batch_of(make_experiences())], *others)
+    assert (seen, frozen) == ([True], [])
 
 
 def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted_and_named(tiny, caplog):
@@ -492,6 +517,41 @@ def test_a_policy_is_loaded_from_its_checkpoint_alone(tmp_path):
     plain = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt", algorithm=None, dtype="fp32")  # what is given holds
     assert plain.algorithm == AlgorithmConfig()
     assert plain.policy.dtype == torch.float32
+
+
+def test_a_policy_is_loaded_with_another_optimizer_than_its_checkpoints(tmp_path):
+    fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(tmp_path / "it.ckpt")
+    sgd = OptimizerConfig(name="torch.optim.SGD", lr=0.5)
+    for given, expected in ((sgd, sgd), (asdict(sgd), sgd), (None, OptimizerConfig())):
+        loaded = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt", optimizer=given)
+        assert loaded.optimizer_config == expected
+
+
+class FailsEarly(L.Callback):
+    """Ends a fit before it trains."""
+
+    def on_fit_start(self, trainer, pl_module):
+        raise ValueError("no engine")
+
+
+def test_a_policy_that_was_loaded_trains_anew_with_random_states_and_counters_of_its_own(tmp_path):
+    batches = [batch_of(nothing_to_train()), batch_of(make_experiences())]
+    trainer = fit(policy := make_policy(), batches)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    assert policy.skipped_items == 1
+    failed, drawn = make_policy(), []
+    with pytest.raises(ValueError, match="no engine"):
+        fit(failed, batches, FailsEarly(), ckpt_path=tmp_path / "it.ckpt")
+    for seed in (5, 6, 5):
+        loaded = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt")
+        L.seed_everything(seed, verbose=False)
+        draw = LambdaCallback(on_train_start=lambda *_: drawn.append(torch.rand(()).item()))
+        fit(loaded, batches[1:], draw)
+        assert loaded.skipped_items == 0
+    L.seed_everything(5, verbose=False)
+    fit(failed, batches[1:], draw)  # nor if a fit that was to resume has ended before it trained
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert drawn[0] == drawn[3]
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints written straight to disk and moved into place: whole or absent, and never twice in memory."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,13 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from trinity_lightning.common.files import new_file
+from trinity_lightning.errors import ConfigError
+
+
+def check_local(path: str | Path) -> None:
+    """Refuse an address, which would be taken for the name of a local folder; a ConfigError."""
+    if re.match(r"\w[\w+.-]*:/", str(path)):
+        raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address: give a local dirpath.")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -22,11 +30,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Save a checkpoint to a local path; a kill in the midst leaves the checkpoint that was there.
 
         Raises:
+            ConfigError: the path is an address, such as s3://bucket/it.ckpt.
             DiskFullError: the disk is full.
             TypeError: storage options, which a local file does not have.
         """
         if storage_options is not None:
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
+        check_local(path)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with new_file(target) as file:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from trinity_lightning.algorithm.gae import explained_variance, gae, value_loss, whitened
 from trinity_lightning.algorithm.kl import KL_FN
-from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.common.runs import is_valid_reward
@@ -17,17 +16,17 @@ from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
 from trinity_lightning.trainer.layout import MicroBatch, Passes
 from trinity_lightning.trainer.model import lean_embeddings, logprob_function, usable_layout
 from trinity_lightning.trainer.optim import parameter_groups
+from trinity_lightning.trainer.placement import WHOLE, Whole
 
 # Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: how fast the weight of the KL follows its error, and the error's
 # bound.
 GAIN, MAX_ERROR = 0.1, 0.2
 
 
-class Critic(nn.Module, CriticHooks):
+class Critic(nn.Module):
     """A value head, on the policy's last hidden states or on those of a value model.
 
     The head begins with zeros: the first advantages are the rewards to go. It computes in float32, whatever the states
@@ -39,6 +38,7 @@ class Critic(nn.Module, CriticHooks):
         value_model: another one, with the same vocabulary; None: the head is on the policy's states.
 
     Attributes:
+        model: the value model; None: there is none.
         kl_scale: what an adaptive weight of the KL has been multiplied by so far, a float64 tensor: in checkpoints, as
             the weights are.
     """
@@ -87,16 +87,6 @@ class Critic(nn.Module, CriticHooks):
         """The layout, or what the value model can do of it; errors as of `model.logprob_function`, `usable_layout`."""
         return layout if self.model is None else usable_layout(layout, self.model, logprob_function(self.model))
 
-    @property
-    def trained(self) -> dict[str, nn.Module]:
-        """Itself."""
-        return {"critic": self}
-
-    @property
-    def models(self) -> list[Any]:
-        """The value model, if there is one."""
-        return [] if self.model is None else [self.model]
-
     def groups(self) -> list[dict[str, Any]]:
         """The critic's own parameters for the policy's optimizer, at their own learning rate."""
         return [{**group, "lr": self.config.lr} for group in parameter_groups(self) if group["params"]]
@@ -129,11 +119,11 @@ class Critic(nn.Module, CriticHooks):
 
     @torch.no_grad()
     def columns(
-        self, passes: Passes, policy: Any, batch: OptimizerBatch, placement: Whole = WHOLE, ranks: Alone = ALONE
+        self, passes: Passes, policy: Any, batch: OptimizerBatch, placement: Whole = WHOLE
     ) -> dict[str, list[Tensor]]:
         """The columns old_logprobs and values, of one pass without dropout."""
         self.eval()
-        old_logprobs, values = self.with_values(passes).columns(policy, batch, placement, ranks, kept=(0, 2))
+        old_logprobs, values = self.with_values(passes).columns(policy, batch, placement, kept=(0, 2))
         self.train(policy.training)
         return {"old_logprobs": old_logprobs, "values": values}
 

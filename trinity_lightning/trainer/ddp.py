@@ -35,7 +35,6 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.ranks import Ranks, add_up_gradients
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, RankError
-from trinity_lightning.trainer.hooks import WHOLE, Whole
 from trinity_lightning.trainer.layout import (
     Part,
     Passes,
@@ -47,6 +46,7 @@ from trinity_lightning.trainer.layout import (
     prefix_groups,
     units_of,
 )
+from trinity_lightning.trainer.placement import WHOLE, Whole
 
 POLL_SECONDS, CONNECT_SECONDS = 0.02, 5.0
 LOOPBACK = "127.0.0.1"
@@ -162,7 +162,7 @@ class Replicas(Whole):
     """Each rank has all weights, and adds up its gradients with those of the others."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+        self.ranks: Ranks = ranks  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def seed_noise(self) -> None:
         """Another seed on each rank, which follows from rank 0's random state: that is in checkpoints."""

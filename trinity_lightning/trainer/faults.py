@@ -146,8 +146,8 @@ def count_bad_step(
         TrinityError: too many come in a row.
     """
     faulty = policy.placement.faulty_gradients(policy.policy)
-    for part, each in policy.critic.trained.items():
-        faulty += [f"{part}.{name}" for name in policy.placement.faulty_gradients(each)]
+    if policy.critic is not None:
+        faulty += [f"critic.{name}" for name in policy.placement.faulty_gradients(policy.critic)]
     fault = describe_fault(batch, [part.rows for part in parts], losses, faulty)
     in_a_row = policy.bad_steps_in_a_row + 1
     what = f"the gradient of explore step {batch.explore_step} has norm {norm} ({fault})"

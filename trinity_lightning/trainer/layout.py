@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.alone import ALONE, Alone
+from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.layers import CpuSharedPrefix, Segments
 
 if TYPE_CHECKING:
-    from trinity_lightning.trainer.hooks import Whole
+    from trinity_lightning.trainer.placement import Whole
 
 # -- micro-batches by a budget of computed tokens ----------------------------------------------------------------------
 
@@ -80,10 +80,8 @@ def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
 def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Layout) -> list[Part]:
     """These rows of the batch in micro-batches of at most `max_tokens` computed tokens.
 
-    A longer row, or pair of rows, has one of its own. Of the layout `auto`, see `better_layout`.
+    A longer row, or pair of rows, has one of its own. What the layout `auto` stands for `better_layout` says.
     """
-    if layout is Layout.auto:
-        layout = better_layout(batch, rows, max_tokens)
     if layout is Layout.shared_prefix:
         return cut_shared(batch.experiences, rows, max_tokens, batch.unit)
     return cut_padded([len(e.tokens) for e in batch.experiences], rows, max_tokens, batch.unit)
@@ -450,12 +448,10 @@ class Passes:
     def shares(self, batch: OptimizerBatch, rows: Sequence[int], ranks: int = 1) -> list[list[Part]]:
         """The micro-batches of each rank, which each of them knows."""
         layout, tokens = self.layout, self.max_tokens
-        if layout is Layout.auto and batch.step is not None:
+        if layout is Layout.auto:
             # That of `columns`, which sees the whole step: in bfloat16 the first ratio would not be 1 otherwise.
-            step = replace(batch, experiences=batch.step)
+            step = replace(batch, experiences=batch.step or batch.experiences)
             layout = better_layout(step, self.rows(step), tokens)
-        elif layout is Layout.auto:
-            layout = better_layout(batch, rows, tokens)
         dealt = [list(rows)]
         if ranks > 1:
             from trinity_lightning.trainer.ddp import deal
@@ -475,13 +471,14 @@ class Passes:
         model: Any,
         batch: OptimizerBatch,
         placement: "Whole",
-        ranks: Alone = ALONE,
         kept: Sequence[int] = (0,),
+        shared: bool = True,
     ) -> list[list[Tensor]]:
         """Of what the function yields, the kept ones (log-probabilities alone), each of every experience's response.
 
-        Each rank computes its share of the rows, and they are added up.
+        Each rank computes its share of the rows, and they are added up; or all of them, if they are not `shared`.
         """
+        ranks = placement.ranks if shared else ALONE
         columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in kept]
         was_training = model.training
         model.eval()  # dropout would make them another model's

@@ -129,17 +129,13 @@ def schedule_settings(config: OptimizerConfig) -> tuple[str, dict[str, Any]]:
 
 
 def peak_learning_rates(optimizer: Optimizer) -> list[Any]:
-    """Of each group, once it has a schedule; None if that is none of torch's."""
+    """The learning rate that each group's schedule began with; None if the schedule is not one of torch's."""
     return [group.get("initial_lr") for group in optimizer.param_groups]
 
 
-SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
-
-
-def configured_settings(optimizer: Optimizer, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Of each group, what is configured, as the optimizer was made: the rest of a group may be its state."""
-    names = (*SCHEDULED, "eps", "weight_decay", *config.args)
-    return [{key: copy.deepcopy(group[key]) for key in names if key in group} for group in optimizer.param_groups]
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of all that each parameter group has besides its parameters."""
+    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 
 # -- float32 masters ---------------------------------------------------------------------------------------------------

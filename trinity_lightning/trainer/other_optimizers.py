@@ -95,9 +95,9 @@ def own_factory(config: OptimizerConfig) -> OptimizerFactory:
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
     try:
         signature = inspect.signature(make)
-        taken = signature.parameters
-        if config.weight_decay == 0 and "weight_decay" not in taken:
-            del settings["weight_decay"]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        if config.weight_decay == 0 and "weight_decay" not in signature.parameters and not takes_any:
+            del settings["weight_decay"]  # it has none; one that takes any keyword may decay by default
         signature.bind([], **settings, **config.args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.name={config.name} cannot be made so: {error}.") from error
@@ -171,12 +171,13 @@ def _goes_on(make: OptimizerFactory) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def _step(optimizer: Optimizer, number: int) -> None:
+def _step(optimizer: Any, number: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(number)
         for parameter in _parameters(optimizer):
             parameter.grad = torch.randn(parameter.shape)
-        optimizer.step()
+        optimizer.step()  # as `MasterWeights` does
+        optimizer.step(closure=lambda: None)  # as Lightning does
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

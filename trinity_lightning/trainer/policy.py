@@ -5,6 +5,7 @@ token budget, so that their number varies; there is exactly one optimizer step a
 `global_step`, loggers, checkpoints and schedulers behave as in any Lightning module.
 """
 
+import atexit
 import gc
 import logging
 import math
@@ -22,11 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
-from trinity_lightning.common.alone import Alone, ranks_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.random_state import random_state
+from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
@@ -40,23 +40,25 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
-from trinity_lightning.trainer.hooks import WHOLE, CriticHooks, Whole
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
 from trinity_lightning.trainer.model import LogprobFn, lean_embeddings, load_model, logprob_function, usable_layout
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
-    configured_settings,
     learning_rate_schedule,
     make_optimizer,
     optimizer_factory,
     parameter_groups,
     peak_learning_rates,
+    settings_of,
 )
+from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.adapter import Adapter
+    from trinity_lightning.trainer.critic import Critic
     from trinity_lightning.trainer.resumed import Resumption
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ class PolicyModule(L.LightningModule):
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None  # of the model, whose weights are not trained then
-        self.critic = CriticHooks()  # until a `Critic` is loaded, if there is to be one
+        self.critic: Critic | None = None  # if there is to be one, once it is loaded
         if self.algorithm.critic is not None:
             self.algorithm.critic.check_alone(self.lora)
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
@@ -134,7 +136,7 @@ class PolicyModule(L.LightningModule):
         self._resumption: Resumption | None = None  # until training goes on
         self._peak: float | None = None
         self._heap = HeapBound()
-        self._optimizer_settings: list[dict[str, Any]] = []  # `optim.configured_settings`
+        self._optimizer_settings: list[dict[str, Any]] = []  # `optim.settings_of`
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
@@ -156,17 +158,23 @@ class PolicyModule(L.LightningModule):
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """None of its own: the earliest hook, where settings of the Trainer are refused before anything is loaded.
+        """One that ends what `on_train_start` does for the whole process.
+
+        This is the earliest hook, so settings of the Trainer are refused here, before anything is loaded.
 
         Raises:
-            ConfigError: several devices without ReplicaStrategy, or a setting that the policy has its own knob for.
+            ConfigError: several devices without ReplicaStrategy, a setting that the policy has its own knob for, or
+                checkpoints that are to go to an address.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
         settings = {name: getattr(self.trainer, name) for name in names}
         kind, alone = type(self.trainer.strategy), isinstance(self.trainer.strategy, SingleDeviceStrategy)
         settings["strategy"] = AUTO if alone else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
         check_trainer_settings(settings | {"devices": self.trainer.num_devices})
-        return []
+        if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            for each in self.trainer.checkpoint_callbacks:
+                check_local(getattr(each, "dirpath", None) or "")
+        return [_Thaw()]
 
     def setup(self, stage: str) -> None:
         """Ask the data module for older weights; with precision bf16-true, hold the weights in bfloat16 (dtype=bf16).
@@ -176,9 +184,10 @@ class PolicyModule(L.LightningModule):
         Raises:
             ConfigError: the model was loaded in float32 before; or nothing corrects for older weights.
         """
+        self._resumption = None  # that of a fit which ended before it trained
         if getattr(getattr(self.trainer, "datamodule", None), "older_weights", False):
             self.objective.expect_older_weights()
-        self._dtype = self._ranks.exchange(self._dtype)[0]  # model.dtype=auto was timed by each
+        self._dtype = self.placement.ranks.exchange(self._dtype)[0]  # model.dtype=auto was timed by each
         if self.trainer.precision == HALF:
             from trinity_lightning.trainer.other_models import hold_weights
 
@@ -206,10 +215,10 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        groups = [*parameter_groups(self.policy), *self.critic.groups()]
+        groups = parameter_groups(self.policy) + ([] if self.critic is None else self.critic.groups())
         factory = self._optimizer_factory or optimizer_factory(self.optimizer_config)
         optimizer = make_optimizer(groups, factory, self.optimizer_config.name)
-        self._optimizer_settings = configured_settings(optimizer, self.optimizer_config)
+        self._optimizer_settings = settings_of(optimizer)
         schedule = learning_rate_schedule(optimizer, self.optimizer_config)
         self._peak_rates = peak_learning_rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -222,10 +231,6 @@ class PolicyModule(L.LightningModule):
         return model
 
     # -- training -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _ranks(self) -> Alone:
-        return ranks_of(self.trainer)
 
     @property
     def placement(self) -> Whole:
@@ -246,6 +251,10 @@ class PolicyModule(L.LightningModule):
         None, too, if adapters are trained: it is the policy without them.
         """
         return self._reference[0] if self._reference else None
+
+    @property
+    def _value_model(self) -> Any:
+        return None if self.critic is None else self.critic.model
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -287,23 +296,27 @@ class PolicyModule(L.LightningModule):
         """
         if self._passes is None:
             function = self._logprob_fn
-            layout = self.critic.usable_layout(usable_layout(self.algorithm.layout, self.policy, function))
+            layout = usable_layout(self.algorithm.layout, self.policy, function)
+            if self.critic is not None:
+                layout = self.critic.usable_layout(layout)
             device, tokens = device or self.device, self._given_tokens
             if tokens is None:
                 from trinity_lightning.common.model_memory import useful_tokens
 
                 trainers = getattr(self._trainer, "num_devices", 1)
-                tokens = useful_tokens(self.policy, device, trainers, *self.critic.models)
+                tokens = useful_tokens(self.policy, device, trainers, self._value_model)
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
             passes = Passes(device, layout, tokens, function, all_rows, as_trained)
-            self.critic.check(passes, self.policy)
+            if self.critic is not None:
+                self.critic.check(passes, self.policy)
             self._passes = passes
         return self._passes
 
     def _agreed(self, passes: Passes) -> Passes:
         """What all ranks cut by, since each knows the micro-batches of all: the budget that fits everywhere."""
-        found = self._ranks.exchange((passes.max_tokens, passes.layout), patient=True)  # rank 0 has loaded engines
+        ranks = self.placement.ranks
+        found = ranks.exchange((passes.max_tokens, passes.layout), patient=True)  # rank 0 has loaded engines
         return replace(passes, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
 
     @cached_property
@@ -328,7 +341,8 @@ class PolicyModule(L.LightningModule):
         """
         start = time.perf_counter()
         self.objective.check(batch)
-        self.critic.begin(batch, self.global_step)
+        if self.critic is not None:
+            self.critic.begin(batch, self.global_step)
         passes = self.passes()
         rows = passes.rows(batch)
         if not rows:
@@ -340,7 +354,7 @@ class PolicyModule(L.LightningModule):
         self.objective.add_columns(batch)
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
-        shares = passes.shares(batch, rows, self._ranks.size)
+        shares = passes.shares(batch, rows, self.placement.ranks.size)
         parts = [part for share in shares for part in share]
         if self.hparams["dropout"] == Dropout.keep.value or self.lora.dropout:
             self.placement.seed_noise()
@@ -354,8 +368,9 @@ class PolicyModule(L.LightningModule):
                 self._log(self._counts([]), batch)
                 return None
             metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
-            metrics |= self.critic.metrics(batch) | {"actor/lr": optimizer.param_groups[0]["lr"]}
-            metrics |= {f"{part}/lr": optimizer.param_groups[-1]["lr"] for part in self.critic.trained}
+            metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
+            if self.critic is not None:
+                metrics |= self.critic.metrics(batch) | {"critic/lr": optimizer.param_groups[-1]["lr"]}
             optimizer.step()
             self.placement.end_step()
             schedule.step()
@@ -364,15 +379,18 @@ class PolicyModule(L.LightningModule):
             if self.device.type == "cpu":
                 self._heap.check()
         self.bad_steps_in_a_row = 0
-        peak = None if self._peak is None else self._peak * self._ranks.size
+        peak = None if self._peak is None else self._peak * self.placement.ranks.size
         costs = step_costs(batch, parts, time.perf_counter() - start, self._size, peak)
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
 
     def _clip_gradients(self) -> dict[str, float]:
         """Norms of the gradients before they are clipped, of policy and critic each."""
-        parts, limit = {"actor": self.policy, **self.critic.trained}, self.algorithm.max_grad_norm
-        return {name: self.placement.clip(part.parameters(), limit) for name, part in parts.items()}
+        clip, limit = self.placement.clip, self.algorithm.max_grad_norm
+        norms = {"actor": clip(self.policy.parameters(), limit)}
+        if self.critic is not None:
+            norms["critic"] = clip(self.critic.parameters(), limit)
+        return norms
 
     def _accumulate(
         self, batch: OptimizerBatch, parts: list[Part], own: list[Part | None]
@@ -380,7 +398,8 @@ class PolicyModule(L.LightningModule):
         """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
         computed_tokens = trained_tokens(batch, parts)
         sampled_tokens = trained_tokens(batch, parts, sampled=True)
-        passes, placement = self.critic.with_values(self.passes()), self.placement
+        passes, placement, critic = self.passes(), self.placement, self.critic
+        passes = passes if critic is None else critic.with_values(passes)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
@@ -395,11 +414,13 @@ class PolicyModule(L.LightningModule):
             collating += time.perf_counter() - start
             logprobs, entropies, *values = passes.through(self.policy, micro, placement)
             part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, computed_tokens, sampled_tokens)
-            part_loss, of_critic = self.critic.joined(part_loss, values, micro, batch)
+            measured.append({f"actor/{name}": value for name, value in part_metrics.items()})
+            if critic is not None:
+                part_loss, of_critic = critic.joined(part_loss, values, micro, batch)
+                measured[-1] |= of_critic
             self.manual_backward(part_loss)
             losses.append(part_loss.detach())
-            measured.append({f"actor/{name}": value for name, value in part_metrics.items()} | of_critic)
-        placement.add_up_gradients(self if self.critic.trained else self.policy)
+        placement.add_up_gradients(self.policy if critic is None else self)
         losses, measured = placement.from_all_ranks(losses, measured)
         metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
@@ -427,14 +448,16 @@ class PolicyModule(L.LightningModule):
         `advantages` and `returns`, and an adaptive weight of its KL moves. Each is a list of float32 CPU tensors
         [response], one an experience; 0 in rows that are not trained.
         """
-        batch = OptimizerBatch.of(experiences, explore_step=0)
+        batch, columns = OptimizerBatch.of(experiences, explore_step=0), dict[str, list[Tensor]]()
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():  # as in training: the first ratio is 1
-            columns = self.critic.columns(self.passes(), self.policy, batch, self.placement, self._ranks)
-            if self.objective.needs_old_logprobs and not columns:
+            if self.critic is not None:
+                columns |= self.critic.columns(self.passes(), self.policy, batch, self.placement)
+            elif self.objective.needs_old_logprobs:
                 columns["old_logprobs"] = self._column(self.policy, batch)
         columns |= self.reference_column(batch)
-        columns |= self.critic.weigh(batch, columns)
-        self.critic.adapt(batch, columns)
+        if self.critic is not None:
+            columns |= self.critic.weigh(batch, columns)
+            self.critic.adapt(batch, columns)
         return columns
 
     @torch.no_grad()
@@ -449,7 +472,7 @@ class PolicyModule(L.LightningModule):
                 return {"ref_logprobs": self._column(self.policy, batch)}
 
     def _column(self, model: Any, batch: OptimizerBatch) -> list[Tensor]:
-        return self.passes().columns(model, batch, self.placement, self._ranks)[0]
+        return self.passes().columns(model, batch, self.placement)[0]
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -457,7 +480,7 @@ class PolicyModule(L.LightningModule):
         self.placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
         experience = Experience(tokens=list(token_ids), prompt_length=1)
         batch = OptimizerBatch.of([experience], explore_step=0)
-        return self.passes().columns(self.policy, batch, self.placement)[0][0].tolist()
+        return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -481,17 +504,22 @@ class PolicyModule(L.LightningModule):
             self.adapter.leave_base_out(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the counters; random states are set once everything else that draws from them is set up.
+        """Add the frozen weights that a checkpoint of adapters lacks; in a fit that it resumes, restore the counters.
+
+        Random states are set once everything else that draws from them is set up. Of a policy that is only loaded
+        (`load_from_checkpoint`) neither is restored: it has taken no steps, and its optimizer is to be made.
 
         Raises:
             ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as
                 one group; or its adapters are not this policy's.
         """
-        from trinity_lightning.trainer.resumed import Resumption
+        from trinity_lightning.trainer.resumed import Resumption, complete
 
-        self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
-        if self.algorithm.max_tokens_per_micro_batch == AUTO:
-            self._given_tokens, self._passes = self._resumption.max_tokens, None
+        complete(checkpoint, self)
+        if self._trainer is not None:
+            self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
+            if self.algorithm.max_tokens_per_micro_batch == AUTO:
+                self._given_tokens, self._passes = self._resumption.max_tokens, None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As of every module; a ConfigError if the weights are of another model."""
@@ -523,19 +551,33 @@ class PolicyModule(L.LightningModule):
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             from trinity_lightning.trainer.other_models import compile_layers_of
 
-            for model in (self.policy, *self._reference, *self.critic.models):
-                compile_layers_of(model)
+            for model in (self.policy, self.reference, self._value_model):
+                if model is not None:
+                    compile_layers_of(model)
         if self._resumption is not None:
-            self._resumption.restore_random_state()
-
-    def teardown(self, stage: str) -> None:
-        """Undo what `on_train_start` did for the whole process."""
-        gc.unfreeze()
+            restore_random_state(self._resumption.random_state)
 
     def on_train_start(self) -> None:
-        """The same, for strategies that read the checkpoint only after `on_fit_start`; and what is configured."""
+        """Give a resumed run's optimizer what is configured, once it has the checkpoint's state."""
         gc.freeze()  # a step makes so many objects that Python would look through all that there are, several times
         if self._resumption is not None:
             self._resumption.configure(self._optimizer_settings, self._peak_rates)
-            self._resumption.restore_random_state()
             self._resumption = None
+
+
+class _Thaw(L.Callback):
+    """Unfreezes Python's collector when a fit ends: by an error too, of which no module is told.
+
+    A policy that stays frozen would never be freed, and at the end of the process nanobind would report leaks.
+    """
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The fit has failed, or was interrupted."""
+        gc.unfreeze()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The fit is over."""
+        gc.unfreeze()
+
+
+atexit.register(gc.unfreeze)  # a second Ctrl-C ends a fit before all callbacks know of it

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import SCHEDULED, learning_rate_schedule, peak_learning_rates, schedule_settings
+from trinity_lightning.trainer.optim import learning_rate_schedule, peak_learning_rates, schedule_settings
 from trinity_lightning.trainer.policy import BUDGET, COUNTERS, PolicyModule
+
+SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
 
 
 class Resumption:
@@ -29,50 +30,59 @@ class Resumption:
 
     Attributes:
         max_tokens: most computed tokens of a micro-batch, as it was.
+        random_state: as it was, for `restore_random_state`.
 
     Raises:
         ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as one
-            group; or its adapters are not this policy's.
+            group.
     """
 
     def __init__(self, policy: PolicyModule, checkpoint: dict[str, Any], own_optimizer: bool) -> None:
-        if "adapter" in checkpoint or policy.lora.r is not None:
-            from trinity_lightning.trainer.adapter import put_base_in
-
-            put_base_in(checkpoint, policy)
         state = checkpoint["policy"]
         check_version(state, (*COUNTERS, BUDGET), "the policy")
         if not own_optimizer:
             check_resumed(checkpoint, policy.optimizer_config)
-        self._schedule_changed = schedule_changed(checkpoint, policy.optimizer_config)
+        before = section_of("optimizer", OptimizerConfig, checkpoint["hyper_parameters"]["optimizer"])
+        # With the arguments that are no longer given: the checkpoint's groups still have their values.
+        self._configured = {*SCHEDULED, "eps", "weight_decay", *before.args, *policy.optimizer_config.args}
+        self._schedule_changed = schedule_changed(before, policy.optimizer_config)
         if self._schedule_changed:
             checkpoint["lr_schedulers"] = []  # the state of another is not to be loaded
         for name in COUNTERS:
             setattr(policy, name, state[name])
         self._policy = policy
-        self._random_state: dict[str, Any] | None = state["rng"]
+        self.random_state: dict[str, Any] = state["rng"]
         self.max_tokens: int = state[BUDGET]
-
-    def restore_random_state(self) -> None:
-        """Set the random states, the first time."""
-        if self._random_state is not None:
-            restore_random_state(self._random_state)
-            self._random_state = None
 
     def configure(self, made: list[dict[str, Any]], peak_rates: list[Any]) -> None:
         """Give the optimizer, which has the checkpoint's state, what is configured; its schedule too, if that changed.
 
+        Only what is configured: other entries of a group may be state of the optimizer.
+
         Args:
-            made: by group, its settings as the optimizer was made (`optim.configured_settings`).
+            made: by group, its settings as the optimizer was made (`optim.settings_of`).
             peak_rates: the learning rates of its groups, likewise (`optim.peak_learning_rates`).
         """
         policy = self._policy
         optimizer: Any = policy.optimizers(use_pl_optimizer=False)
+        made = [{key: value for key, value in each.items() if key in self._configured} for each in made]
         for group, settings in zip(optimizer.param_groups, made, strict=True):
             group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
         if self._schedule_changed or peak_learning_rates(optimizer) != peak_rates:
             schedule = rescheduled(optimizer, policy.optimizer_config, made, policy.global_step)
             policy.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
+
+
+def complete(checkpoint: dict[str, Any], policy: PolicyModule) -> None:
+    """Give a checkpoint of adapters the frozen weights, which it does not hold.
+
+    Raises:
+        ConfigError: its adapters are not this policy's, or one of the two has none.
+    """
+    if "adapter" in checkpoint or policy.lora.r is not None:
+        from trinity_lightning.trainer.adapter import put_base_in
+
+        put_base_in(checkpoint, policy)
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
@@ -109,9 +119,8 @@ def check_lora(checkpoint: Mapping[str, Any], lora: LoRAConfig) -> None:
             raise ConfigError(f"model.lora.{key} is {asked}, and that of the checkpoint {held}: give that.")
 
 
-def schedule_changed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> bool:
-    """Whether another schedule changed the checkpoint's groups, one of other arguments or steps, or other settings."""
-    before = section_of("optimizer", OptimizerConfig, checkpoint["hyper_parameters"]["optimizer"])
+def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:
+    """Whether the schedule is now another one, has other arguments or steps, or other settings to begin from."""
     if before.lr_scheduler.name != config.lr_scheduler.name:  # that of the checkpoint may be gone
         return True
     if (before.betas, before.args) != (config.betas, config.args):  # momenta, which a schedule may change
@@ -125,7 +134,7 @@ def rescheduled(optimizer: Optimizer, config: OptimizerConfig, made: list[dict[s
     Args:
         optimizer: with the checkpoint's state; its groups get the schedule's learning rates, and momenta, of that step.
         config: what the schedule is now to be.
-        made: by group, its settings as the optimizer was made (`optim.configured_settings`).
+        made: by group, what is configured of it, as the optimizer was made.
         steps: how many the optimizer took.
     """
     for group, settings in zip(optimizer.param_groups, made, strict=True):
