@@ -201,9 +201,9 @@ def test_a_resumed_run_has_the_same_bits(dtype: str, dropout: float, tmp_path: P
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (LORA, replace(LORA, r=8), "model.lora.r is 8, and that of the checkpoint 4"),
+        (LORA, replace(LORA, r=8), "model.lora.r is 8, but the checkpoint was trained with 4: set model.lora.r=4"),
         (LORA, replace(LORA, targets=["q_proj"]), "model.lora.targets is"),
-        (LORA, LoRAConfig(), "model.lora.r is null, and that of the checkpoint 4"),
+        (LORA, LoRAConfig(), "model.lora.r is null, but the checkpoint was trained with 4: set model.lora.r=4"),
         (LoRAConfig(), LORA, "leave model.lora out"),
     ],
 )

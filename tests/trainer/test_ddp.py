@@ -388,7 +388,7 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(tmp_path: Path
         def exchange(self, value: Any, patient: bool = False, at: str = "") -> list[Any]:
             return [value, (str(folders[1]), (folders[1] / name).exists())]
 
-    with pytest.raises(ConfigError, match=f"is {folders[0]} on rank 0, and rank 1 has {folders[1]}"):
+    with pytest.raises(ConfigError, match=f"is {folders[0]} on rank 0, and another one, {folders[1]} on rank 1: give"):
         check_folder(folders[0], Of(0, RANKS))
 
 

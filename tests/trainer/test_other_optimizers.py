@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name: what they are made of; they go on from a checkpoint to the bit, or are refused."""
+"""Optimizers and schedules by name: what they are made of; they resume from a checkpoint to the bit, or are refused."""
 
 import re
 from collections.abc import Iterator
@@ -305,8 +305,8 @@ REFUSED = {
     "no closure": ({"name": f"{__name__}.Bare"}, "step() got an unexpected keyword argument 'closure'"),
     "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
     "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),
-    "forgetful": ({"name": f"{__name__}.Forgetful"}, "does not go on from a checkpoint to the bit"),
-    "forgetful at rest": ({"name": f"{__name__}.Forgetful", "lr": 0.0}, "does not go on from a checkpoint to the bit"),
+    "forgetful": ({"name": f"{__name__}.Forgetful"}, "its next step is not the same bit for bit"),
+    "forgetful at rest": ({"name": f"{__name__}.Forgetful", "lr": 0.0}, "its next step is not the same bit for bit"),
     "a schedule's argument": (
         {"lr_scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step": 2}}},
         "StepLR cannot be made of these args",

@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted_and_named(ti
 def test_gradients_that_are_not_finite_stop_the_run_after_some_in_a_row_also_over_a_resume(tiny, tmp_path):
     batches = [batch_of(spoilt(), step=step) for step in range(1, 5)]
     policy = make_policy(max_bad_steps=3)
-    with pytest.raises(TrinityError, match=r"explore step 3 has norm nan .* 3 of this kind in a row"):
+    with pytest.raises(TrinityError, match=r"explore step 3 has norm nan .* 3 optimizer steps in a row"):
         fit(policy, batches, SaveAfter(2, tmp_path / "it.ckpt"))
     assert all(torch.equal(a, b) for a, b in zip(policy.policy.parameters(), tiny.parameters(), strict=True))
     resumed = make_policy(max_bad_steps=3)
@@ -179,10 +179,10 @@ def test_gradients_that_are_not_finite_stop_the_run_after_some_in_a_row_also_ove
 
 def test_a_run_that_gradients_ended_may_skip_as_many_again_and_counts_each_once(tmp_path):
     batches = [batch_of(spoilt(), step=step) for step in range(1, 5)]  # the second is handed out again
-    with pytest.raises(TrinityError, match="2 of this kind in a row"):
+    with pytest.raises(TrinityError, match="2 optimizer steps in a row"):
         fit(make_policy(max_bad_steps=2), batches, StopCheckpoint(tmp_path))
     resumed = make_policy(max_bad_steps=2)
-    with pytest.raises(TrinityError, match=r"explore step 3 has norm nan .* 2 of this kind in a row"):
+    with pytest.raises(TrinityError, match=r"explore step 3 has norm nan .* 2 optimizer steps in a row"):
         fit(resumed, batches, ckpt_path=tmp_path / "interrupted.ckpt")
     assert resumed.bad_steps == 2
 

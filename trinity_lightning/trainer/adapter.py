@@ -188,7 +188,7 @@ class Adapter:
         return digest.hexdigest()
 
     def leave_base_out(self, checkpoint: dict[str, Any]) -> None:
-        """Of the weights in a PolicyModule's checkpoint keep the adapters, and which weights they belong to."""
+        """Keep only the adapters in a PolicyModule's checkpoint, and a hash of the weights they belong to."""
         weights = checkpoint["state_dict"]
         if not weights:  # another rank than 0, of a policy in shards
             return

@@ -51,7 +51,7 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 POLL_SECONDS, CONNECT_SECONDS = 0.02, 5.0
 LOOPBACK = "127.0.0.1"
 STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"  # the process that starts the others of its machine
-_MEETINGS = itertools.count()  # of the Trainers of this process, the same on all ranks
+_MEETINGS = itertools.count()  # counts the Trainers of this process, alike on all ranks
 
 
 class ReplicaStrategy(DDPStrategy):
@@ -99,11 +99,11 @@ class ReplicaStrategy(DDPStrategy):
         with _mark(folder) if self.is_global_zero else nullcontext() as mark:
             name = self.ranks.broadcast("" if mark is None else Path(mark.name).name)
             found = self.ranks.exchange((str(folder), (folder / name).exists()))
-        strange = [f"rank {rank} has {where}" for rank, (where, seen) in enumerate(found) if not seen]
+        strange = [f"{where} on rank {rank}" for rank, (where, seen) in enumerate(found) if not seen]
         if strange:
             raise ConfigError(
-                f"the folder of the run is {found[0][0]} on rank 0, and {', '.join(strange)}, which is another one: "
-                "give all the same, which all machines share, such as hydra.run.dir=/shared/outputs/first."
+                f"the run's folder is {found[0][0]} on rank 0, and another one, {', '.join(strange)}: give every "
+                "process the same folder, which all machines share, such as hydra.run.dir=/shared/outputs/first."
             )
 
     def _terminated(self) -> bool:
@@ -208,7 +208,7 @@ def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int,
 
 
 def idle(passes: Passes, model: Any, placement: Whole) -> Tensor:
-    """The sum of log-probabilities of nothing in particular, for other ranks' passes."""
+    """A pass that counts for nothing, made because the other ranks make one: a sum of log-probabilities."""
     batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
     (part,) = cut(batch, [0], 2, Layout.padded)
     return passes.through(model, collate(batch, part, model.device), placement)[0].sum()

@@ -154,7 +154,7 @@ def count_bad_step(
     if in_a_row >= policy.algorithm.max_bad_steps:
         policy.bad_steps_in_a_row = 0  # a resumed run begins with this item, and may skip as many again
         raise TrinityError(
-            f"{what}, optimizer step {in_a_row} of this kind in a row (algorithm.max_bad_steps). "
+            f"{what}, {in_a_row} optimizer steps in a row without a finite gradient (algorithm.max_bad_steps). "
             "Look at these experiences and at the learning rate; the weights are those of the last good step."
         )
     policy.bad_steps, policy.bad_steps_in_a_row = policy.bad_steps + 1, in_a_row

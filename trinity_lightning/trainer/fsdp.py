@@ -35,7 +35,7 @@ class ShardStrategy(ReplicaStrategy):
         check_distributed_checkpoint(save_distributed_checkpoint)
         super().__init__(**settings)
         self._in_shards = save_distributed_checkpoint
-        self._folder = Path()  # of shards, which the checkpoint was read from
+        self._folder = Path()  # the checkpoint that was read, if it is in shards
 
     def model_to_device(self) -> None:
         """Move the policy to the device once it is in shards: as a whole it may not fit."""

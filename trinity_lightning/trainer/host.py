@@ -80,7 +80,7 @@ class HostMemory:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._buffers: list[Tensor] = []  # of one stay and the next: to pin memory takes longer than to fill it
+        self._buffers: list[Tensor] = []  # kept from one stay to the next: pinning memory takes longer than filling it
         self._device: torch.device | None = None  # where they came from, while they are away
 
     def leave(self) -> None:

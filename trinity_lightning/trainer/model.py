@@ -183,7 +183,7 @@ class Head:
     def of(cls, model: nn.Module) -> "Head":
         """The head of a Hugging Face causal language model, with what its config says is done to the logits.
 
-        Names of other meaning elsewhere are not looked for: `logprob_function` finds out whether this is right.
+        Names that mean something else in other architectures are ignored: `logprob_function` verifies the result.
         """
         config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
         scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
@@ -368,12 +368,18 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    plain = set(kinds) == {"full_attention"} and config._attn_implementation == SHORT_SDPA and not has_dropout(model)
-    if plain and model.device.type in ("cpu", "cuda"):
-        return _fault_of_sharing(model, function)
-    from trinity_lightning.trainer.other_models import why_unshared
-
-    return why_unshared(model, set(kinds))
+    if others := sorted({*kinds} - {"full_attention"}):
+        return f"has layers of {', '.join(others)}, and only full attention can share prefixes"
+    if config._attn_implementation != SHORT_SDPA:
+        return "shares prefixes only with model.attn_implementation=sdpa"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
+    if has_dropout(model):
+        return (
+            "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
+            "prefix for all of its rows alike"
+        )
+    return _fault_of_sharing(model, function)
 
 
 @torch.inference_mode(False)

@@ -80,7 +80,7 @@ def are_rounded(groups: Iterable[dict[str, Any]]) -> bool:
 
 
 def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
-    """Try an optimizer or a schedule of one's own on a few numbers, before anything is loaded.
+    """Try out a user-defined optimizer or schedule on a few small tensors, before anything is loaded.
 
     Args:
         config: the optimizer and its schedule.
@@ -88,7 +88,7 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
 
     Raises:
         ConfigError: there is none, or it does not take these arguments; the optimizer needs more than gradients, or
-            does not go on from a checkpoint to the bit; the schedule needs more than the number of steps.
+            does not resume from a checkpoint bit for bit; the schedule needs more than the number of steps.
     """
     if config.name in ADAM and config.lr_scheduler.name in PARTS["schedule"] and not config.lr_scheduler.args:
         return
@@ -108,7 +108,7 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any
     schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
     try:
         return schedule(optimizer, **arguments)
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # whatever the user's code raises
         reason = str(error).rstrip(".")
         raise ConfigError(f"optimizer.lr_scheduler={name} cannot be made of these args: {reason}.") from error
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from trinity_lightning.config.training import HALF
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.layers import SHORT_SDPA
 from trinity_lightning.trainer.layout import LogprobFn
 from trinity_lightning.trainer.model import Head, name_of, token_logprobs
 
@@ -46,24 +45,6 @@ def logprobs_by_forward(
     kept, columns = places.unique(return_inverse=True)
     logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
-
-
-# -- no shared prefixes ------------------------------------------------------------------------------------------------
-
-
-def why_unshared(model: Any, kinds: set[str]) -> str:
-    """Why rows of a model cannot share prefixes: by its layers (of these kinds), attention, device or dropout."""
-    if kinds != {"full_attention"}:
-        others = ", ".join(sorted(kinds - {"full_attention"}))
-        return f"has layers of {others}, and only full attention can share prefixes"
-    if model.config.get_text_config()._attn_implementation != SHORT_SDPA:
-        return "shares prefixes only with model.attn_implementation=sdpa"
-    if model.device.type not in ("cpu", "cuda"):
-        return f"shares prefixes on a CPU or an NVIDIA GPU, not on {model.device.type}"
-    return (
-        "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
-        "prefix for all of its rows alike"
-    )
 
 
 # -- model.compile: layers compiled by torch.compile -------------------------------------------------------------------

@@ -31,7 +31,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments; torchao keeps those 
 def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
     """torchao's, whose state is plain tensors in a checkpoint: one is read before torchao is imported, or without it.
 
-    Of a moment in 8 bits these are its codes, and the scale of each block of them. The first step compiles an update
+    A moment in 8 bits is saved as its codes and the scale of each block of them. The first step compiles an update
     for each shape of a parameter: seconds each, and a C++ compiler on a CPU.
     """
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
@@ -100,7 +100,7 @@ def own_factory(config: OptimizerConfig) -> OptimizerFactory:
             del settings["weight_decay"]  # it has none; one that takes any keyword may decay by default
         signature.bind([], **settings, **config.args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.name={config.name} cannot be made so: {error}.") from error
+        raise ConfigError(f"optimizer.name={config.name} cannot be made with these arguments: {error}.") from error
     return partial(make, **settings, **config.args)
 
 
@@ -108,10 +108,10 @@ def try_out(config: OptimizerConfig, alone: bool) -> None:
     """Refuse what cannot train: see `optim.check_optimizer`."""
     make = optimizer_factory(config)
     try:
-        if config.name not in ADAM and not _goes_on(optimizer_factory(replace(config, lr=TRIED_LR))):
-            raise ConfigError("it does not go on from a checkpoint to the bit.")
+        if config.name not in ADAM and not _resumes(optimizer_factory(replace(config, lr=TRIED_LR))):
+            raise ConfigError("resumed from a checkpoint, its next step is not the same bit for bit.")
         optimizer = make(_groups())
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # whatever the user's code raises
         of_args = f" of optimizer.args={config.args}" if config.args else ""
         raise ConfigError(f"optimizer.name={config.name}{of_args} cannot train a policy: {error}") from error
     schedule = learning_rate_schedule(optimizer, replace(config, total_steps=config.total_steps or 1))
@@ -146,8 +146,8 @@ def _groups() -> list[dict[str, Any]]:
     return [{"params": [nn.Parameter(matrix)]}, {"params": [nn.Parameter(vector)], "weight_decay": 0.0}]
 
 
-def _goes_on(make: OptimizerFactory) -> bool:
-    """Whether an optimizer that goes on from a checkpoint takes the same step as one that was not interrupted.
+def _resumes(make: OptimizerFactory) -> bool:
+    """Whether an optimizer that resumes from a checkpoint takes the same step as one that was not interrupted.
 
     Raises:
         ConfigError: it is none, or its state has tensors that are not plain, which no checkpoint can hold.

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # of PolicyModule, in its checkpoints
-BUDGET = "max_tokens"  # there, too
+COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # attributes of PolicyModule, saved in checkpoints
+BUDGET = "max_tokens"  # saved, too
 
 
 class PolicyModule(L.LightningModule):
@@ -133,7 +133,7 @@ class PolicyModule(L.LightningModule):
         if WeightDtype(dtype) is WeightDtype.auto:
             raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
-        self._resumption: Resumption | None = None  # until training goes on
+        self._resumption: Resumption | None = None  # until a resumed run trains
         self._peak: float | None = None
         self._heap = HeapBound()
         self._optimizer_settings: list[dict[str, Any]] = []  # `optim.settings_of`
@@ -158,9 +158,9 @@ class PolicyModule(L.LightningModule):
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """One that ends what `on_train_start` does for the whole process.
+        """One that undoes what `on_train_start` does to the whole process.
 
-        This is the earliest hook, so settings of the Trainer are refused here, before anything is loaded.
+        This is the earliest hook, so unsupported settings of the Trainer are refused here, before anything is loaded.
 
         Raises:
             ConfigError: several devices without ReplicaStrategy, a setting that the policy has its own knob for, or
@@ -252,10 +252,6 @@ class PolicyModule(L.LightningModule):
         """
         return self._reference[0] if self._reference else None
 
-    @property
-    def _value_model(self) -> Any:
-        return None if self.critic is None else self.critic.model
-
     @cached_property
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
@@ -263,9 +259,9 @@ class PolicyModule(L.LightningModule):
 
     @property
     def max_tokens(self) -> int:
-        """Most computed tokens of a micro-batch; of `auto` what is of use where it trains, kept by a resumed run.
+        """Upper bound on the computed tokens of a micro-batch. With `auto`, chosen for the training device.
 
-        Where a batch is cut changes float32 sums in their last bits.
+        A resumed run keeps its value: where a batch is cut changes float32 sums in their last bits.
         """
         return self.passes().max_tokens
 
@@ -304,7 +300,7 @@ class PolicyModule(L.LightningModule):
                 from trinity_lightning.common.model_memory import useful_tokens
 
                 trainers = getattr(self._trainer, "num_devices", 1)
-                tokens = useful_tokens(self.policy, device, trainers, self._value_model)
+                tokens = useful_tokens(self.policy, device, trainers, getattr(self.critic, "model", None))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
             all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
             passes = Passes(device, layout, tokens, function, all_rows, as_trained)
@@ -315,8 +311,8 @@ class PolicyModule(L.LightningModule):
 
     def _agreed(self, passes: Passes) -> Passes:
         """What all ranks cut by, since each knows the micro-batches of all: the budget that fits everywhere."""
-        ranks = self.placement.ranks
-        found = ranks.exchange((passes.max_tokens, passes.layout), patient=True)  # rank 0 has loaded engines
+        # Patiently: rank 0 has loaded engines.
+        found = self.placement.ranks.exchange((passes.max_tokens, passes.layout), patient=True)
         return replace(passes, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
 
     @cached_property
@@ -522,7 +518,7 @@ class PolicyModule(L.LightningModule):
                 self._given_tokens, self._passes = self._resumption.max_tokens, None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of every module; a ConfigError if the weights are of another model."""
+        """Like `nn.Module.load_state_dict`, but raises a ConfigError if the weights belong to another model."""
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
@@ -532,7 +528,7 @@ class PolicyModule(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of every LightningModule; a ConfigError if it is damaged, in shards, or of no training run."""
+        """Like Lightning's, but raises a ConfigError if the file is damaged, in shards, or of no training run."""
         if isinstance(checkpoint_path, str | Path):
             from trinity_lightning.config.checkpoints import check_file
             from trinity_lightning.sync.files import saved_weights
@@ -551,7 +547,7 @@ class PolicyModule(L.LightningModule):
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             from trinity_lightning.trainer.other_models import compile_layers_of
 
-            for model in (self.policy, self.reference, self._value_model):
+            for model in (self.policy, self.reference, getattr(self.critic, "model", None)):
                 if model is not None:
                     compile_layers_of(model)
         if self._resumption is not None:

@@ -1,4 +1,4 @@
-"""A policy that goes on from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
+"""Resuming a policy from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
 
 import copy
 import re
@@ -19,12 +19,12 @@ SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
 
 
 class Resumption:
-    """What is left to be done for a policy that goes on from a checkpoint, until it trains.
+    """What remains to be done for a policy that resumes from a checkpoint, until it trains.
 
     Its counters are restored at once.
 
     Args:
-        policy: that is to go on; not trained yet.
+        policy: the one that resumes; not trained yet.
         checkpoint: Lightning's, from which what is not to be loaded is removed.
         own_optimizer: whether an `optimizer_factory` made the policy's optimizer, of which nothing is known here.
 
@@ -47,7 +47,7 @@ class Resumption:
         self._configured = {*SCHEDULED, "eps", "weight_decay", *before.args, *policy.optimizer_config.args}
         self._schedule_changed = schedule_changed(before, policy.optimizer_config)
         if self._schedule_changed:
-            checkpoint["lr_schedulers"] = []  # the state of another is not to be loaded
+            checkpoint["lr_schedulers"] = []  # the new schedule does not load the state of the old one
         for name in COUNTERS:
             setattr(policy, name, state[name])
         self._policy = policy
@@ -104,7 +104,7 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
             "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
         )
     before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # earlier versions had that alone
-    if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # of the same state
+    if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # whose states are alike
         raise ConfigError(f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}: choose that.")
 
 
@@ -116,12 +116,14 @@ def check_lora(checkpoint: Mapping[str, Any], lora: LoRAConfig) -> None:
     for key, held in (saved or {"lora": {}})["lora"].items():
         if (asked := getattr(lora, key)) != held:
             asked, held = ("null" if each is None else each for each in (asked, held))
-            raise ConfigError(f"model.lora.{key} is {asked}, and that of the checkpoint {held}: give that.")
+            raise ConfigError(
+                f"model.lora.{key} is {asked}, but the checkpoint was trained with {held}: set model.lora.{key}={held}."
+            )
 
 
 def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:
     """Whether the schedule is now another one, has other arguments or steps, or other settings to begin from."""
-    if before.lr_scheduler.name != config.lr_scheduler.name:  # that of the checkpoint may be gone
+    if before.lr_scheduler.name != config.lr_scheduler.name:  # the checkpoint's own may no longer be importable
         return True
     if (before.betas, before.args) != (config.betas, config.args):  # momenta, which a schedule may change
         return True
@@ -129,7 +131,7 @@ def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:
 
 
 def rescheduled(optimizer: Optimizer, config: OptimizerConfig, made: list[dict[str, Any]], steps: int) -> Any:
-    """A new schedule for an optimizer that goes on from a checkpoint, after that many steps.
+    """A new schedule for an optimizer that resumes from a checkpoint, after that many steps.
 
     Args:
         optimizer: with the checkpoint's state; its groups get the schedule's learning rates, and momenta, of that step.

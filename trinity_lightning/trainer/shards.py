@@ -51,13 +51,13 @@ class Shards(Replicas):
         self._optimizer: Any = None
         self._order: list[str] = []  # names of the optimizer's parameters
         self._mesh, self._host = Mesh(ranks, device), Mesh(ranks, torch.device("cpu"))
-        self._saved: list[Tensor] = []  # of the drill
+        self._saved: list[Tensor] = []  # copies of the shards during the drill
         # Reentrant: a rank that writes serves rank 0, which could not and writes another checkpoint.
         self._asking, self._thread = threading.RLock(), threading.get_ident()
         self._used: set[Any] = set()  # models that have begun a pass
-        self._trained: set[str] = set()  # parameters that a pass of this optimizer batch had a gradient of
-        self._watched: set[int] = set()  # what those gradients are of, while it is whole
-        self._passes_left = 0  # before those of nothing
+        self._trained: set[str] = set()  # names of parameters that had a gradient in this optimizer batch
+        self._watched: set[int] = set()  # ids of whole parameters whose gradients are noted
+        self._passes_left = 0  # passes with rows of this rank that are still to come
         references = [] if module.reference is None else [module.reference]
         for model in (module.policy, *references):
             self._shard(model, trained=model is module.policy)
@@ -101,9 +101,10 @@ class Shards(Replicas):
         return self._parameters
 
     def reshard(self) -> None:
-        """Let the next pass gather what has changed: one without gradients leaves some of it whole, or one that failed.
+        """Make the next pass gather the weights again: shards may have changed since some of them were left whole.
 
-        Of a pass that failed `FSDPModule.reshard` would leave it so.
+        A pass without gradients leaves some weights whole, and so does one that failed, which `FSDPModule.reshard`
+        would not put right.
         """
         for model in self._used:
             model.reset_iter_state()
@@ -179,7 +180,7 @@ class Shards(Replicas):
         return [name for name in self._parameters if any(name in share for share in shares)]
 
     def end_step(self) -> None:
-        """Know that all have taken it, before any goes on: shards of different steps are no policy."""
+        """Make sure that all ranks have taken it before any continues: shards of different steps are no policy."""
         self.ranks.exchange(None, at="an optimizer step")
 
     # -- what rank 0 asks for -----------------------------------------------------------------------------------------
