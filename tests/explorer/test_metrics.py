@@ -113,7 +113,7 @@ def an_experience(task: int, reward: float | None, length: int = 2, **fields: An
 def test_experience_metrics() -> None:
     metrics = experience_metrics(
         [
-            an_experience(0, 1.0, 2, metrics={"reward/format": 1.0}),
+            an_experience(0, 1.0, 2, metrics={"reward/format": 1.0, "reward/verdict": "good"}),
             an_experience(0, 0.0, 4, truncate_status="response_truncated", metrics={"reward/format": 0.0}),
             an_experience(1, 0.5, 6, info={"model_version": 4}),
             an_experience(1, None, 4),
@@ -124,6 +124,7 @@ def test_experience_metrics() -> None:
     assert metrics["reward/std"] == pytest.approx((1 / 6) ** 0.5)
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert metrics["reward/format/mean"] == 0.5
+    assert "reward/verdict/mean" not in metrics  # it is no number
     assert metrics["response_length/clip_ratio"] == 0.2
     assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [4.0, 6.0, 2.0]
     assert metrics["prompt_length/mean"] == 3.0

@@ -47,8 +47,8 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         metrics["frac_reward_zero_std"] = statistics.fmean(equal_rewards(group) for group in groups.values())
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
-    for name in dict.fromkeys(name for e in experiences for name in e.metrics if name.startswith("reward/")):
-        metrics[f"{name}/mean"] = statistics.fmean(float(e.metrics[name]) for e in experiences if name in e.metrics)
+    means = mean_metrics(experiences)
+    metrics |= {f"{name}/mean": mean for name, mean in means.items() if name.startswith("reward/")}
     metrics |= spread("response_length", responses)
     metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
     return metrics
