@@ -111,15 +111,14 @@ class Elsewhere(Engine):
 class Run:
     """A run of three steps with two optimizer steps each, evaluated at its end; `break_it` makes it fail."""
 
-    def __init__(self, folder: Path, offset: int = 0) -> None:
+    def __init__(self, folder: Path, offset: int = 0, **explorer: int) -> None:
         lightning.seed_everything(1, verbose=False)
         self.folder, self.steps = folder, STEPS
         sampling = SamplingConfig(max_tokens=8)
         source = TaskSource(Taskset.addition(), "simple", even, sampling)
         heldout = TaskSource(Taskset(HELDOUT, name="heldout"), "simple", even, sampling)
-        config = ExplorerConfig(
-            batch_size=TASKS, repeat_times=REPEATS, eval_on_startup=False, eval_interval=2, sync_offset=offset
-        )
+        settings = {"eval_interval": 2, "sync_offset": offset} | explorer
+        config = ExplorerConfig(batch_size=TASKS, repeat_times=REPEATS, eval_on_startup=False, **settings)
         config.max_retry_times = 0
         self.explorer = Explorer(config, [Elsewhere()], source, [heldout])
         self.monitor = RunMonitor(folder, STEPS)
@@ -194,6 +193,7 @@ def breaks(where: Any, name: str, number: int, at_its_end: bool = False) -> None
 WAYS: dict[str, Callable[[Run], None]] = {
     "rollouts": lambda run: breaks(run.explorer, "_run", 2),
     "operators": lambda run: breaks(run.data.pipeline, "process", 2),
+    "once the buffer has a step": lambda run: breaks(run.explorer, "_restarted", 2),
     "sync": lambda run: breaks(run.explorer, "sync_weight", 2),
     "columns": lambda run: breaks(run.policy, "prepare_step", 2),
     "first item of the run": lambda run: breaks(run.policy, "_accumulate", 1),
@@ -272,6 +272,20 @@ def test_rollouts_begun_ahead_that_failed_are_done_again_with_the_weights_that_t
         with pytest.raises(TornError):
             run.fit()
         equal(whole, Run(folder, offset=1).fit(resumed=True))
+
+
+def test_evaluations_between_rare_syncs_do_not_change_what_a_resumed_run_rolls_out_with(tmp_path: Path) -> None:
+    def rarely(folder: Path) -> Run:
+        return Run(folder, sync_interval=3, eval_interval=1)
+
+    whole = rarely(tmp_path / "whole").fit()
+    assert [row["sample/model_version/mean"] for row in rows(whole.folder) if row["reward/mean"]] == ["0.0", "1.0", "2.0"]
+    for where, name in ((lambda run: run.policy, "_accumulate"), (lambda run: run.explorer, "_run")):
+        run = rarely(tmp_path)
+        breaks(where(run), name, 2)  # the second item; then, after an evaluation, the rollouts of the second step
+        with pytest.raises(TornError):
+            run.fit(resumed=run.checkpoint.exists())
+    equal(whole, rarely(tmp_path).fit(resumed=True))
 
 
 def test_sigterm_in_an_evaluation_ends_it_and_a_resumed_run_does_it_again(whole: Run, tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ class TrainingRollouts(Watcher):
         """Have the experiences of a step ready: wait for those begun ahead, or roll them out now; metrics."""
         start = time.perf_counter()
         self.wait()
-        if is_ready(step):
+        if is_ready(step) and step in self.pending.metrics:  # without them it was not whole, and is done again
             return {"time/wait_for_rollout": time.perf_counter() - start}
         self.explorer.step = step - 1
         self._roll_out(step, global_step)
@@ -282,6 +282,8 @@ class TrainingRollouts(Watcher):
         """Evaluate the weights that were trained for `step` steps; metrics."""
         self.wait()  # before a sync: were they to be done again, it would be with the weights of now
         self._engines_turn()
+        if self.explorer.step >= self.pending.target:  # no rollouts are to be done again with the weights they had
+            self.explorer.engines.forget_restored()
         return self.sync.sync(global_step) | self.run(self.explorer.eval(step))
 
     def trainers_turn(self) -> None:
