@@ -194,8 +194,9 @@ def test_a_folder_that_is_too_long_for_a_socket_is_refused(tmp_path: Path, monke
     assert not any(long.iterdir())
 
 
-def test_an_engine_that_does_not_end_leaves_the_error_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("hook", "argument"), [("on_exception", ValueError()), ("teardown", "fit")])
+def test_an_engine_that_does_not_end_leaves_the_trained_model_or_the_error_of_the_run(
+    hook: str, argument: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     follower: Any = EngineFollower(lambda _: apart())
     follower._served = ServedEngine(apart(), Ranks(1, 2), None, CPU)
@@ -204,7 +205,7 @@ def test_an_engine_that_does_not_end_leaves_the_error_of_the_run(
         raise RuntimeError("it hangs on")
 
     monkeypatch.setattr(Apart, "shutdown", fail)
-    follower.on_exception(None, None, ValueError())
+    getattr(follower, hook)(None, None, argument)
     assert "the engine did not end as it should: RuntimeError: it hangs on" in caplog.text
 
 

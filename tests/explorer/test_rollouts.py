@@ -53,6 +53,22 @@ def test_sigterm_is_heard_while_engines_and_trainer_connect(monkeypatch: pytest.
     assert heard == ["SIGTERM"]
 
 
+class Hangs(FakeModel):
+    async def shutdown(self) -> None:
+        raise OSError("the server hangs on")
+
+
+@pytest.mark.parametrize(("hook", "argument"), [("on_exception", ValueError()), ("teardown", "fit")])
+def test_an_engine_that_does_not_end_leaves_the_trained_model_or_the_error_of_the_run(
+    hook: str, argument: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    explorer = Explorer(ExplorerConfig(), [Hangs()], TaskSource(Taskset.addition(), "simple", "math"))
+    callback: Any = ExplorerCallback(explorer)
+    callback._running = training_rollouts(TrainingRollouts, explorer, PendingSteps())
+    getattr(callback, hook)(None, None, argument)
+    assert "the engines did not end as they should: OSError: the server hangs on" in caplog.text
+
+
 SUMS = [{"prompt": f"{number} + 1 ="} for number in range(4)]
 
 

@@ -142,16 +142,17 @@ class ExplorerCallback(StopCheckpoint):
                 self._running.settle_shortly(STOP_SECONDS)
             super().on_exception(trainer, pl_module, exception)
         finally:
-            try:
-                self._close()
-            except Exception as error:  # the one that ended the run is on its way to the user
-                logger.warning("the engines did not end as they should: %s: %s", type(error).__name__, error)
+            self._close()
 
     def _close(self) -> None:
+        """Free everything; an error of that is logged: the trained model, or the run's own error, matters more."""
         self.ctrl_c.restore()
         rollouts, self._running = self._running, None
         if rollouts is not None:
-            rollouts.close()
+            try:
+                rollouts.close()
+            except Exception as error:
+                logger.warning("the engines did not end as they should: %s: %s", type(error).__name__, error)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -170,19 +170,20 @@ class EngineFollower(ExplorerFollower):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """End the engine."""
-        try:
-            self._close()
-        except Exception as error:  # the one that ends the run is to reach the other ranks
-            logger.warning("the engine did not end as it should: %s: %s", type(error).__name__, error)
+        self._close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """End the engine."""
         self._close()
 
     def _close(self) -> None:
+        """Free the engine; an error of that is logged: the trained model, or the run's own error, matters more."""
         served, self._served = self._served, None
         if served is not None:
-            served.close()
+            try:
+                served.close()
+            except Exception as error:
+                logger.warning("the engine did not end as it should: %s: %s", type(error).__name__, error)
 
 
 def follower_of(config: TrainConfig, folder: Path) -> ExplorerFollower:
