@@ -20,7 +20,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows import PartialFailure, Workflow
+from trinity_lightning.explorer.workflows import PartialFailure, SimpleWorkflow, Workflow
 
 
 def run_task(task: Task, repeat_times: int = 1, run_id_base: int = 0, model: FakeModel | None = None) -> Any:
@@ -204,6 +204,51 @@ def test_a_partial_failure_keeps_the_runs_that_succeeded() -> None:
     assert [(e.eid.batch, e.eid.task, e.eid.run) for e in experiences] == [(1, 9, 2), (1, 9, 4)]
     assert all(e.info["model_version"] == 0 for e in experiences)
     assert status.message == "1 of 3 runs failed: ValueError: unlucky"
+
+
+class Numbered(SimpleWorkflow):
+    """Numbers its runs from 0, as a built-in workflow does that is not told to begin elsewhere."""
+
+    repeatable = False
+
+
+def test_a_failure_is_that_of_the_run_whatever_number_it_has_there() -> None:
+    def reward(response: str, task: Task) -> float:
+        if int(response) == failing:
+            raise ValueError("no judge")
+        return 1.0
+
+    failing = rollout_seed(11, "", "", 0, 2)
+    task = Task(Numbered, {"prompt": "?"}, reward_fn=reward)
+    attempt = asyncio.run(WorkflowRunner(ExplorerConfig(seed=11), FakeModel()).attempt(task, range(4)))
+    assert [e.eid.run for e in attempt.experiences] == [0, 1, 3]
+    assert {run: str(error) for run, error in attempt.errors.items()} == {
+        2: "reward function 'reward' raised ValueError: no judge"
+    }
+
+
+def test_errors_of_other_runs_than_those_asked_for_fail_all_of_these() -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        raise PartialFailure([an_experience(0)], {1: ValueError("unlucky")})  # counted from 0
+
+    runner = WorkflowRunner(ExplorerConfig(), FakeModel())
+    attempt = asyncio.run(runner.attempt(scripted(body, ScriptedRepeatable), [2, 3]))
+    assert attempt.experiences == []
+    assert {run: str(error) for run, error in attempt.errors.items()} == {2: "unlucky", 3: "unlucky"}
+
+
+@pytest.mark.parametrize("got", [[4], [3, 4, 3], [3, 3, 4, 4]])
+def test_a_run_of_which_nothing_is_returned_has_failed(got: list[int]) -> None:
+    async def body(workflow: Any) -> list[Experience]:
+        return [an_experience(run) for run in got]
+
+    runner = WorkflowRunner(ExplorerConfig(), FakeModel())
+    attempt = asyncio.run(runner.attempt(scripted(body, ScriptedRepeatable), [3, 4, 5]))
+    assert [e.eid.run for e in attempt.experiences] == got
+    lost = {3, 4, 5} - set(got)
+    assert {run: str(error) for run, error in attempt.errors.items()} == dict.fromkeys(
+        lost, "ScriptedRepeatable.run returned no experience"
+    )
 
 
 def test_an_attempt_at_some_runs_asks_for_each_stretch_of_them_at_once() -> None:
@@ -402,7 +447,7 @@ def test_cancelling_a_task_cancels_its_runs() -> None:
         (
             "info",
             None,
-            r"Scripted.run: info of an Experience was set to None: it must be of type dict, at least info=\{\}",
+            r"Scripted(Repeatable)?\.run: info of an Experience was set to None: it must be of type dict, at least info=\{\}",
         ),
         ("metrics", None, r"metrics of an Experience was set to None.*metrics=\{\}"),
         ("metrics", [0.5], r"metrics of an Experience was set to \[0.5\]"),
@@ -421,7 +466,7 @@ def test_what_a_workflow_assigned_is_refused_by_the_fields_name(
             raise PartialFailure([experience], {1: ValueError("the other run")})
         return [experience]
 
-    status, experiences = run_task(scripted(body))
+    status, experiences = run_task(scripted(body, ScriptedRepeatable if partial else Scripted), 1 + partial)
     assert (status.ok, experiences) == (False, [])
     assert re.search(message, status.message)
 

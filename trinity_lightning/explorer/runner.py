@@ -127,11 +127,7 @@ class WorkflowRunner:
     async def _run_instance(self, task: Task, runs: list[int], bound: "_BoundWorkflow | None") -> Attempt:
         try:
             bound = bound or _BoundWorkflow(self, task, runs[0])
-            try:
-                return Attempt(await bound.results(runs), {})
-            except PartialFailure as failure:
-                succeeded = [each for each in runs if each not in failure.errors]
-                return Attempt(bound.tagged(failure.experiences, succeeded), dict(failure.errors))
+            return await bound.attempt(runs)
         except (Exception, SystemExit) as error:
             logger.debug("run %s of task %s/%s failed", runs, task.batch_id, task.task_id, exc_info=True)
             return Attempt([], dict.fromkeys(runs, error))
@@ -158,8 +154,26 @@ class _BoundWorkflow:
         identity = {"batch": self.task.batch_id, "task": self.task.task_id, "run": self.run}
         return BoundModel(model, run_seed=runner.config.seed, **identity, **settings)
 
-    async def results(self, runs: list[int]) -> list[Experience]:
-        """Run the workflow, for all of `runs` at once if it repeats itself."""
+    async def attempt(self, runs: list[int]) -> Attempt:
+        """Run the workflow, for all of `runs` at once if it repeats itself; a run without an experience has failed."""
+        errors: dict[int, BaseException] = {}
+        try:
+            experiences = await self._results(runs)
+        except PartialFailure as failure:
+            experiences, errors = failure.experiences, {**failure.errors}
+            if not errors.keys() <= set(runs):  # the workflow numbers its runs otherwise: which failed is not known
+                raise next(iter(errors.values())) from None
+        others = [run for run in runs if run not in errors]
+        experiences = self._tagged(experiences, others)
+        known = {experience.eid.run for experience in experiences}
+        if len(known) > 1 or len(experiences) < len(others):  # else they may be of all: see `_number_steps`
+            errors |= dict.fromkeys(set(others) - known, self._without_experience())
+        return Attempt(experiences, errors)
+
+    def _without_experience(self) -> RolloutError:
+        return RolloutError(f"{type(self.workflow).__name__}.run returned no experience")
+
+    async def _results(self, runs: list[int]) -> list[Experience]:
         if self.workflow.repeatable:
             self.workflow.set_repeat_times(len(runs), runs[0])
         try:
@@ -177,10 +191,10 @@ class _BoundWorkflow:
         if not isinstance(experiences, list) or not all(isinstance(item, Experience) for item in experiences):
             raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
         if not experiences:
-            raise RolloutError(f"{name}.run returned no experience")
-        return self.tagged(experiences, runs)
+            raise self._without_experience()
+        return experiences
 
-    def tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
+    def _tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
         """The experiences of these runs, marked with where they come from, those of each run as its steps.
 
         Raises:
