@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_model import FakeModel
+from support.fake_model import FakeModel, LeapingLoop
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
@@ -245,6 +245,74 @@ def test_an_evaluation_measures_every_task_and_trains_on_none() -> None:
     assert explored.state_dict()["step"] == 0
 
 
+async def awaited_one(response: str, task: Any) -> float:
+    return 1.0
+
+
+def test_an_evaluation_takes_as_long_as_its_attempts() -> None:
+    """100 tasks of 5 s by 8 runners take longer than the 18 s of all attempts at one of them."""
+    held: Any = source(100, name="held", reward=awaited_one)  # type: ignore[arg-type]
+    models = [FakeModel(latency=5.0)]
+    explored = explorer(models=models, evals=[held], max_timeout=6.0, max_retry_times=2, runner_per_model=8)
+
+    async def main() -> float:
+        await explored.prepare()
+        begun = asyncio.get_running_loop().time()
+        metrics = await explored.eval()
+        assert metrics["eval/held/failed_tasks"] == 0
+        taken = asyncio.get_running_loop().time() - begun
+        await explored.shutdown()
+        return taken
+
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        assert runner.run(main()) == pytest.approx(65.0)
+
+
+def seeds_of(model: FakeModel) -> list[int]:
+    seeds = sorted(call["seed"] for call in model.calls)
+    model.calls.clear()
+    return seeds
+
+
+def test_an_evaluation_that_is_done_again_has_the_same_seeds() -> None:
+    model = FakeModel()
+    explored = explorer(models=[model], evals=[source(4, name="held", reward=by_seed, repeat_times=2)])
+
+    async def body() -> None:
+        first, seeds = await explored.eval(10), seeds_of(model)
+        again = await explored.eval(10)
+        assert seeds_of(model) == seeds
+        assert again["eval/held/mean@2"] == first["eval/held/mean@2"]
+        assert explored._scheduler._task_numbers == {}
+
+    running(explored, body)
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_a_step_that_is_done_again_has_the_same_seeds(refilled: bool) -> None:
+    model, failing = FakeModel(), [True, False]
+
+    async def sink(experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
+        if refilled:
+            await more(1)
+        if failing.pop(0):
+            raise OSError("disk full")
+        return {}
+
+    explored = explorer(models=[model])
+
+    async def body() -> None:
+        with pytest.raises(OSError, match="disk full"):
+            await explored.explore_step()
+        seeds = seeds_of(model)
+        assert len(seeds) == 2 + refilled
+        await explored.explore_step()
+        assert seeds_of(model) == seeds
+        assert explored._scheduler._task_numbers == {}
+
+    running(explored, body, sink)
+
+
 def test_failed_evaluation_tasks_are_counted_and_none_succeeded_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     explored = explorer(evals=[source(4, name="held", reward=failing_at(1, 2))])
     with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
@@ -331,6 +399,26 @@ def test_shutdown_reaches_auxiliary_models_too() -> None:
     explored = explorer(models=[model], auxiliary_models=[[judge]])
     running(explored, explored.explore_step)
     assert model.calls == judge.calls == []
+
+
+def test_shutdown_reaches_every_engine_and_tells_of_every_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Ends(FakeModel):
+        async def shutdown(self) -> None:
+            ended.append(self)
+            raise ConnectionError("a server died")
+
+    def leave() -> None:
+        raise OSError("the group does not close")
+
+    ended: list[Ends] = []
+    models = [Ends(), Ends()]
+    explored = explorer(models=models)
+    explored.engines.leave = leave  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the group does not close"):
+        running(explored, explored.explore_step)
+    assert ended == models
+    assert not explored._scheduler._started
+    assert caplog.text.count("ConnectionError: a server died") == 2
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fake_model import (
     FakeModel,
@@ -150,6 +151,17 @@ def test_a_batch_scheduled_again_continues_its_numbers_also_after_it_was_collect
         assert tids(experiences) == [(1, 0), (1, 1), (1, 2)]
         scheduler.schedule([scripted(succeed)] * 2, 1)
         assert tids((await scheduler.get_results(1))[1]) == [(1, 3), (1, 4)]
+
+    running(body)
+
+
+def test_a_batch_that_was_dropped_begins_its_numbers_again() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        for _ in range(2):
+            scheduler.schedule([scripted(succeed)] * 2, 1)
+            assert tids((await scheduler.get_results(1))[1]) == [(1, 0), (1, 1)]
+            await scheduler.drop(1)
+        assert scheduler._task_numbers == {}
 
     running(body)
 
@@ -550,6 +562,23 @@ def test_what_is_scheduled_before_the_start_runs_then_and_waiting_for_it_before_
     asyncio.run(main())
 
 
+def test_what_cannot_stop_leaves_the_others_to_be_stopped() -> None:
+    class Part:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error, self.stopped = error, False
+
+        async def stop(self) -> None:
+            self.stopped = True
+            if self.error is not None:
+                raise self.error
+
+    scheduler: Any = Scheduler(ExplorerConfig(), [FakeModel()])
+    scheduler._reward_workers, scheduler._cluster = Part(OSError("a worker hangs on")), Part()
+    with pytest.raises(OSError, match="hangs on"):
+        asyncio.run(scheduler.stop())
+    assert scheduler._cluster.stopped
+
+
 # -- over-rollout and dynamic time-outs -------------------------------------------------------------------------------
 
 
@@ -590,6 +619,21 @@ def test_dynamic_time_out_follows_the_average_of_train_tasks_after_a_warm_up() -
         assert (await scheduler.get_results("3/eval"))[0][0].ok
 
     running(body, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=2.0, warmup_min_steps=1))
+
+
+def test_tasks_that_a_step_asks_for_later_are_no_further_step_of_the_warm_up() -> None:
+    async def body(scheduler: Scheduler) -> None:
+        for seconds in (0.01, 0.01, 1.0):  # a step and two refills
+            scheduler.schedule([scripted(slow(seconds))], 1)
+            assert (await scheduler.get_results(1))[0][0].ok
+        scheduler.schedule([scripted(slow(1.0))], 2)
+        assert (await scheduler.get_results(2))[0][0].ok
+        scheduler.schedule([scripted(hang)], 3)
+        began = now()
+        await scheduler.get_results(3)
+        assert now() - began == pytest.approx(2 * (0.01 + 0.01 + 1.0 + 1.0) / 4)
+
+    running(body, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=2.0, warmup_min_steps=2))
 
 
 def test_a_dynamic_time_out_is_never_longer_than_the_other() -> None:
@@ -869,6 +913,24 @@ def test_a_task_goes_to_the_engine_with_the_fewest_tokens_under_way() -> None:
         assert not any(scheduler._load.values())
 
     running(body, models=2, runner_per_model=3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_args": {"max_tokens": "64"}},
+        {"raw_task": {"messages": np.array([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])}},
+    ],
+    ids=["max_tokens", "messages"],
+)
+def test_a_task_whose_tokens_cannot_be_estimated_leaves_its_runner(fields: dict[str, Any]) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed, **fields)], 1)
+        assert (await scheduler.get_results(1))[0][0].ok
+        assert len(scheduler._idle) == 1
+        assert not any(scheduler._load.values())
+
+    running(body, runner_per_model=1)
 
 
 def test_of_tasks_that_are_alike_each_engine_has_as_many_runs() -> None:

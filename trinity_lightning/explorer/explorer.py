@@ -4,6 +4,7 @@ import asyncio
 import copy
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -296,14 +297,23 @@ class Explorer:
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
-        """Stop the runners and free the engines: each of them, also if another one fails to."""
-        self.engines.leave()
+        """Stop the runners and free the engines: each of them, also if another one fails to.
+
+        The first error is raised at the end, the others are logged.
+        """
+        errors: list[BaseException] = []
+        try:
+            self.engines.leave()
+        except Exception as error:
+            errors.append(error)
         # The runners first: they still talk to the engines.
-        stopped = await asyncio.gather(self._scheduler.stop(), return_exceptions=True)
+        errors += filter(None, await asyncio.gather(self._scheduler.stop(), return_exceptions=True))
         freed = await asyncio.gather(*(model.shutdown() for model in self._engines()), return_exceptions=True)
-        for error in [*stopped, *freed]:
-            if error is not None:
-                raise error
+        errors += filter(None, freed)
+        for error in errors[1:]:
+            logger.warning("this did not end as it should either: %s: %s", type(error).__name__, error)
+        if errors:
+            raise errors[0]
 
     def _engines(self) -> list[HeldModel]:
         return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
@@ -332,10 +342,13 @@ class Explorer:
         self._source.taskset.load_state_dict(self._cursor)
         step = self.step + 1
         rollouts = StepRollouts(step, self.config, self._source, self._run)
-        experiences = await rollouts.begin()
-        if experiences is None:
-            return False
-        piped = await self._sink(experiences, step, rollouts)
+        try:
+            experiences = await rollouts.begin()
+            if experiences is None:
+                return False
+            piped = await self._sink(experiences, step, rollouts)
+        finally:
+            await self._scheduler.drop(step)  # nothing will take what is left
         self.metrics = rollouts.metrics() | piped | self._restarted()
         self._watcher.keep_completions(rollouts.experiences, step, None)
         self.step = step
@@ -355,15 +368,11 @@ class Explorer:
         return self._train
 
     async def _run(self, tasks: list[Task], batch: int | str) -> tuple[list[Status], list[Experience]]:
-        """Schedule a batch of tasks and wait for it, while progress is shown."""
+        """Schedule a batch of tasks and wait for it, while progress is shown; `max_timeout` bounds each attempt."""
         done = itertools.count(1)
         self._watcher.show_tasks(batch, 0, len(tasks))
         self._scheduler.schedule(tasks, batch, lambda: self._watcher.show_tasks(batch, next(done), len(tasks)))
-        try:
-            return await self._scheduler.get_results(batch)
-        except asyncio.CancelledError:
-            await self._scheduler.drop(batch)  # nothing will take the results
-            raise
+        return await self._scheduler.get_results(batch, timeout=math.inf)
 
     # -- evaluate -----------------------------------------------------------------------------------------------------
 
@@ -392,7 +401,10 @@ class Explorer:
             start = time.perf_counter()
             tasks = source.all_tasks()
             batch = f"{of}/{source.name}"
-            statuses, _ = await self._run(tasks, batch)
+            try:
+                statuses, _ = await self._run(tasks, batch)
+            finally:
+                await self._scheduler.drop(batch)  # nothing will take what is left
             experiences = [experience for status in statuses for experience in status.eval_experiences]
             report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
             self.metrics |= evaluation_metrics(source.name, experiences)

@@ -292,17 +292,19 @@ class Scheduler:
         """Cancel what runs, forget what waits, and wait for the end of it; finished results can still be collected."""
         self._started = False
         await self._drop(list(self._batches.values()))
-        if self._reward_workers is not None:
-            await self._reward_workers.stop()
-        if self._cluster is not None:
-            await self._cluster.stop()
+        try:
+            if self._reward_workers is not None:
+                await self._reward_workers.stop()
+        finally:
+            if self._cluster is not None:
+                await self._cluster.stop()
 
     def schedule(
         self, tasks: Sequence[Task], batch_id: int | str, on_task_done: Callable[[], None] | None = None
     ) -> None:
         """Queue tasks as part of a batch; returns at once.
 
-        Task numbers of a batch that is scheduled again continue, also after it was collected.
+        Task numbers of a batch that is scheduled again continue, also after it was collected, but not after `drop`.
 
         Args:
             tasks: what to run.
@@ -372,7 +374,11 @@ class Scheduler:
         return statuses, experiences
 
     async def drop(self, batch_id: int | str) -> None:
-        """Cancel what is unfinished of a batch, forget what is finished, and wait until its runners are free."""
+        """Cancel what is unfinished of a batch, forget what is finished, and wait until its runners are free.
+
+        Its task numbers are forgotten too: the same tasks scheduled again have the same numbers, and so the same seeds.
+        """
+        self._task_numbers.pop(str(batch_id), None)
         if (batch := self._batch(batch_id)) is not None:
             batch.collect()
             await self._drop([batch])
@@ -423,20 +429,23 @@ class Scheduler:
                 continue
             runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # of equal ones, idle the longest
             self._idle.remove(runner)
-            self._load[id(runner.model)] += _tokens(chunk, runner.model)
+            tokens = _tokens(chunk, runner.model)
+            self._load[id(runner.model)] += tokens
             work = asyncio.create_task(self._run(runner, chunk, self._time_limit(scheduled)))
             scheduled.running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
-            work.add_done_callback(partial(self._finish, runner, chunk, scheduled))
+            work.add_done_callback(partial(self._finish, runner, tokens, chunk, scheduled))
 
     async def _run(self, runner: RunnerWrapper, chunk: Chunk, limit: float) -> tuple[Status, list[Experience], int]:
         SCORER.set(self._reward_workers)  # in the context of this asyncio task, and of those that it starts
         return await runner.run_with_retry(chunk, limit)
 
-    def _finish(self, runner: RunnerWrapper, chunk: Chunk, scheduled: ScheduledTask, work: _Work) -> None:
+    def _finish(
+        self, runner: RunnerWrapper, tokens: int, chunk: Chunk, scheduled: ScheduledTask, work: _Work
+    ) -> None:
         scheduled.running.discard(work)
         self._idle.append(runner)
-        self._load[id(runner.model)] -= _tokens(chunk, runner.model)
+        self._load[id(runner.model)] -= tokens
         wanted = scheduled.is_unfinished
         if wanted:
             status, experiences = _result_of(chunk, work)
@@ -488,7 +497,7 @@ class Scheduler:
             if not batch and self._batches.get(batch.name) is batch:
                 del self._batches[batch.name]
                 if self._times is not None and not batch.is_eval:
-                    self._times.steps += 1
+                    self._times.end_step(batch.name)
 
     def _notify(self) -> None:
         """Wake those who wait for a change."""
@@ -508,10 +517,13 @@ class Scheduler:
 
 
 def _tokens(chunk: Chunk, model: InferenceModel) -> int:
-    """About how many tokens the requests of these runs have: prompts, by their text, and what may be answered."""
-    task, context = chunk.task, model.max_model_len
-    prompt = task.raw_task.get("messages") or task.raw_task.get("prompt") or ""
-    response = task.rollout_args.get("max_tokens") or context
+    """About how many tokens the requests of these runs have: prompts, by their text, and what may be answered.
+
+    Whatever a task holds there: what is wrong with it is for its workflow and the engine to say.
+    """
+    raw_task, response, context = chunk.task.raw_task, chunk.task.rollout_args.get("max_tokens"), model.max_model_len
+    prompt = next((raw_task[name] for name in ("messages", "prompt") if raw_task.get(name) is not None), "")
+    response = response if isinstance(response, int) else context
     return chunk.repeat_times * min(len(str(prompt)) // CHARACTERS + response, context)
 
 
