@@ -8,6 +8,7 @@ from support.fake_model import FakeModel
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer import runner
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.sources import reasoning_gym_taskset
@@ -214,6 +215,57 @@ def test_plain_methods_run_in_a_thread_and_async_ones_on_the_loop() -> None:
     assert one.reward == 1.0
     assert threads[0] is not threading.main_thread()
     assert threads[1] is threading.main_thread()
+
+
+def test_an_episode_that_is_cut_off_is_closed_once_its_step_has_ended() -> None:
+    log, goes_on, closed = [], threading.Event(), threading.Event()
+
+    class Slow(Countdown):
+        def step(self, response: str) -> Any:
+            log.append("step begins")
+            goes_on.wait(10)
+            log.append("step ends")
+            return super().step(response)
+
+        def close(self) -> None:
+            log.append("close")
+            closed.set()
+
+    async def main() -> None:
+        task = Task("multi_turn", {"prompt": "go"}, workflow_args={"environment": Slow})
+        attempt = await WorkflowRunner(ExplorerConfig(), FakeModel()).attempt(task, [0], 0.05)
+        assert isinstance(attempt.errors[0], TimeoutError)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "CANCEL_GRACE_SECONDS", 0.05)
+        asyncio.run(main())
+    goes_on.set()
+    assert closed.wait(10)
+    assert log == ["step begins", "step ends", "close"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_judged_of_the_last_response_may_be_plain_or_async(is_async: bool) -> None:
+    threads: list[threading.Thread] = []
+
+    class Loud(Countdown):
+        def final_text(self, text: str) -> str:
+            threads.append(threading.current_thread())
+            return text.upper()
+
+    class AsyncLoud(Loud):
+        async def final_text(self, text: str) -> str:  # type: ignore[override]
+            return super().final_text(text)
+
+    task = Task(
+        "multi_turn",
+        {"prompt": "go"},
+        workflow_args={"environment": AsyncLoud if is_async else Loud},
+        reward_fn=lambda response, task: float(response == "STOP"),
+    )
+    _, (one,) = played(answering("stop"), task)
+    assert one.reward == 2.0  # the environment's, and the function's
+    assert (threads[0] is threading.main_thread()) is is_async
 
 
 @pytest.mark.parametrize(

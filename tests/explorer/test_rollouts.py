@@ -80,7 +80,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, state: Any, pending: PendingSteps
     """An explorer that syncs every third step, resumed and then evaluated after `global_step` optimizer steps."""
     monkeypatch.setattr(SyncPolicy, "weights", lambda _: WeightStream.of([("w", torch.full((1,), global_step))]))
     config = ExplorerConfig(batch_size=1, repeat_times=1, sync_interval=3, eval_interval=1)
-    source, heldout = (TaskSource(Taskset(SUMS, name=name), "simple", "contains_digits") for name in ("sums", "heldout"))
+    source, heldout = (
+        TaskSource(Taskset(SUMS, name=name), "simple", "contains_digits") for name in ("sums", "heldout")
+    )
     explorer = Explorer(config, [FakeModel()], source, [heldout])
     if state is not None:
         explorer.load_state_dict(state)

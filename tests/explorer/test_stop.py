@@ -279,7 +279,8 @@ def test_evaluations_between_rare_syncs_do_not_change_what_a_resumed_run_rolls_o
         return Run(folder, sync_interval=3, eval_interval=1)
 
     whole = rarely(tmp_path / "whole").fit()
-    assert [row["sample/model_version/mean"] for row in rows(whole.folder) if row["reward/mean"]] == ["0.0", "1.0", "2.0"]
+    versions = [row["sample/model_version/mean"] for row in rows(whole.folder) if row["reward/mean"]]
+    assert versions == ["0.0", "1.0", "2.0"]
     for where, name in ((lambda run: run.policy, "_accumulate"), (lambda run: run.explorer, "_run")):
         run = rarely(tmp_path)
         breaks(where(run), name, 2)  # the second item; then, after an evaluation, the rollouts of the second step

@@ -151,6 +151,21 @@ def test_results_are_text_or_json_and_cut_to_a_length() -> None:
     assert one.messages[2]["content"] == "x" * 10 + "... (cut)"
 
 
+def test_what_a_plain_tool_returns_is_awaited_if_it_can_be() -> None:
+    async def later(text: str) -> str:
+        return text.upper()
+
+    def decorated(text: str) -> Any:
+        """Says it louder, a moment later.
+
+        Args:
+            text: what to say
+        """
+        return later(text)
+
+    assert asyncio.run(make_tool(decorated).call({"text": "a"}, 5.0)) == "A"
+
+
 def test_a_run_that_never_answers_ends_after_max_turns_and_its_call_is_no_answer() -> None:
     model = ToolModel(*[call_of("calculate", expression="5")] * 2)
     _, (one,) = used(model, tools=[PATH], max_turns=2)
@@ -207,6 +222,10 @@ def without_hints(x):  # type: ignore[no-untyped-def]
         ({"tools": ["my_tools.search"]}, "tool 'my_tools.search': cannot import"),
         ({"tools": [f"{PATH.rpartition('.')[0]}.calculat"]}, "Did you mean 'calculate'"),
         ({"tools": ["math.pi"]}, "cannot be called"),
+        (
+            {"tools": [{"name": PATH}]},
+            r"workflow\.args\.tools has the entry \{'name'.*give a function, or the dotted path",
+        ),
         ({"tools": [without_hints]}, "needs type hints and a docstring"),
         ({"tools": [PATH, calculate]}, "two tools are called calculate"),
         ({"tools": [PATH], "tool_timeout": 0}, "tool_timeout is 0"),

@@ -440,9 +440,7 @@ class Scheduler:
         SCORER.set(self._reward_workers)  # in the context of this asyncio task, and of those that it starts
         return await runner.run_with_retry(chunk, limit)
 
-    def _finish(
-        self, runner: RunnerWrapper, tokens: int, chunk: Chunk, scheduled: ScheduledTask, work: _Work
-    ) -> None:
+    def _finish(self, runner: RunnerWrapper, tokens: int, chunk: Chunk, scheduled: ScheduledTask, work: _Work) -> None:
         scheduled.running.discard(work)
         self._idle.append(runner)
         self._load[id(runner.model)] -= tokens

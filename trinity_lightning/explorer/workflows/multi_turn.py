@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,14 +34,15 @@ StepResult = tuple[Observation, float, bool, Mapping[str, Any]]
 
 class Environment(Protocol):
     """What a policy plays against, one instance an episode. Methods may be `async def` or plain; plain ones run in a
-    thread, never two of an instance at once.
+    thread, never two of an instance at once. It is made on the event loop: its constructor must be quick.
 
     Known entries of a step's info: "state", what distinguishes the new state from others (text, numbers, lists or
     dicts; without it the observation does) for add strategies that compare states, and "metrics", numbers of the
     episode so far.
 
-    An environment may also have `close()`, called at the end of an episode, also of one that failed, and
-    `final_text(text)`: what of the last response reward functions are to judge.
+    An environment may also have `close()`, called at the end of an episode, also of one that failed or was cut off
+    (then once the method that it was in has ended), and `final_text(text)`: what of the last response reward functions
+    are to judge.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
@@ -67,12 +69,32 @@ def resolve_environment(environment: Any) -> Callable[..., Environment]:
     return cast("Callable[..., Environment]", made_by)
 
 
-async def call(method: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
-    """The result of an environment's method, wherever it has to run."""
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments)
-    result = await run_in_thread(lambda: method(*arguments))
+async def call(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
+    """The function's result: a plain one runs in a thread, and what it returns may have to be awaited."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await run_in_thread(lambda: function(*arguments))
     return await result if inspect.isawaitable(result) else result  # type: ignore[return-value]
+
+
+class Exclusively:
+    """Calls an environment's methods, plain ones never two at once: one that was cut off goes on in its thread."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self._lock = threading.Lock()
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """What the method of that name returns."""
+        method = getattr(self.environment, name)
+        return await call(method if inspect.iscoroutinefunction(method) else self._alone(method), *arguments)
+
+    def _alone(self, method: Callable[..., T]) -> Callable[..., T]:
+        def alone(*arguments: Any) -> T:
+            with self._lock:
+                return method(*arguments)
+
+        return alone
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
@@ -168,7 +190,7 @@ class Episode:
 
 async def play(
     model: InferenceModel,
-    environment: Environment,
+    environment: Exclusively,
     task: Task,
     max_turns: int,
     tools: list[dict[str, Any]] | None = None,
@@ -180,7 +202,7 @@ async def play(
         RolloutError: the engine aborted a request, or the environment returned something else than it should.
     """
     episode = Episode(tools)
-    asked = as_messages(await call(environment.reset, task))
+    asked = as_messages(await environment.call("reset", task))
     prompt = await model.render(asked, tools)
     while True:
         try:
@@ -198,21 +220,18 @@ async def play(
         prompt = await model.render(asked, tools, turn.token_ids)
 
 
-async def _take_turn(environment: Environment, completion: Completion, asked: list[Message]) -> Turn:
+async def _take_turn(environment: Exclusively, completion: Completion, asked: list[Message]) -> Turn:
     if completion.finish_reason == "abort":
         raise RolloutError("the engine aborted the request before its end")
-    result = await call(environment.step, completion.text)
+    name = f"{type(environment.environment).__name__}.step"
+    result = await environment.call("step", completion.text)
     if not isinstance(result, tuple) or len(result) != 4:
-        raise RolloutError(
-            f"{type(environment).__name__}.step returned {result!r}: expected (observation, reward, done, info)."
-        )
+        raise RolloutError(f"{name} returned {result!r}: expected (observation, reward, done, info).")
     observation, reward, done, info = result
     try:
         worth = float(reward)
     except (TypeError, ValueError) as error:
-        raise RolloutError(
-            f"{type(environment).__name__}.step returned reward {reward!r}: expected a number."
-        ) from error
+        raise RolloutError(f"{name} returned reward {reward!r}: expected a number.") from error
     answered = [] if done else as_messages(observation)
     return Turn(completion, asked, answered, worth, bool(done), dict(info or {}))
 
@@ -362,15 +381,17 @@ class EpisodeWorkflow(RewardedWorkflow):
             PromptTooLongError: the opening alone is longer than the context.
             RolloutError: the environment or a reward function returned something else than it should.
         """
-        environment = self.make_environment()
+        made = self.make_environment()
+        environment = Exclusively(made)
         try:
             episode = await play(self.model, environment, self.task, self.arguments.max_turns, self.tools)
         finally:
-            if close := getattr(environment, "close", None):
-                await call(close)
+            if getattr(made, "close", None):
+                await environment.call("close")
         text = episode.turns[-1].completion.text
-        final_text = getattr(environment, "final_text", None)
-        reward, metrics = await score(self.rewards, final_text(text) if final_text else text, self.task)
+        if getattr(made, "final_text", None):
+            text = await environment.call("final_text", text)
+        reward, metrics = await score(self.rewards, text, self.task)
         metrics["reward/environment"] = episode.total_reward
         if reward is not None:  # of the last response, and so of the last step
             last = episode.turns[-1]

@@ -1,21 +1,26 @@
 """An agent that calls Python functions until it answers."""
 
 import asyncio
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
-from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.conversation import OPENING, ToolCall, parse_tool_calls
 from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
-from trinity_lightning.explorer.workflows.multi_turn import Environment, EpisodeArguments, EpisodeWorkflow, StepResult
+from trinity_lightning.explorer.workflows.multi_turn import (
+    Environment,
+    EpisodeArguments,
+    EpisodeWorkflow,
+    StepResult,
+    call,
+)
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
@@ -60,10 +65,7 @@ class Tool:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                if inspect.iscoroutinefunction(self.function):
-                    result = await self.function(**arguments)
-                else:
-                    result = await run_in_thread(lambda: self.function(**arguments))
+                result = await call(partial(self.function, **arguments))
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as error:  # a tool that executes code may meet exit()
             if limit.expired():
@@ -71,7 +73,7 @@ class Tool:
             raise ToolError(f"{self.name}: {type(error).__name__}: {error}") from error
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def make_tool(entry: str | Callable[..., Any]) -> Tool:
     """A tool from a function or its dotted path; what it is for comes from its signature and docstring.
 
@@ -104,6 +106,11 @@ def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
     """
     if isinstance(entries, str) or not entries:
         raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.")
+    for entry in entries:
+        if not isinstance(entry, str) and not callable(entry):
+            raise ConfigError(
+                f"workflow.args.tools has the entry {entry!r}: give a function, or the dotted path of one alone."
+            )
     tools = [make_tool(entry) for entry in entries]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
