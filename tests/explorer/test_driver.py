@@ -21,6 +21,7 @@ from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyn
 from trinity_lightning.explorer import WorkflowRunner
 from trinity_lightning.explorer import driver as driver_module
 from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.failures import blocker_of
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
@@ -601,7 +602,7 @@ def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
     driver = Driver()
     driver.limit_blocking(0.0)
     driver.run(asyncio.sleep(0.05))
-    assert driver._watch.blocker() is None
+    assert blocker_of(driver._thread) is None
     driver.close()
 
 

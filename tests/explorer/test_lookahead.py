@@ -75,7 +75,7 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
     model = Gated()
     made = Ahead(model)
     made.rollouts._begin(1)
-    made.rollouts.run(until(lambda: model.asked == 4))
+    made.rollouts.driver.run(until(lambda: model.asked == 4))
     made.rollouts.close()
     assert made.taken == []
     assert made.explorer.step == 0
@@ -120,7 +120,7 @@ def test_a_failure_that_came_before_it_was_given_up_is_logged(caplog: pytest.Log
     made = Ahead(FakeModel(), broken)
     made.rollouts._begin(1)
     begun: Any = made.rollouts._begun
-    made.rollouts.run(until(lambda: begun.done))
+    made.rollouts.driver.run(until(lambda: begun.done))
     made.rollouts.close()
     assert "no reward today" in caplog.text
 
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_the_wait_for_rollouts_at_once() -> None:
     for wait in (made.rollouts.wait, made.rollouts.settle):
         model.asked = 0
         made.rollouts._begin(1)
-        made.rollouts.run(until(lambda: model.asked == 4))
+        made.rollouts.driver.run(until(lambda: model.asked == 4))
         made.reasons.append(SystemExit("enough"))
         with pytest.raises(SystemExit, match="enough"):
             wait()

@@ -90,7 +90,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, state: Any, pending: PendingSteps
     sync: Any = rollouts.sync
     sync.policy = SimpleNamespace(policy=None)
     sync._synchronizer = SimpleNamespace(
-        sync=lambda: rollouts.run(explorer.sync_weight(sync._sending)) or {}, drill_scale=None
+        sync=lambda: rollouts.driver.run(explorer.sync_weight(sync._sending)) or {}, drill_scale=None
     )
     try:
         rollouts.prepare(taken)

@@ -447,7 +447,8 @@ def test_cancelling_a_task_cancels_its_runs() -> None:
         (
             "info",
             None,
-            r"Scripted(Repeatable)?\.run: info of an Experience was set to None: it must be of type dict.*info=\{\}",
+            r"Scripted(Repeatable)?\.run: info of an Experience was set to None: "
+            r"it must be of type dict, at least info=\{\}",
         ),
         ("metrics", None, r"metrics of an Experience was set to None.*metrics=\{\}"),
         ("metrics", [0.5], r"metrics of an Experience was set to \[0.5\]"),

@@ -16,16 +16,13 @@ if TYPE_CHECKING:
     from trinity_lightning.explorer.scheduler import Scheduler as Scheduler
     from trinity_lightning.explorer.scheduler import TaskWrapper as TaskWrapper
 
-_MODULES = {
-    "Explorer": "explorer",
-    "ExplorerCallback": "callback",
-    "RunnerWrapper": "scheduler",
-    "Scheduler": "scheduler",
-    "Status": "runner",
-    "TaskSource": "explorer",
-    "TaskWrapper": "scheduler",
-    "WorkflowRunner": "runner",
+_NAMES = {
+    "callback": ["ExplorerCallback"],
+    "explorer": ["Explorer", "TaskSource"],
+    "runner": ["Status", "WorkflowRunner"],
+    "scheduler": ["RunnerWrapper", "Scheduler", "TaskWrapper"],
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

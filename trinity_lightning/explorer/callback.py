@@ -116,17 +116,11 @@ class ExplorerCallback(StopCheckpoint):
             engine.bind(policy.policy)
         self._step = 0
         super().on_fit_start(trainer, pl_module)
+        memory, interrupted = _host_memory(trainer) if self._offload else None, partial(self.reason, trainer)
         self._running = rollouts = _rollouts_class(self.explorer.config)(
-            self.explorer,
-            self._pending,
-            self._synchronizer,
-            policy,
-            self._versions,
-            _host_memory(trainer) if self._offload else None,
-            interrupted=lambda: self.reason(trainer),
-            watcher=self._watcher,
+            self.explorer, self._pending, self._synchronizer, policy, self._versions, memory, interrupted, self._watcher
         )
-        rollouts.run(data.prepare())
+        rollouts.driver.run(data.prepare())
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -218,8 +218,10 @@ class Driver:
 
     def _is_stuck(self) -> bool:
         """Whether there is no point in waiting for the loop."""
+        from trinity_lightning.explorer.failures import blocker_of
+
         silent = self._watch.silent()
-        return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and self._watch.blocker() is not None)
+        return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and blocker_of(self._thread) is not None)
 
 
 class LoopTask(Generic[T]):
@@ -311,9 +313,3 @@ class LoopWatch:
             log_block(self._thread, silent)
         if silent > self.fail_after:
             refuse_block(self._thread, silent, self.why)
-
-    def blocker(self) -> str | None:
-        """What the loop is busy with; None while it waits."""
-        from trinity_lightning.explorer.failures import blocker_of
-
-        return blocker_of(self._thread)

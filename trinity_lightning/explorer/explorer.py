@@ -34,7 +34,7 @@ Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, flo
 
 
 class Watcher(Protocol):
-    """Is shown a run while it goes on, and does nothing with it unless a method says what."""
+    """Observes a run while it goes on; every method may be overridden, and does nothing by default."""
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """The experiences of a step, or of an evaluation on the named taskset."""
@@ -47,7 +47,7 @@ class Watcher(Protocol):
 
 
 class _Nobody(Watcher):
-    pass
+    """Leaves every method as it is."""
 
 
 NOBODY = _Nobody()
@@ -158,7 +158,7 @@ class StepRollouts:
         if not tasks:
             return None
         experiences = await self._try(tasks)
-        report_failures(f"explore step {self.step}", self._statuses, len(tasks), len(experiences))
+        report_failures(f"explore step {self.step}", self._statuses, len(tasks), not experiences)
         return experiences
 
     async def __call__(self, tasks: int) -> list[Experience]:
@@ -173,16 +173,15 @@ class StepRollouts:
                 break
             tried = len(self._statuses)
             experiences = await self._try(more)
-            log_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
+            report_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
             if experiences:
                 return experiences
         return []
 
     def metrics(self) -> dict[str, float]:
         """What the step scheduled, lost and got, refills included."""
-        return rollout_metrics(self._statuses, self._unshaped, self._tried, self._seconds) | {
-            "rollout/refill_tasks": float(max(self._tried - self.tasks, 0))
-        }
+        refill_tasks = {"rollout/refill_tasks": float(max(self._tried - self.tasks, 0))}
+        return rollout_metrics(self._statuses, self._unshaped, self._tried, self._seconds) | refill_tasks
 
     async def _try(self, tasks: list[Task]) -> list[Experience]:
         start = time.perf_counter()
@@ -196,22 +195,14 @@ class StepRollouts:
         return experiences
 
 
-def log_failures(what: str, statuses: Sequence[Status], tasks: int) -> Counter[str | None]:
-    """Log why tasks failed, each reason once; how many failed for it."""
-    reasons = Counter(status.message for status in statuses if not status.ok)
-    for reason, count in reasons.items():
+def report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
+    """Log why tasks failed, each reason once; if they gave `nothing` at all, raise what `refuse_nothing` says."""
+    for reason, count in Counter(status.message for status in statuses if not status.ok).items():
         logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
-    return reasons
+    if nothing:
+        from trinity_lightning.explorer.failures import refuse_nothing
 
-
-def report_failures(what: str, statuses: Sequence[Status], tasks: int, experiences: int) -> None:
-    """Log why tasks failed; RolloutError if they gave no experience at all."""
-    reasons = log_failures(what, statuses, tasks)
-    if experiences > 0:
-        return
-    from trinity_lightning.explorer.failures import refuse_nothing
-
-    refuse_nothing(what, statuses, tasks, reasons)
+        refuse_nothing(what, statuses, tasks)
 
 
 class Explorer:
@@ -301,19 +292,17 @@ class Explorer:
 
         The first error is raised at the end, the others are logged.
         """
-        errors: list[BaseException] = []
-        try:
-            self.engines.leave()
-        except Exception as error:
-            errors.append(error)
         # The runners first: they still talk to the engines.
-        errors += filter(None, await asyncio.gather(self._scheduler.stop(), return_exceptions=True))
+        ended = await asyncio.gather(self._leave(), self._scheduler.stop(), return_exceptions=True)
         freed = await asyncio.gather(*(model.shutdown() for model in self._engines()), return_exceptions=True)
-        errors += filter(None, freed)
+        errors = [error for error in [*ended, *freed] if error is not None]
         for error in errors[1:]:
             logger.warning("this did not end as it should either: %s: %s", type(error).__name__, error)
         if errors:
             raise errors[0]
+
+    async def _leave(self) -> None:
+        self.engines.leave()
 
     def _engines(self) -> list[HeldModel]:
         return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
@@ -322,9 +311,13 @@ class Explorer:
 
     async def explore(self) -> str:
         """Explore steps until the taskset is exhausted, with evaluations and syncs as they are due; why it ended."""
-        from trinity_lightning.explorer.without_trainer import explore
-
-        await explore(self)
+        if self.step == 0 and self.config.eval_on_startup and self.evaluates:
+            await self.eval()
+        while await self.explore_step():
+            if self.need_sync():
+                await self.sync_weight()
+            if self.need_eval():
+                await self.eval()
         return f"the taskset '{self._source.name}' is exhausted after {self.step} explore steps"
 
     async def explore_step(self) -> bool:
@@ -406,7 +399,7 @@ class Explorer:
             finally:
                 await self._scheduler.drop(batch)  # nothing will take what is left
             experiences = [experience for status in statuses for experience in status.eval_experiences]
-            report_failures(f"evaluation '{source.name}'", statuses, len(tasks), len(experiences))
+            report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences)
             self.metrics |= evaluation_metrics(source.name, experiences)
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
@@ -423,9 +416,12 @@ class Explorer:
         Args:
             checkpoints: explore step and weights of each; None for the weights that the engines have.
         """
-        from trinity_lightning.explorer.without_trainer import benchmark
-
-        return await benchmark(self, checkpoints)
+        results = {}
+        for step, weights in [(self.step, None)] if checkpoints is None else checkpoints:
+            if weights is not None:
+                await self.engines.send(weights, step)
+            results[step] = await self.eval(step)
+        return results
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Never
@@ -21,22 +21,21 @@ logger = logging.getLogger(__name__)
 _FEW = 3  # different errors of reward functions that a message shows
 
 
-def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int, reasons: Iterable[str | None]) -> Never:
-    """RewardError: all of them failed by their reward functions; RolloutError: they failed otherwise.
+def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
+    """Raise RewardError if all tasks failed in their reward functions, RolloutError if they failed otherwise.
 
     Args:
         what: the step, in words.
         statuses: how its tasks ended, those that did.
         tasks: how many there were.
-        reasons: why they failed, each once.
     """
     nothing = f"{what}: none of its {tasks} tasks gave an experience"
     if statuses and all(map(fails_by_reward, statuses)):
         errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
         more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
         raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}")
-    why = "; ".join(str(reason) for reason in reasons) or "No task finished in time: raise explorer.max_timeout."
-    raise RolloutError(f"{nothing}. {why}")
+    reasons = dict.fromkeys(str(status.message) for status in statuses) or ["They were given up."]
+    raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
 
 
 def no_engine(model: object) -> ConfigError:

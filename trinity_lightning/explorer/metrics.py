@@ -14,7 +14,7 @@ from trinity_lightning.explorer.runner import Status, mean_metrics
 def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
     """The rewards of each task's runs, without those that are no finite number; of several steps the last one's."""
     return {
-        task: [e.reward for e in map(last_step, runs_of(group)) if e.reward is not None and is_valid_reward(e.reward)]
+        task: [reward for run in runs_of(group) if is_valid_reward(reward := last_step(run).reward)]
         for task, group in group_by(experiences, "task").items()
     }
 
@@ -23,8 +23,7 @@ def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[f
     """By taskset and index of the task (`info["task_index"]`), the mean of its runs' valid rewards and their number."""
     rewards: dict[str, dict[int, list[float]]] = {}
     for experience in map(last_step, runs_of(experiences)):
-        origin = experience.info.get("task_index")
-        if origin is not None and experience.reward is not None and is_valid_reward(experience.reward):
+        if (origin := experience.info.get("task_index")) is not None and is_valid_reward(experience.reward):
             rewards.setdefault(origin["taskset_id"], {}).setdefault(origin["index"], []).append(experience.reward)
     return {
         taskset: {index: (statistics.fmean(values), len(values)) for index, values in tasks.items()}
@@ -49,9 +48,8 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         metrics["reward/mean"] = statistics.fmean(rewards)
     means = mean_metrics(experiences)
     metrics |= {f"{name}/mean": mean for name, mean in means.items() if name.startswith("reward/")}
-    metrics |= spread("response_length", responses)
-    metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
-    return metrics
+    prompts = [float(e.prompt_length) for e in experiences]
+    return metrics | spread("response_length", responses) | spread("prompt_length", prompts)
 
 
 def rollout_metrics(
@@ -137,7 +135,7 @@ def expected_best(values: Sequence[float], m: int) -> float:
 def _measured(run: Sequence[Experience]) -> dict[str, float]:
     """The reward of a rollout, which is its last step's, and the means of its metrics."""
     reward = last_step(run).reward
-    measured = {_REWARD: reward} if reward is not None and is_valid_reward(reward) else {}
+    measured = {_REWARD: reward} if is_valid_reward(reward) else {}
     return measured | {name: value for name, value in mean_metrics(run).items() if math.isfinite(value)}
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -57,7 +57,6 @@ class TrainablePolicy(Protocol):
 
     def check_trainable(self) -> None:
         """Raise what keeps it from being trained; called before an engine is loaded."""
-        ...
 
     def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
         """Columns that are computed once a step, before it is trained on."""
@@ -205,9 +204,6 @@ class SyncPolicy:
 # -- rollouts ---------------------------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
-
-
 @dataclass
 class PendingSteps:
     """Explore steps that were asked for and are not trained on yet: what of rollouts is in checkpoints.
@@ -252,7 +248,7 @@ class TrainingRollouts(Watcher):
     def prepare(self, sink: Sink) -> None:
         """Load the engines, start the runners, and connect engines and trainer."""
         self._engines_turn()
-        self.run(self.explorer.prepare(sink, self.sync.weights, self))
+        self.driver.run(self.explorer.prepare(sink, self.sync.weights, self))
         keep_sigterm()  # at once: engines may take a while to connect
         self.driver.limit_blocking(self.explorer.config.max_timeout)
         self.sync.join()
@@ -263,10 +259,6 @@ class TrainingRollouts(Watcher):
             self.driver.end(self.explorer.shutdown())
         finally:
             self.driver.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; see `Driver.run`."""
-        return self.driver.run(coroutine)
 
     def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
         """Have the experiences of a step ready: wait for those begun ahead, or roll them out now; metrics."""
@@ -284,11 +276,11 @@ class TrainingRollouts(Watcher):
         self._engines_turn()
         if self.explorer.step >= self.pending.target:  # no rollouts are to be done again with the weights they had
             self.explorer.engines.forget_restored()
-        return self.sync.sync(global_step) | self.run(self.explorer.eval(step))
+        return self.sync.sync(global_step) | self.driver.run(self.explorer.eval(step))
 
     def trainers_turn(self) -> None:
         """Before the trainer computes: give it the memory that it shares with the engines in turns, if any."""
-        self.run(self.explorer.engines.sleep())
+        self.driver.run(self.explorer.engines.sleep())
         if self.host_memory is not None:
             self.host_memory.come_back()
 
@@ -296,12 +288,12 @@ class TrainingRollouts(Watcher):
         """Before the engines compute: the same the other way round."""
         if self.host_memory is not None:
             self.host_memory.leave()
-        self.run(self.explorer.engines.wake_up())
+        self.driver.run(self.explorer.engines.wake_up())
 
     def _roll_out(self, target: int, global_step: int) -> None:
         """Explore the steps up to and with `target` now; the first has the metrics of the sync before them."""
         self._engines_turn()
-        self.run(self._explore(target, self.sync.sync_if_due(global_step)))
+        self.driver.run(self._explore(target, self.sync.sync_if_due(global_step)))
 
     async def _explore(self, target: int, metrics: dict[str, float] | None = None) -> None:
         """Explore steps up to and with `target`, the first with these metrics; a ConfigError if no task is left.

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -141,14 +142,13 @@ class _BoundWorkflow:
         self.run = run
         workflow_class = resolve_workflow(task.workflow)
         self.view = self._bind(runner, runner.model, sampling=task.rollout_args, trained=not task.is_eval)
-        views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models)]
+        self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models)]
         self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
         if self.is_blocking:
             from trinity_lightning.explorer.models.blocking import BlockingModel
 
-            views = [BlockingModel(view) for view in views]
-        self.views = views
-        self.workflow: Workflow = workflow_class(task=task, model=views[0], auxiliary_models=views[1:])
+            self.views = [BlockingModel(view) for view in self.views]
+        self.workflow: Workflow = workflow_class(task=task, model=self.views[0], auxiliary_models=self.views[1:])
 
     def _bind(self, runner: WorkflowRunner, model: InferenceModel, **settings: Any) -> BoundModel:
         identity = {"batch": self.task.batch_id, "task": self.task.task_id, "run": self.run}
@@ -160,18 +160,17 @@ class _BoundWorkflow:
         try:
             experiences = await self._results(runs)
         except PartialFailure as failure:
-            experiences, errors = failure.experiences, {**failure.errors}
+            experiences = failure.experiences
+            errors |= failure.errors
             if not errors.keys() <= set(runs):  # the workflow numbers its runs otherwise: which failed is not known
                 raise next(iter(errors.values())) from None
         others = [run for run in runs if run not in errors]
         experiences = self._tagged(experiences, others)
         known = {experience.eid.run for experience in experiences}
         if len(known) > 1 or len(experiences) < len(others):  # else they may be of all: see `_number_steps`
-            errors |= dict.fromkeys(set(others) - known, self._without_experience())
+            lost = RolloutError(f"{type(self.workflow).__name__}.run returned no experience")
+            errors |= dict.fromkeys(set(others) - known, lost)
         return Attempt(experiences, errors)
-
-    def _without_experience(self) -> RolloutError:
-        return RolloutError(f"{type(self.workflow).__name__}.run returned no experience")
 
     async def _results(self, runs: list[int]) -> list[Experience]:
         if self.workflow.repeatable:
@@ -190,8 +189,6 @@ class _BoundWorkflow:
                 raise RolloutError(f"{name} asked for n > 1 responses, which are other runs' too: ask for one a run")
         if not isinstance(experiences, list) or not all(isinstance(item, Experience) for item in experiences):
             raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
-        if not experiences:
-            raise self._without_experience()
         return experiences
 
     def _tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
@@ -304,13 +301,8 @@ def _kind(result: object) -> str:
 
 def _consecutive(runs: Sequence[int]) -> list[list[int]]:
     """The runs, ascending, cut into stretches without a gap: [0, 1, 4] -> [[0, 1], [4]]."""
-    stretches: list[list[int]] = []
-    for run in runs:
-        if stretches and run == stretches[-1][-1] + 1:
-            stretches[-1].append(run)
-        else:
-            stretches.append([run])
-    return stretches
+    stretches = itertools.groupby(enumerate(runs), lambda placed: placed[1] - placed[0])  # the same within each
+    return [[run for _, run in stretch] for _, stretch in stretches]
 
 
 async def _end(instances: list[asyncio.Task[Attempt]]) -> None:

@@ -365,9 +365,7 @@ class Scheduler:
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
-            logger.warning(
-                "batch %s: %d tasks are finished, %d are given up.", batch_id, len(statuses), len(batch.unfinished)
-            )
+            logger.warning("batch %s: %d tasks finished, %d given up.", batch_id, len(statuses), len(batch.unfinished))
             await self._drop([batch])
         else:
             self._forget_empty([batch])
