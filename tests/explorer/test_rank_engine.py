@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RankError, RolloutError
-from trinity_lightning.explorer.distributed import ENGINES, EngineFollower, RankWeights, ServedEngine
+from trinity_lightning.explorer.distributed import ENGINES, EngineFollower, RankWeights
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
@@ -57,12 +58,10 @@ def apart() -> Apart:
 def follow(port: int) -> None:
     """What a rank does that waits for rank 0."""
     ranks = met(1, port)
-    engine = apart()
-    engine.bind(model := tiny_model())
-    served = ServedEngine(engine, ranks, model, CPU)
-    served.start()
+    follower: Any = EngineFollower(lambda _: apart())
+    follower.listen(apart(), ranks, tiny_model(), CPU)
     ranks.exchange(None, patient=True, at="the end")
-    served.close()
+    follower.teardown(None, None, "fit")
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +198,8 @@ def test_an_engine_that_does_not_end_leaves_the_trained_model_or_the_error_of_th
     hook: str, argument: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     follower: Any = EngineFollower(lambda _: apart())
-    follower._served = ServedEngine(apart(), Ranks(1, 2), None, CPU)
+    ranks: Any = SimpleNamespace(serve=None, beat=lambda: None, exchange=lambda *_, **__: None)
+    follower.listen(apart(), ranks, tiny_model(), CPU)
 
     async def fail(self: Apart) -> None:
         raise RuntimeError("it hangs on")

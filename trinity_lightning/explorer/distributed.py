@@ -149,7 +149,7 @@ class RankEngines(L.Callback):
 
 
 class EngineFollower(ExplorerFollower):
-    """As ExplorerFollower, with an engine that rolls out for rank 0 whenever this rank waits for it.
+    """As ExplorerFollower, with an engine that computes for rank 0 on the main thread whenever that waits for rank 0.
 
     Args:
         make: makes the engine.
@@ -158,72 +158,53 @@ class EngineFollower(ExplorerFollower):
     def __init__(self, make: Callable[[EngineConfig], Engine]) -> None:
         super().__init__()
         self._make = make
-        self._served: ServedEngine | None = None
+        self._listening = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen to rank 0, which asks for the engine to be loaded."""
+        """Learn the engine's knobs from rank 0, which asks for the engine to be loaded."""
         ranks: Any = ranks_of(trainer)
         engine = self._make(ranks.exchange(None, patient=True, at=ENGINES)[0])
-        engine.bind(policy_of(pl_module).policy)
-        self._served = ServedEngine(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
-        self._served.start()
+        self.listen(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """End the engine."""
-        self._close()
+    def listen(self, engine: Engine, ranks: Ranks, model: Any, device: torch.device) -> None:
+        """Listen to rank 0, and tell it where.
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """End the engine."""
-        self._close()
-
-    def _close(self) -> None:
-        """Free the engine; an error of that is logged: the trained model, or the run's own error, matters more."""
-        served, self._served = self._served, None
-        if served is not None:
-            try:
-                served.close()
-            except Exception as error:
-                logger.warning("the engine did not end as it should: %s: %s", type(error).__name__, error)
-
-
-def follower_of(config: TrainConfig, folder: Path) -> ExplorerFollower:
-    """What takes part in the explore steps of rank 0, on a rank of its own; `folder`: the run's."""
-    if config.engine.per_rank:
-        return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
-    return ExplorerFollower()
-
-
-class ServedEngine:
-    """A rank's engine, which computes on its main thread while that waits for rank 0.
-
-    Args:
-        engine: what rolls out.
-        ranks: this rank among the others.
-        model: the policy.
-        device: where it is trained.
-    """
-
-    def __init__(self, engine: Engine, ranks: Ranks, model: Any, device: torch.device) -> None:
+        Args:
+            engine: what rolls out.
+            ranks: this rank among the others.
+            model: the policy.
+            device: where it is trained.
+        """
         self._engine, self._ranks, self._model, self._device = engine, ranks, model, device
+        engine.bind(model)
         self._answers = EngineAnswers(engine)
-        self._driver = Driver([engine])
-
-    def start(self) -> None:
-        """Listen to rank 0, and tell it where."""
-        ranks = self._ranks
+        self._driver, self._listening = Driver([engine]), True
         path = self._driver.run(self._answers.listen())
         self._driver.start(self._beats())
         self._serve_others, ranks.serve = ranks.serve, self._serve
         ranks.meanwhile = self._compute
         ranks.exchange(path, at=ENGINES)
 
-    def close(self) -> None:
-        """Free the engine; requests under way fail."""
-        self._ranks.meanwhile = None
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Free the engine."""
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Free the engine."""
+        self._close()
+
+    def _close(self) -> None:
+        """Requests under way fail; an error is logged: the trained model, or the run's own error, matters more."""
+        if not self._listening:
+            return
+        self._ranks.meanwhile, self._listening = None, False
         try:
-            self._driver.end(self._answers.close())
-        finally:
-            self._driver.close()
+            try:
+                self._driver.end(self._answers.close())
+            finally:
+                self._driver.close()
+        except Exception as error:
+            logger.warning("the engine did not end as it should: %s: %s", type(error).__name__, error)
 
     def _compute(self) -> None:
         self._driver.pump(LOOK_SECONDS)
@@ -258,3 +239,10 @@ class ServedEngine:
             tensor = torch.empty(shapes[name], dtype=dtype, device=device)
             _spread(tensor, name, self._ranks)
             yield name, tensor
+
+
+def follower_of(config: TrainConfig, folder: Path) -> ExplorerFollower:
+    """What takes part in the explore steps of rank 0, on a rank of its own; `folder`: the run's."""
+    if config.engine.per_rank:
+        return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
+    return ExplorerFollower()
