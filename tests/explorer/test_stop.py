@@ -404,7 +404,7 @@ def test_an_error_while_saving_leaves_the_one_that_ended_the_run(
     with pytest.raises(TornError):
         run.fit()
     assert "the checkpoint could not be written: ZeroDivisionError" in caplog.text
-    assert "The last checkpoint before it stands. Resume with" in caplog.text
+    assert "The previous checkpoint is intact. Resume with" in caplog.text
     assert not run.checkpoint.exists()
 
 

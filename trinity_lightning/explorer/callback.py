@@ -44,7 +44,7 @@ class ExplorerCallback(StopCheckpoint):
     Args:
         explorer: what to run.
         synchronizer: how weights reach the engines and how that is checked.
-        folder, command: as of `StopCheckpoint`.
+        folder, command: see `StopCheckpoint`.
         watcher: shown the run while it goes on.
         offload: whether masters and moments are in the host's memory while the engines generate.
 
@@ -151,7 +151,7 @@ class ExplorerCallback(StopCheckpoint):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate the untrained policy, then fill: a resumed run may not come by `on_train_epoch_start`."""
+        """Evaluate the untrained policy, then fill: Lightning may skip `on_train_epoch_start` when it resumes."""
         super().on_train_start(trainer, pl_module)
         self._end_step(trainer)  # the step before, if a run stopped within its end
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:

@@ -29,7 +29,7 @@ from trinity_lightning.sync.stream import Shape, WeightStream, parameter_stream
 logger = logging.getLogger(__name__)
 
 ENGINES, TAKE, WEIGHT, TAKEN = "engines", "take_weights", "a weight for engines", "weights in all engines"
-LOOK_SECONDS = 0.005  # a rank that waits for rank 0 looks so often whether it came, or has requests
+LOOK_SECONDS = 0.005  # how often a waiting rank checks whether rank 0 has arrived or has requests
 
 # -- ranks other than 0 ------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class ExplorerFollower(L.Callback):
             data_of(trainer).storage.clear()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As ExplorerCallback: a resumed run may not come by `on_train_epoch_start`."""
+        """As ExplorerCallback: Lightning may skip `on_train_epoch_start` when it resumes."""
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -111,7 +111,7 @@ class RankWeights:
 
 
 def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:
-    """Make a contiguous tensor that of rank 0, on all ranks."""
+    """Copy rank 0's values into this contiguous tensor of every rank."""
     data = tensor.view(-1).view(torch.uint8)
     ranks.wait(lambda limit: ranks.group.broadcast(data, 0, limit), name, data.device)
 

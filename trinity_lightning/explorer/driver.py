@@ -78,7 +78,7 @@ class Driver:
     def call_later(self, function: Callable[[], None]) -> None:
         """From any thread: have the main thread call this once its wait, the present or the next one, has a result.
 
-        What is left then is called by `close`. So an error of such a call takes the place of no other.
+        What is left then is called by `close`. An error raised by such a call therefore never hides another error.
         """
         self._later.append(function)
 
@@ -86,7 +86,7 @@ class Driver:
         """The coroutine's result. An exception of its own is raised here.
 
         Ctrl-C and `interrupted` cancel the coroutine, let it clean up (cancelled requests are aborted in their
-        engines), and are raised then; if it ended all the same, `interrupted` waits for the next run.
+        engines), and are then raised; if the coroutine finished anyway, the next run raises what `interrupted` returns.
         """
         return self.wait(self.start(coroutine), interruptible)
 
@@ -177,7 +177,7 @@ class Driver:
             self._loop.close()
 
     def pump(self, seconds: float, task: "LoopTask[Any] | None" = None) -> None:
-        """Do a piece of what each engine has to do; if there is nothing, wait so long for it, or for the task."""
+        """Do a piece of each engine's work; if there is none, wait up to `seconds` for work or for the task to end."""
         self._wake.clear()  # before looking: what happens from here on sets it again
         self._collect()
         worked = [engine.pump() for engine in self._engines]

@@ -34,7 +34,7 @@ Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, flo
 
 
 class Watcher(Protocol):
-    """Observes a run while it goes on; every method may be overridden, and does nothing by default."""
+    """Observes a run while it goes on; every method is optional, and does nothing by default."""
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """The experiences of a step, or of an evaluation on the named taskset."""

@@ -68,7 +68,7 @@ class StopCheckpoint(L.Callback):
 
     Args:
         folder: where the checkpoint goes; None: with those of ModelCheckpoint.
-        command: asked then for what resumes the run on the command line, to be pasted; None: it has no such command.
+        command: called when the run stops; returns the command line that resumes it, or None if there is none.
 
     Attributes:
         ctrl_c: how often it was pressed.

@@ -70,8 +70,9 @@ class RolloutsAhead(TrainingRollouts):
         self._settle(math.inf)
 
     def settle_shortly(self, seconds: float) -> None:
-        """Wait a little: rollouts that end are in the checkpoint, a resumed run does the others. But for a second
-        Ctrl-C nothing else ends this wait.
+        """Wait for `seconds`: rollouts finished by then go into the checkpoint, a resumed run does the others again.
+
+        Only a second Ctrl-C ends the wait early.
         """
         logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", seconds)
         self.driver.hurry()

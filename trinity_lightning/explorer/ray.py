@@ -293,7 +293,7 @@ def _actor_class() -> Any:
 
 
 def _sendable(task: Task) -> bytes:
-    """A pickle of the task; what it names is looked up here, where all that this program registered is known."""
+    """A pickle of the task; names are resolved here, because only this process has the program's registrations."""
     rewards = None if task.reward_fn is None else resolve_rewards(task.reward_fn)
     return _pickled(
         replace(task, workflow=resolve_workflow(task.workflow), reward_fn=rewards),

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
 
-GRACE_SECONDS = 6.0  # that engines have beyond `sync_timeout` if several ranks train: one that hangs is named first
+# Extra seconds for engines if several ranks train: a rank that hangs is reported before the engines' own time-out.
+GRACE_SECONDS = 6.0
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before
 
 
@@ -69,7 +70,7 @@ class TrainablePolicy(Protocol):
 
 @dataclass
 class WeightVersions:
-    """The versions of the trainer's weights: what of weight syncs is in checkpoints.
+    """The versions of the trainer's weights: the part of the weight syncs' state that checkpoints hold.
 
     A version is the number of explore steps that changed the weights: one without an optimizer step adds nothing, and
     one that warms up a critic alone counts.
@@ -206,7 +207,7 @@ class SyncPolicy:
 
 @dataclass
 class PendingSteps:
-    """Explore steps that were asked for and are not trained on yet: what of rollouts is in checkpoints.
+    """Explore steps that were asked for and are not trained on yet: the part of the rollouts that checkpoints hold.
 
     Attributes:
         target: the last step that was asked for.

@@ -228,7 +228,8 @@ class _BoundWorkflow:
 def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> None:
     """Give the experiences of a run the steps 0, 1, ... in their order, if they have none of their own.
 
-    If a repeatable workflow gives the experiences of several runs one run id, they stay: their runs are not known.
+    If a repeatable workflow gives the experiences of several runs one run id, they are left as they are: which run each
+    of them belongs to is unknown.
     """
     by_run = group_by(experiences, "run")
     if len(by_run) == 1 < len(runs):
@@ -240,7 +241,7 @@ def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> Non
 
 
 def _make_ids_unique(experiences: Sequence[Experience]) -> None:
-    """Give experiences of one run and step suffixes of their own: what was trained on is noted by the whole id."""
+    """Give experiences that share run and step different suffixes: what was trained on is noted by the whole id."""
     seen: set[str] = set()
     for experience in experiences:
         if experience.eid.uid in seen:

@@ -230,7 +230,7 @@ class Scheduler:
         ConfigError: no engine, or one that Ray runners cannot use.
     """
 
-    _times: "TaskTimes | None" = None  # what time-outs follow, if they follow how long tasks take
+    _times: "TaskTimes | None" = None  # durations that time-outs follow; only with dynamic_timeout
     _reward_workers: "RewardWorkers | None" = None  # processes that reward functions run in, if any are asked for
 
     def __init__(

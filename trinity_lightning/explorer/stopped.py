@@ -20,7 +20,7 @@ def save_stopped(trainer: Any, before: BeforeItem, folder: Path | None, command:
     Args:
         trainer: Lightning's.
         before: where it stood before the item under way.
-        folder: as of `StopCheckpoint`.
+        folder: see `StopCheckpoint`.
         command: what resumes the run on the command line; None: there is none.
     """
     where = folder or getattr(trainer.checkpoint_callback, "dirpath", None)
@@ -46,9 +46,9 @@ def _resume(path: Path, command: str | None) -> str:
 
 
 def _earlier(path: Path, command: str | None) -> str:
-    """What to go on with if nothing was saved now; nothing if there is none."""
+    """How to resume from the previous checkpoint; empty if there is none."""
     checkpoints = checkpoints_in(path.parent)
-    return f"The last checkpoint before it stands. {_resume(checkpoints[-1], command)}" if checkpoints else ""
+    return f"The previous checkpoint is intact. {_resume(checkpoints[-1], command)}" if checkpoints else ""
 
 
 def _cut_short(trainer: Any, before: BeforeItem) -> bool:

@@ -177,7 +177,7 @@ class SimpleWorkflow(RewardedWorkflow):
 
     @classmethod
     def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
-        """As of every workflow; built-in ones without settings have one argument, one's own may read others."""
+        """See `RewardedWorkflow`; built-in ones without settings have one argument, one's own may read others."""
         built_in = cls.__module__.startswith(f"{__package__}.")
         for name in workflow_args if built_in and cls.arguments_class is None else ():
             if name != "system_prompt":
