@@ -274,6 +274,10 @@ def test_what_is_judged_of_the_last_response_may_be_plain_or_async(is_async: boo
         (None, "step returned None: expected (observation, reward, done, info)"),
         (("a", 1.0, False), "expected (observation, reward, done, info)"),
         (("a", None, False, {}), "step returned reward None: expected a number."),
+        (
+            ("a", 1.0, False, {"metrics": {"verdict": "good"}}),
+            "step returned metric 'verdict' 'good': expected a number.",
+        ),
         ((5, 1.0, False, {}), "observation is int: expected text or messages"),
         (([{"content": "a"}], 1.0, False, {}), "observation is list"),
     ],

@@ -117,7 +117,7 @@ class Run:
         sampling = SamplingConfig(max_tokens=8)
         source = TaskSource(Taskset.addition(), "simple", even, sampling)
         heldout = TaskSource(Taskset(HELDOUT, name="heldout"), "simple", even, sampling)
-        settings = {"eval_interval": 2, "sync_offset": offset} | explorer
+        settings: dict[str, Any] = {"eval_interval": 2, "sync_offset": offset} | explorer
         config = ExplorerConfig(batch_size=TASKS, repeat_times=REPEATS, eval_on_startup=False, **settings)
         config.max_retry_times = 0
         self.explorer = Explorer(config, [Elsewhere()], source, [heldout])

@@ -177,7 +177,7 @@ class Episode:
             "context_overflow": float(self.overflowed),
         }
         for turn in self.turns:
-            own |= {str(name): float(value) for name, value in turn.info.get("metrics", {}).items()}
+            own |= turn.info.get("metrics", {})
         return own
 
     def messages(self) -> list[Message]:
@@ -227,13 +227,21 @@ async def _take_turn(environment: Exclusively, completion: Completion, asked: li
     result = await environment.call("step", completion.text)
     if not isinstance(result, tuple) or len(result) != 4:
         raise RolloutError(f"{name} returned {result!r}: expected (observation, reward, done, info).")
-    observation, reward, done, info = result
-    try:
-        worth = float(reward)
-    except (TypeError, ValueError) as error:
-        raise RolloutError(f"{name} returned reward {reward!r}: expected a number.") from error
+    observation, reward, done, given = result
+    info = dict(given or {})
+    worth = _number(f"{name} returned reward", reward)
+    if "metrics" in info:
+        values = info["metrics"].items()
+        info["metrics"] = {str(each): _number(f"{name} returned metric '{each}'", value) for each, value in values}
     answered = [] if done else as_messages(observation)
-    return Turn(completion, asked, answered, worth, bool(done), dict(info or {}))
+    return Turn(completion, asked, answered, worth, bool(done), info)
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"{what} {value!r}: expected a number.") from error
 
 
 def single_experience(episode: Episode) -> Experience:
