@@ -155,7 +155,7 @@ class _BoundWorkflow:
         return BoundModel(model, run_seed=runner.config.seed, **identity, **settings)
 
     async def attempt(self, runs: list[int]) -> Attempt:
-        """Run the workflow, for all of `runs` at once if it repeats itself; a run without an experience has failed."""
+        """Run the workflow, for all of `runs` at once if it repeats itself, which may then leave runs out on purpose."""
         errors: dict[int, BaseException] = {}
         try:
             experiences = await self._results(runs)
@@ -164,13 +164,9 @@ class _BoundWorkflow:
             errors |= failure.errors
             if not errors.keys() <= set(runs):  # the workflow numbers its runs otherwise: which failed is not known
                 raise next(iter(errors.values())) from None
-        others = [run for run in runs if run not in errors]
-        experiences = self._tagged(experiences, others)
-        known = {experience.eid.run for experience in experiences}
-        if len(known) > 1 or len(experiences) < len(others):  # else they may be of all: see `_number_steps`
-            lost = RolloutError(f"{type(self.workflow).__name__}.run returned no experience")
-            errors |= dict.fromkeys(set(others) - known, lost)
-        return Attempt(experiences, errors)
+        if not experiences and not errors:
+            raise RolloutError(f"{type(self.workflow).__name__}.run returned no experience")
+        return Attempt(self._tagged(experiences, [run for run in runs if run not in errors]), errors)
 
     async def _results(self, runs: list[int]) -> list[Experience]:
         if self.workflow.repeatable:
