@@ -155,7 +155,7 @@ class _BoundWorkflow:
         return BoundModel(model, run_seed=runner.config.seed, **identity, **settings)
 
     async def attempt(self, runs: list[int]) -> Attempt:
-        """Run the workflow, for all of `runs` at once if it repeats itself, which may then leave runs out on purpose."""
+        """Run the workflow, for all of `runs` at once if it repeats itself; it may then leave some out on purpose."""
         errors: dict[int, BaseException] = {}
         try:
             experiences = await self._results(runs)
