@@ -347,7 +347,7 @@ def test_an_engine_with_the_trainers_weights_is_sent_none() -> None:
     ],
 )
 def test_servers_of_auxiliary_models_are_counted_or_named(overrides: tuple[str, ...], counted: bool) -> None:
-    found = planned(*overrides, "+auxiliary_models.judge.model=smollm2")
+    found = planned(*overrides, "workflow=judge", "+auxiliary_models.judge.model=smollm2")
     assert ("auxiliary models" in found.shares[0].memory.training) is counted
     assert ("auxiliary_models.judge" in found.assumed) is not counted
 

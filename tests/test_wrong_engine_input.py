@@ -13,7 +13,7 @@ from support.compose import composed
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.engines import SENT
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.evaluate import _send_as_folder
+from trinity_lightning.evaluate import _without_training
 
 CORES = len(os.sched_getaffinity(0))
 SERVER = ("engine=vllm_server",)
@@ -63,7 +63,7 @@ REFUSED = {
     # weights without a file
     "a folder of what needs none": (
         (*SERVER, "synchronizer=nccl", "synchronizer.folder=w"),
-        "synchronizer.folder is of synchronizer=checkpoint, not of synchronizer=nccl",
+        "synchronizer.folder belongs to synchronizer=checkpoint, not to synchronizer=nccl",
     ),
     "a second weight transfer": (
         (*SERVER, "synchronizer=nccl", "+engine.args.weight_transfer_config={backend: ipc}"),
@@ -127,20 +127,20 @@ REFUSED = {
     "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), r"engine.gpus is \[-1\]"),
     "URLs of an engine of this process": (
         (URLS,),
-        "engine.urls is of engine=vllm_server, and engine=vllm does not read it",
+        "engine.urls belongs to engine=vllm_server, and engine=vllm ignores it",
     ),
-    "servers of an engine of this process": (("engine.servers=2",), "engine.servers is of engine=vllm_server"),
-    "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus is of engine=vllm_server"),
-    "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores is of engine=vllm_server"),
+    "servers of an engine of this process": (("engine.servers=2",), "engine.servers belongs to engine=vllm_server"),
+    "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus belongs to engine=vllm_server"),
+    "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores belongs to engine=vllm_server"),
     "a cache of another engine": (
         ("engine=transformers", "engine.kv_cache_gb=3"),
-        "engine.kv_cache_gb is of vLLM, and engine=transformers does not read it: leave the key out",
+        "engine.kv_cache_gb belongs to vLLM, and engine=transformers ignores it: leave the key out",
     ),
     "vLLM's arguments for another engine": (
         ("engine=transformers", "+engine.args.enforce_eager=true"),
-        "engine.args is of vLLM, and engine=transformers",
+        "engine.args belongs to vLLM, and engine=transformers",
     ),
-    "a dtype of the training model's own": (("engine=transformers", "engine.dtype=fp32"), "engine.dtype is of vLLM"),
+    "a dtype of the training model's own": (("engine=transformers", "engine.dtype=fp32"), "engine.dtype belongs to vLLM"),
     "older weights than the training model's own": (
         ("engine=transformers", "explorer.sync_interval=2"),
         "explorer.sync_interval is 2, and engine=transformers generates with the training model itself",
@@ -166,18 +166,18 @@ REFUSED = {
     ),
     "n-grams of servers elsewhere": ((*SERVER, URLS, "engine.speculative=4"), "engine.speculative"),
     "no n-grams": (("engine.speculative=0",), "engine.speculative is 0; give a whole number of 1 or more"),
-    "n-grams without an engine": (("engine=transformers", "engine.speculative=4"), "engine.speculative is of vLLM"),
-    "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep is of engine=vllm.*vllm_server"),
+    "n-grams without an engine": (("engine=transformers", "engine.speculative=4"), "engine.speculative belongs to vLLM"),
+    "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep belongs to engine=vllm.*vllm_server"),
     "sleep without a GPU": (("engine.sleep=always",), "vLLM sleeps on a GPU only.*leave it auto"),
-    "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder is of .*not of engine=vllm"),
+    "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder belongs to .*not to engine=vllm"),
     # auxiliary models
     "a key without an endpoint": (
         (JUDGE, "+auxiliary_models.judge.api_key_env=HOME"),
-        "auxiliary_models.judge.api_key_env is of an endpoint",
+        "auxiliary_models.judge.api_key_env belongs to an endpoint",
     ),
     "an engine of an endpoint": (
         (*ENDPOINT, "+auxiliary_models.judge.engine.max_model_len=64"),
-        "auxiliary_models.judge.engine is of a server that is started here, and https://api.example.com/v1 is there",
+        "auxiliary_models.judge.engine describes a server that is started here, and https://api.example.com/v1 runs already",
     ),
     "a judge without a context": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),
@@ -379,11 +379,118 @@ def test_ipc_wants_the_trainers_gpu(
 @pytest.mark.parametrize("method", SENT)
 def test_an_evaluation_sends_weights_as_a_folder(method: str) -> None:
     config = configured(*SERVER, f"synchronizer={method}")
-    _send_as_folder(config)
+    _without_training(config)
     assert config.synchronizer.method == "auto"
-    validate(config)
+    validate(config, trains=False)
     with pytest.raises(ConfigError, match=r"engine.urls their weights as a folder: set synchronizer=checkpoint"):
-        _send_as_folder(configured(*NCCL, URLS))
+        _without_training(configured(*NCCL, URLS))
+
+
+OF_TRAINING = {
+    "rollouts ahead": ("+recipe=one_step_off_policy", "engine=vllm"),
+    "rollouts ahead by the training model": ("+recipe=one_step_off_policy", "engine=transformers"),
+    "older weights": ("explorer.sync_interval=2", "engine=transformers"),
+    "no core for the trainer": (*AHEAD, f"engine.cpu_cores={CORES}"),
+    "shares of the policy": ("trainer=fsdp2", "engine=transformers"),
+    "several machines": ("trainer=ddp", "trainer.devices=2", "+trainer.num_nodes=2", "engine.per_rank=true"),
+    "a section left out": ("~explorer",),
+    "no room for training rollouts": ("engine.max_model_len=64", "eval_sampling.max_tokens=8"),
+}
+
+
+@pytest.mark.parametrize("case", OF_TRAINING)
+def test_an_evaluation_is_not_refused_by_rules_of_training(case: str) -> None:
+    """It is one process, in which nothing trains, whatever the recipe says."""
+    config = configured(*OF_TRAINING[case])
+    _without_training(config)
+    run = validate(config, trains=False)
+    assert not run.explorer.samples_older_weights
+
+
+def test_an_evaluation_has_its_gpus_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = configured(*SERVER, "engine.gpus=[1,2]", "trainer=ddp", "trainer.devices=4")
+    _without_training(config)
+    validate(config, trains=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((URLS,), "engine.urls "),
+        (("engine.servers=2",), "engine.servers "),
+        (("engine=vllm_server", f"engine.cpu_cores={CORES + 1}"), "engine.cpu_cores is"),
+        (("eval_sampling.max_tokens=1024",), "eval_sampling.max_tokens .* leaves no room"),
+        (("eval_workflow=judge",), "eval_workflow=judge asks auxiliary model 0, and there are 0"),
+    ],
+)
+def test_an_evaluation_of_a_recipe_without_rollouts_generates(arguments: tuple[str, ...], message: str) -> None:
+    sft = ("+recipe=sft", "buffer.path=org/data")
+    validate(configured(*sft), trains=False)
+    with pytest.raises(ConfigError, match=message):
+        validate(configured(*sft, *arguments), trains=False)
+
+
+ON_ANY_MACHINE = {
+    "rollouts ahead": ("explorer.sync_offset=1",),
+    "older weights": ("engine=transformers", "explorer.sync_interval=2"),
+    "servers of an engine of this process": ("engine.servers=4",),
+    "adapters that there are not": ("synchronizer.lora=adapter",),
+    "weights by another way": ("synchronizer=nccl",),
+    "a judge that is not there": ("workflow=judge",),
+    "a judge that nothing asks": (JUDGE,),
+    "servers there and to be started": (*SERVER, URLS, "engine.servers=2"),
+    "a socket for workers elsewhere": ELSEWHERE,
+    "workers that cannot reach the engine": ("explorer.runner=ray",),
+    "a second weight transfer": (*SERVER, "synchronizer=nccl", "+engine.args.weight_transfer_config={backend: ipc}"),
+    "the trainer's GPU for servers": (*SERVER, "synchronizer=nccl", "engine.gpus=[0]"),
+    "GPU to GPU from a CPU": (*SERVER, "synchronizer=nccl", "engine.gpus=[1]", "trainer=cpu"),
+    "another GPU than the trainer's": (*SERVER, "synchronizer=ipc", "engine.gpus=[1]"),
+    "GPUs that train": (*SERVER, "trainer=ddp", "trainer.devices=4", "engine.gpus=[2,3]"),
+    "GPUs that cannot be shared out": (*SERVER, "engine.servers=2", "engine.gpus=[1,2,3]"),
+    "a number of GPUs that is none": (*SERVER, "engine.gpus=[1]", "+engine.args.tensor_parallel_size=two"),
+    "several devices within a process": ("+engine.args.tensor_parallel_size=2",),
+    "n-grams twice": ("engine.speculative=4", "+engine.args.speculative_config={method: ngram}"),
+    "n-grams with min_p": ("engine.speculative=4", "eval_sampling.min_p=0.1"),
+}
+
+
+@pytest.mark.parametrize("case", ON_ANY_MACHINE)
+def test_a_plan_refuses_what_its_run_would_on_any_machine(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(*ON_ANY_MACHINE[case])
+    with pytest.raises(ConfigError) as of_the_plan:
+        validate(config, here=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError) as of_the_run:
+        validate(config)
+    assert str(of_the_plan.value)[:60] == str(of_the_run.value)[:60]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("engine.speculative=4",),
+        ("engine.sleep=always",),
+        ("trainer=gpu",),
+        ("trainer=ddp", "trainer.devices=64", "+trainer.num_nodes=8", *SERVER, "engine.gpus=[64]"),
+        ("trainer=ddp", *SERVER, "engine.gpus=[1]"),  # of how many GPUs, nobody knows here
+        (*SERVER, "synchronizer=nccl", "engine.gpus=[1]"),
+        (*SERVER, "synchronizer=ipc"),
+        (*SERVER, f"engine.cpu_cores={CORES + 1}"),
+        (*SERVER, "explorer.runner=ray", f"explorer.runner_per_model={8 * CORES + 1}"),
+        ("workflow=judge", JUDGE, "+auxiliary_models.judge.engine.gpus=[7]"),
+        ("workflow=judge", *ENDPOINT, "+auxiliary_models.judge.api_key_env=NO_SUCH_KEY"),
+    ],
+)
+def test_a_plan_is_not_refused_for_what_this_machine_lacks(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    validate(configured(*arguments), here=False)
 
 
 def test_nccl_wants_vllm_for_its_sending_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from support.compose import composed
 from support.runs import TWO, RunTrain, environment
@@ -20,7 +21,7 @@ from support.runs import TWO, RunTrain, environment
 from trinity_lightning.build import instantiate
 from trinity_lightning.common.model_memory import CPU_TOKENS
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import check_anywhere, validate
+from trinity_lightning.config.checks import validate
 from trinity_lightning.config.explain import explain
 from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.registry import import_object
@@ -28,6 +29,7 @@ from trinity_lightning.config.schema import typed_config
 from trinity_lightning.config.trainer import check_launched
 from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.evaluate import evaluation_dir
 from trinity_lightning.train import check, check_models, check_objective
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
@@ -175,7 +177,7 @@ REFUSED = {
     "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
     "a place that nothing is kept in": (
         ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
-        ["buffer.path and buffer.url are of what is read", "leave them out"],
+        ["buffer.path and buffer.url are places to read from", "leave them out"],
     ),
     "a dataset without a path": (["+recipe=dpo"], ["buffer.path=FILE"]),
     "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], ["no file or folder 'pairs.jsonl'"]),
@@ -412,11 +414,11 @@ REFUSED = {
     ),
     "an engine in each of one process": (
         ["+recipe=grpo", "engine.per_rank=true"],
-        ["engine.per_rank is of several devices", "choose trainer=ddp or fsdp2"],
+        ["engine.per_rank is for several devices", "choose trainer=ddp or fsdp2"],
     ),
     "an engine in each process of two machines": (
         ["+recipe=grpo", "trainer=ddp", "+trainer.num_nodes=2", "engine.per_rank=true"],
-        ["engine.per_rank is of processes on one machine", "trainer.num_nodes is 2", "engine=vllm_server"],
+        ["engine.per_rank is for processes on one machine", "trainer.num_nodes is 2", "engine=vllm_server"],
     ),
     "adapters for an engine in each process": (
         ["+recipe=lora", "trainer=ddp", "engine.per_rank=true", "synchronizer.lora=adapter"],
@@ -424,7 +426,7 @@ REFUSED = {
     ),
     "servers in each process": (
         ["+recipe=grpo", "engine=vllm_server", "trainer=ddp", "engine.per_rank=true"],
-        ["engine.per_rank is of engine=transformers or vllm, and engine=vllm_server does not read it"],
+        ["engine.per_rank belongs to engine=transformers or vllm, and engine=vllm_server ignores it"],
     ),
     "a strategy over trainer=ddp": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy=fsdp"],
@@ -436,7 +438,7 @@ REFUSED = {
     ),
     "a size of what has one": (
         ["+recipe=grpo", "taskset=dataset", "taskset.path=org/name", "taskset.size=5"],
-        ["taskset.size is of taskset.source=reasoning_gym, not dataset", "taskset.split='train[:100]'"],
+        ["taskset.size belongs to taskset.source=reasoning_gym, not to dataset", "taskset.split='train[:100]'"],
     ),
     "a split of what has none": (
         ["+recipe=grpo", "taskset=reasoning_gym", "taskset.split=test"],
@@ -604,6 +606,10 @@ REFUSED = {
         ["asks auxiliary model 0, and there are 0", "+auxiliary_models.teacher.model=FOLDER"],
     ),
     "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
+    "a loss of a mixture that is no name": (
+        ["+recipe=mix", "explorer.sync_interval=2", "+algorithm.policy_loss.args.usual={a: 1}"],
+        ["argument 'usual' of policy loss 'mix' is {'a': 1}; give a name."],
+    ),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
 }
 
@@ -648,8 +654,8 @@ def test_help_that_nobody_reads_ends_in_silence() -> None:
 
 
 def test_a_plan_refuses_an_engine_in_every_process_where_only_one_trains() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.per_rank is of several devices"):
-        check_anywhere(composed("+recipe=grpo", "model=tiny", "engine.per_rank=true"))
+    with pytest.raises(ConfigError, match=r"engine\.per_rank is for several devices"):
+        validate(composed("+recipe=grpo", "model=tiny", "engine.per_rank=true"), here=False)
 
 
 def test_an_estimate_without_a_weight_is_refused_of_a_run_alone() -> None:
@@ -752,6 +758,33 @@ def unread_keys(*arguments: str) -> str:
     finally:
         HydraConfig.instance().cfg = None
     return ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        ("sft", ["engine.max_model_len=64"]),  # which sampling.max_tokens would not leave room for
+        ("sft", ["~add_strategy"]),
+        ("offline", ["sampling.max_tokens=8", "engine.max_model_len=64"]),
+        ("ppo", ["buffer=file", "algorithm.critic=null", "algorithm.optimizer_steps=1", "algorithm.inner_epochs=1"]),
+    ],
+)
+def test_without_rollouts_nothing_is_asked_of_what_is_not_read(
+    recipe: str, arguments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "step_1.trxp").touch()
+    (tmp_path / "examples.jsonl").touch()
+    place = tmp_path / "examples.jsonl" if recipe == "sft" else tmp_path
+    command = (f"+recipe={recipe}", "model=tiny", f"buffer.path={place}", *arguments)
+    assert unread_keys(*command) == ""
+    validate(composed(*command))
+
+
+def test_a_critic_without_rollouts_or_a_strategy_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "step_1.trxp").touch()
+    config = composed("+recipe=ppo", "model=tiny", "buffer=file", f"buffer.path={tmp_path}", "~add_strategy")
+    with pytest.raises(ConfigError, match=r"algorithm.critic learns from the rewards of rollouts"):
+        validate(config)
 
 
 @pytest.mark.parametrize("taught", [TAUGHT, BY_SAMPLED_TOKENS, [*BY_SAMPLED_TOKENS, "+workflow.args.teacher=teacher"]])
@@ -952,13 +985,17 @@ def test_a_critics_checkpoint_is_not_resumed_without_one(run_train: RunTrain, tm
         assert "Traceback" not in done.stdout
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    folders = {compose._new_folder(tmp_path / "grpo" / "2026-11-21_12-00-00") for _ in range(3)}
-    assert sorted(folder.name[19:] for folder in folders) == ["", "~2", "~3"]
+def test_runs_and_evaluations_of_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compose, "datetime", Mock(now=lambda: datetime(2026, 11, 21, 12)))
+    runs = [Path(compose.run_dir(str(tmp_path), "grpo", None)) for _ in range(3)]
+    assert [folder.name[19:] for folder in runs] == ["", "~2", "~3"]
+    evaluations = [Path(evaluation_dir(str(tmp_path), "grpo")) for _ in range(2)]
+    assert [folder.name[19:] for folder in evaluations] == ["", "~2"]
+    assert {folder.parent for folder in evaluations} == {tmp_path / "grpo" / "evaluate"}
 
 
-def test_a_plugin_of_hydra_that_is_missing_names_its_extra() -> None:
-    error = MissingConfigException("not found", "hydra/sweeper/optuna", [])
-    assert explain(error) == (
-        "hydra/sweeper=optuna is a plugin that is not installed: pip install 'trinity-lightning[sweep]'."
-    )
+def test_the_name_of_an_evaluation_is_no_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"name: '\.\./x' cannot be a folder's name"):
+        evaluation_dir(str(tmp_path), "../x")

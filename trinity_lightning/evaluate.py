@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
@@ -70,30 +69,38 @@ def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
     return (0 if numbers else 1, numbers, path.name)
 
 
-def _send_as_folder(config: DictConfig) -> None:
-    """An evaluation is no sync: checkpoints reach servers as a folder, also if training sends without one."""
-    if config.synchronizer.method in SENT:
+def _without_training(config: DictConfig) -> None:
+    """Leave out what only training needs: an evaluation is one process, which gives checkpoints to servers as folders.
+
+    Raises:
+        ConfigError: servers that run already would have to see such a folder.
+    """
+    if OmegaConf.select(config, "synchronizer.method") in SENT:
         if config.engine.urls and config.synchronizer.folder is None:
             raise ConfigError(
                 "an evaluation gives the servers of engine.urls their weights as a folder: set synchronizer=checkpoint "
                 "and synchronizer.folder to one that they see."
             )
         config.synchronizer.method = "auto"
+    for key, default in {"explorer.sync_interval": 1, "explorer.sync_offset": 0, "engine.per_rank": False}.items():
+        if OmegaConf.select(config, key) is not None:  # its section may have been left out
+            OmegaConf.update(config, key, default)
+    if isinstance(config.trainer, DictConfig):
+        with open_dict(config.trainer):
+            for key in ("strategy", "devices", "num_nodes"):
+                config.trainer.pop(key, None)
 
 
 def evaluation_dir(root: str, name: str) -> str:
-    """A folder for an evaluation, which Hydra makes."""
-    folder = Path(root) / name / "evaluate" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if not folder.exists():
-        compose.begun.add(folder.resolve())
-    return str(folder)
+    """A new folder for an evaluation; a ConfigError as of `config.hydra.run_dir`."""
+    return compose.run_dir(root, name, None, "evaluate")
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
-        _send_as_folder(config)
+        _without_training(config)
         check_models(validate(config, trains=False))
         check_targets(config)
         evaluate(config)

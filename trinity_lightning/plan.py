@@ -13,12 +13,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import check_anywhere
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check_models, check_objective
+from trinity_lightning.train import check
 
 if TYPE_CHECKING:
     from trinity_lightning.planner import RunPlan
@@ -73,9 +72,7 @@ def plan(config: DictConfig) -> "RunPlan":
         raise ConfigError(f"plan is {config.plan!r}, and has keys: give plan.device={config.plan}.")
     with open_dict(config):
         asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
-    run = check_anywhere(config)
-    check_models(run)
-    check_objective(run)
+    check(config, here=False)
     from trinity_lightning.planner import plan_run
 
     return plan_run(config, asked)

@@ -38,14 +38,14 @@ def train(config: DictConfig) -> "L.Trainer":
     return run.trainer
 
 
-def check(config: DictConfig) -> None:
-    """Refuse what cannot work, before anything is loaded.
+def check(config: DictConfig, here: bool = True) -> None:
+    """Refuse what cannot work on this machine, or, if not `here`, on any; before anything is loaded.
 
     Raises:
         ConfigError: names the key and the fix.
     """
-    run = validate(config)
-    if config.ckpt_path is not None:
+    run = validate(config, here=here)
+    if here and config.ckpt_path is not None:
         from trinity_lightning.config.checkpoints import check_checkpoint
 
         check_checkpoint(config)

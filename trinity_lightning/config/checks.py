@@ -33,45 +33,32 @@ from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 
 
-def validate(config: DictConfig, trains: bool = True) -> TrainConfig:
+def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> TrainConfig:
     """The typed configuration, checked before anything heavy is imported.
 
     Args:
-        trains: False of an evaluation, which is one process, whatever the recipe trains with.
+        trains: False for an evaluation: it generates, whatever the recipe trains on, but nothing to train on.
+        here: False for the plan of a run on another machine: what this machine lacks is not refused.
 
     Raises:
         ConfigError: names the key and the fix.
         OmegaConfBaseException: a value is missing.
     """
-    run = check_anywhere(config)
-    if run.buffer.has_rollouts:
-        _check_rollouts(run, config.trainer or {})
-    elif run.buffer.storage == "file":
-        from trinity_lightning.config.stored import check_steps
-
-        check_steps(Path(run.buffer.path or ""))
-    if _has_own_trainer(config):
-        from trinity_lightning.config.trainer import check_devices
-
-        check_devices(config.trainer or {}, trains)
-    return run
-
-
-def check_anywhere(config: DictConfig) -> TrainConfig:
-    """The typed configuration, checked for what cannot work on any machine; errors as of `validate`."""
     _check_keys(config, "")
     _restore_left_out(config)
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_seed(config.seed)  # before explorer.seed, which follows it
-    run = typed_config(config)
+    run, trainer = typed_config(config), config.trainer or {}
     check_model_name(run.model.name)
     if run.model.name not in BUILT_IN_MODELS:
         from trinity_lightning.config.own_models import check_trainable
 
         check_trainable(run.model.name)
-    _check_weighing(run)
-    if run.algorithm.critic is not None or "critic" in [each.name for each in run.add_strategy.values()]:
+    rollouts = run.buffer.has_rollouts
+    if rollouts:
+        _check_weighing(run)
+    if run.algorithm.critic is not None or (rollouts and "critic" in [each.name for each in run.add_strategy.values()]):
         from trinity_lightning.config.objectives import check_critic
 
         check_critic(run)
@@ -80,19 +67,21 @@ def check_anywhere(config: DictConfig) -> TrainConfig:
         from trinity_lightning.config.objectives import check_expert
 
         check_expert(run)
-    if run.buffer.has_rollouts and (run.auxiliary_models or run.operators):
+    if rollouts and (run.auxiliary_models or run.operators):
         from trinity_lightning.config.auxiliary_models import check_teachers  # an option
 
         check_teachers(run)
-    _check_sampling(run)
-    if _has_own_trainer(config):
+    _check_sampling(run, trains)
+    if _has_own_trainer(config) or run.engine.per_rank:
         from trinity_lightning.config.trainer import check_trainer
 
-        check_trainer(run, config.trainer or {})
-    if run.buffer.has_rollouts and run.engine.per_rank:
-        from trinity_lightning.config.trainer import check_engines_of_ranks
+        check_trainer(run, trainer, here)
+    if rollouts or not trains:
+        _check_rollouts(run, trainer, here)
+    elif here and run.buffer.storage == "file":
+        from trinity_lightning.config.stored import check_steps
 
-        check_engines_of_ranks(run, config.trainer or {})
+        check_steps(Path(run.buffer.path or ""))
     return run
 
 
@@ -109,7 +98,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
             from trinity_lightning.config.explain import unknown_key
 
             raise ConfigError(unknown_key(name, fields))
-        if name in FREE and isinstance(node[key], str):  # `logger: csv` in a recipe
+        if name in FREE and not isinstance(node[key], DictConfig | None):  # `logger: csv` in a recipe
             from trinity_lightning.config.explain import choice_of
 
             raise ConfigError(choice_of(name))
@@ -186,8 +175,11 @@ def _check_training(run: TrainConfig) -> None:
         )
 
 
-def _check_sampling(run: TrainConfig) -> None:
-    for name in ("sampling", "eval_sampling"):
+def _check_sampling(run: TrainConfig, trains: bool) -> None:
+    """Refuse sampling that leaves no room for a prompt, where it is read; and what no engine should draw."""
+    stored = run.buffer.storage != "dataset"
+    read = {"sampling": trains and stored, "eval_sampling": run.buffer.has_rollouts or not trains}
+    for name in filter(read.get, read):
         if (most := getattr(run, name).max_tokens) >= run.engine.max_model_len:
             raise ConfigError(
                 f"{name}.max_tokens ({most}) leaves no room for a prompt in engine.max_model_len "
@@ -210,12 +202,12 @@ def _has_own_trainer(config: DictConfig) -> bool:
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------
 
 
-def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
-    """Refuse engines, runners and models that are not there, or do not go together."""
+def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) -> None:
+    """Refuse engines, runners and models that do not go together, or, for a run here, are not there."""
     can, sent = capabilities_of(run.engine.name), run.synchronizer.method in SENT
-    if can.is_vllm and not run.engine.urls:
+    if here and can.is_vllm and not run.engine.urls:
         require_vllm()
-    _check_engine(run, can)
+    _check_engine(run, can, here)
     if run.synchronizer.method != "auto" or run.synchronizer.folder is not None:
         from trinity_lightning.config.servers import check_synchronizer
 
@@ -227,7 +219,7 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
     if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or sent:
         from trinity_lightning.config.servers import check_servers
 
-        check_servers(run, can, trainer)
+        check_servers(run, can, trainer, here)
     models = list(run.auxiliary_models)
     workflow_arguments(run.workflow.name, run.workflow.args, models)
     if run.eval_workflow is not None:
@@ -238,7 +230,7 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
         check_asked(run)
 
 
-def _check_engine(run: TrainConfig, can: Capabilities) -> None:
+def _check_engine(run: TrainConfig, can: Capabilities, here: bool) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
     engine, label = run.engine, f"engine={run.engine.name}"
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
@@ -252,7 +244,7 @@ def _check_engine(run: TrainConfig, can: Capabilities) -> None:
     if can.is_vllm and (engine.args or engine.speculative or engine.sleep is EngineSleep.always):
         from trinity_lightning.config.servers import check_vllm
 
-        check_vllm(run, in_process=not can.overlaps_training)
+        check_vllm(run, in_process=not can.overlaps_training, here=here)
 
 
 def workflow_arguments(
@@ -274,7 +266,7 @@ def workflow_arguments(
         return dict(args)
     from trinity_lightning.config.auxiliary_models import asked_model
 
-    return {**args, key: asked_model(section, workflow, key, args.get(key, 0), models)}
+    return {**args, key: asked_model(section, workflow, args, models)}
 
 
 # -- Lightning's own objects (`trainer`, `logger`, `callbacks`) --------------------------------------------------------

@@ -58,8 +58,10 @@ def register() -> None:
 begun: set[Path] = set()  # folders of runs and evaluations of this process
 
 
-def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
+def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> str:
     """A new folder for this run; with `ckpt_path=last` the newest one of that name that holds a checkpoint.
+
+    `within` is the folder, inside that of the name, in which evaluations have theirs.
 
     Raises:
         ConfigError: nothing to resume, a name that is no folder's name, or the folder cannot be made.
@@ -67,7 +69,7 @@ def run_dir(root: str, name: str, ckpt_path: str | None) -> str:
     if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
-        return str(_new_folder(Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
+        return str(_new_folder(Path(root, name, within, datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))))
     from trinity_lightning.config.checkpoints import folder_to_resume
 
     return str(folder_to_resume(Path(root, name)))
@@ -112,7 +114,7 @@ def check_overrides(config: DictConfig) -> None:
 
 
 def check_read(config: DictConfig) -> None:
-    """Refuse keys of rollouts that the command line gives to training without any, or a recipe of one's own for it.
+    """Refuse keys about rollouts when training has no rollouts: on the command line, or in the user's own recipe.
 
     Raises:
         ConfigError: names the keys.
@@ -125,7 +127,7 @@ def check_read(config: DictConfig) -> None:
 
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
-    if trains_together(config.trainer or {}):
+    if isinstance(config.trainer, DictConfig) and trains_together(config.trainer):
         from trinity_lightning.config.trainer import check_start
 
         check_start(config, HydraConfig.get())

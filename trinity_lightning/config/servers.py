@@ -23,14 +23,14 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.trainer import gpu_count
-from trinity_lightning.config.values import AUTO, one_of, unknown_name, url
+from trinity_lightning.config.values import AUTO, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
 
 
 def check_places(engine: EngineConfig) -> None:
-    """Refuse URLs and GPUs of servers that are none; a ConfigError."""
+    """Refuse URLs that are no URLs, and GPUs that are no different numbers; a ConfigError."""
     for each in engine.urls:
         url("engine.urls", each, "http://node7:8000")
     gpus = list(engine.gpus or ())
@@ -39,14 +39,14 @@ def check_places(engine: EngineConfig) -> None:
 
 
 def check_method(synchronizer: SynchronizerConfig) -> None:
-    """Refuse a way of sending weights that there is not, and a folder that it does not write to; a ConfigError."""
+    """Refuse an unknown way of sending weights, and a folder that it does not write to; a ConfigError."""
     method, folder = synchronizer.method, synchronizer.folder
     if method == "tcp":
         raise ConfigError("synchronizer.method=tcp is no more: set synchronizer=checkpoint, or nccl between GPUs.")
     one_of("synchronizer.method", method, ("auto", "memory", "checkpoint", *SENT))
     if folder is not None and method in SENT:
         raise ConfigError(
-            f"synchronizer.folder is of synchronizer=checkpoint, not of synchronizer={method}: leave it out."
+            f"synchronizer.folder belongs to synchronizer=checkpoint, not to synchronizer={method}: leave it out."
         )
 
 
@@ -68,31 +68,36 @@ def require_ray() -> None:
 # -- what is there, and what is asked of it ----------------------------------------------------------------------------
 
 
-def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any]) -> None:
-    """Refuse servers, auxiliary models, Ray's workers and GPUs that are not there, or ask for more than there is.
+def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
+    """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work, or ask for more than there is here.
 
     Args:
         run: the configuration.
         can: what the policy's engine can do.
         trainer: the arguments of Lightning's Trainer.
+        here: whether the run is for this machine, so that what it lacks is refused.
 
     Raises:
         ConfigError: names the key and the fix.
     """
     if run.explorer.runner == "ray":
         check_engine_for_ray(f"engine={run.engine.name}", can)
-        require_ray()
-        _check_ray(run)
+        _check_reachable(run)
+        if here:
+            require_ray()
+            _check_workers(run)
     for name, model in run.auxiliary_models.items():
-        _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset)
+        _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset, here)
     if "servers" in can.keys:
-        _check_policy_servers(run)
+        _check_policy_servers(run, here)
     engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
+    there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
     for key, engine in {"engine": run.engine, **engines}.items():
         if engine.gpus:
-            check_gpus_apart(key, engine.gpus, gpus_that_train(trainer, gpu_count()), gpu_count())
+            training = gpus_that_train(trainer, there)
+            check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
-        _check_gpu_to_gpu(run.synchronizer.method, run.engine, can, trainer.get("accelerator", AUTO))
+        _check_gpu_to_gpu(run, can, trainer.get("accelerator", AUTO), gpu_count() if here else None)
 
 
 def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
@@ -106,30 +111,32 @@ def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         )
     if synchronizer.folder is not None and "checkpoint" not in methods:
         raise ConfigError(
-            f"synchronizer.folder is of synchronizer=checkpoint, not of engine={engine.name}: leave it out."
+            f"synchronizer.folder belongs to synchronizer=checkpoint, not to engine={engine.name}: leave it out."
         )
 
 
-def _check_policy_servers(run: TrainConfig) -> None:
+def _check_policy_servers(run: TrainConfig, here: bool) -> None:
     engine = run.engine
     started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
     if engine.urls and (given := engine.changed(*started)):
         raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[0]} is of servers that are started here: "
+            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
             "leave one of them out."
         )
-    _check_gpus("engine", engine, engine.servers)
-    _check_cores("engine", engine, engine.servers, run.explorer.sync_offset)
+    _check_share("engine", engine, engine.servers, run.explorer.sync_offset, here)
 
 
-def _check_gpus(key: str, engine: EngineConfig, servers: int) -> None:
+def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int, here: bool) -> None:
+    """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine does not have; a ConfigError."""
     gpus = list(engine.gpus or ())
-    if gpus and max(gpus) >= (there := gpu_count()):
+    if here and gpus and max(gpus) >= (there := gpu_count()):
         raise ConfigError(
             f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
             "CUDA_VISIBLE_DEVICES, if it is set)."
         )
     gpus_of_a_server(key, engine, servers)
+    if here:
+        _check_cores(key, engine, servers, sync_offset)
 
 
 def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = "", heads: int = 0) -> int:
@@ -142,7 +149,9 @@ def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = 
             f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
             "server takes as many."
         )
-    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
+    sizes = {each: engine.args[each] for each in PARALLEL if each in engine.args}
+    for each, size in sizes.items():
+        whole_number(f"{key}.args.{each}", size, least=1)
     if sizes and math.prod(sizes.values()) != len(gpus) // servers:
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
@@ -195,16 +204,17 @@ def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int)
         )
 
 
-def _check_gpu_to_gpu(method: str, engine: EngineConfig, can: Capabilities, accelerator: str) -> None:
+def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, there: int | None) -> None:
+    """Refuse it between devices that do not allow it, of which there are so many here; None: it is for elsewhere."""
+    method, engine = run.synchronizer.method, run.engine
     taken = [name for name in SET_BY[method] if name in engine.args]
     if taken:
         raise ConfigError(
             f"synchronizer={method} sets {taken[0]} of the servers itself: leave it out of engine.args, or take "
             "synchronizer=checkpoint."
         )
-    if method == "nccl":
+    if method == "nccl" and there is not None:
         require_vllm()  # its sending end
-    there = gpu_count()
     if there == 0 or accelerator == "cpu":
         why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
         how = "from GPU to GPU" if method == "nccl" else "within a GPU"
@@ -228,7 +238,7 @@ def _check_ipc(engine: EngineConfig) -> None:
         )
 
 
-def _check_nccl(engine: EngineConfig, can: Capabilities, there: int) -> None:
+def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> None:
     if engine.urls or "gpus" not in can.keys:  # its GPUs are not this run's to give
         return
     if there == 1:
@@ -237,19 +247,22 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int) -> None:
             "synchronizer=checkpoint."
         )
     if not engine.gpus or TRAINER_GPU in engine.gpus:
+        others = "others, such as [1]" if there is None else f"some of {list(range(1, there))}"
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
-            f"trainer's ({TRAINER_GPU}): give some of {list(range(1, there))}."
+            f"trainer's ({TRAINER_GPU}): give {others}."
         )
 
 
-def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int) -> None:
-    check_vllm_args(f"{key}.engine", model.engine, in_process=False)
-    _check_gpus(f"{key}.engine", model.engine, servers=1)
-    _check_cores(f"{key}.engine", model.engine, servers=1, sync_offset=sync_offset)
+def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int, here: bool) -> None:
+    check_vllm_args(f"{key}.engine", model.engine, in_process=False, here=here)
+    _check_share(f"{key}.engine", model.engine, 1, sync_offset, here)
+    if model.url is None:
+        check_model_name(model.model)
+    if not here:
+        return
     if model.url is None:
         require_vllm()
-        check_model_name(model.model)
     elif importlib.util.find_spec("openai") is None:
         raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
     elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
@@ -277,8 +290,8 @@ def check_engine_for_ray(engine: str, can: Capabilities) -> None:
         raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
 
 
-def _check_ray(run: TrainConfig) -> None:
-    """Refuse more workers than this machine can start, and a cluster whose machines cannot reach a server of it."""
+def _check_workers(run: TrainConfig) -> None:
+    """Refuse more of Ray's workers than this machine can start; a ConfigError."""
     explorer, engine = run.explorer, run.engine
     cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
     if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
@@ -288,10 +301,15 @@ def _check_ray(run: TrainConfig) -> None:
             f"runner_per_model={explorer.runners}) are too many for {cores} cores: give "
             f"explorer.runner_per_model={fewer}."
         )
-    if not _is_elsewhere(explorer.ray_address):
+
+
+def _check_reachable(run: TrainConfig) -> None:
+    """Refuse a Ray cluster whose machines cannot reach a server of this one; a ConfigError."""
+    address = run.explorer.ray_address
+    if not _is_elsewhere(address):
         return
-    unreachable = f"explorer.ray_address={explorer.ray_address}: workers on other machines cannot reach"
-    if not engine.urls:
+    unreachable = f"explorer.ray_address={address}: workers on other machines cannot reach"
+    if not run.engine.urls:
         raise ConfigError(
             f"{unreachable} a server that is started here, which listens on a socket of this machine: start it "
             "yourself and give engine.urls=[http://HOST:PORT]."
@@ -317,18 +335,21 @@ def _is_elsewhere(address: str | None) -> bool:
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
 
 
-def check_vllm(run: TrainConfig, in_process: bool) -> None:
+def check_vllm(run: TrainConfig, in_process: bool, here: bool) -> None:
     """Refuse settings of the policy's vLLM that cannot work with others, or on this machine; a ConfigError."""
-    check_vllm_args("engine", run.engine, in_process)
+    check_vllm_args("engine", run.engine, in_process, here)
     if run.engine.speculative and run.eval_sampling.min_p:
         raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
-    if run.engine.sleep is EngineSleep.always and not gpu_count():
+    if here and run.engine.sleep is EngineSleep.always and not gpu_count():
         raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
 
 
-def check_vllm_args(key: str, engine: EngineConfig, in_process: bool) -> None:
-    """Refuse what vLLM would do wrong, or could not do within this process; a ConfigError. `key`: of the engine."""
-    _check_speculation(key, engine)
+def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool = True) -> None:
+    """Refuse what vLLM would do wrong, here or anywhere, or could not do within this process; a ConfigError.
+
+    `key` is where the engine's section stands.
+    """
+    _check_speculation(key, engine, here)
     if in_process:
         check_one_device(engine.args)
 
@@ -351,7 +372,7 @@ def check_one_device(args: Mapping[str, Any]) -> None:
             )
 
 
-def _check_speculation(key: str, engine: EngineConfig) -> None:
+def _check_speculation(key: str, engine: EngineConfig, here: bool) -> None:
     """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
 
     With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
@@ -360,8 +381,8 @@ def _check_speculation(key: str, engine: EngineConfig) -> None:
     names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
     asked = [name for name, value in names.items() if value]
     if len(asked) > 1:
-        raise ConfigError(f"{key}.speculative is of n-grams, and {key}.args.speculative_config too: leave one out.")
-    if asked and not gpu_count():
+        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and here and not gpu_count():
         raise ConfigError(
             f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
         )

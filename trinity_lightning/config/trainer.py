@@ -33,12 +33,15 @@ NOT_OF_A_RUN = {
 }
 
 
-def check_trainer(run: TrainConfig, settings: Mapping[str, Any]) -> None:
-    """Refuse settings of `lightning.Trainer` that a run does not have, or that do not go together with its others.
+def check_trainer(run: TrainConfig, settings: Mapping[str, Any], here: bool) -> None:
+    """Refuse settings of `lightning.Trainer` that a run does not have, that do not go together with its others, or that
+    ask, of a run `here`, for devices that this machine lacks.
 
     Raises:
         ConfigError: names the setting and the fix.
     """
+    if not settings:
+        raise ConfigError("trainer has been left out, and a run needs one: choose trainer=auto.")
     for key, reason in NOT_OF_A_RUN.items():
         if settings.get(key) is not None:
             raise ConfigError(f"trainer.{key} {reason}.")
@@ -59,20 +62,24 @@ def check_trainer(run: TrainConfig, settings: Mapping[str, Any]) -> None:
         number("trainer.strategy.timeout", settings["strategy"].get("timeout", 1), above=0)
     if strategy_of(settings) == SHARDS:
         check_shards(run, settings)
+    if run.engine.per_rank and run.buffer.has_rollouts:
+        _check_engines_of_ranks(run, settings)
+    if here:
+        _check_devices(settings)
 
 
-def check_devices(settings: Mapping[str, Any], trains: bool) -> None:
-    """Refuse devices that this machine does not have, or, of a run that trains, processes; a ConfigError."""
+def _check_devices(settings: Mapping[str, Any]) -> None:
+    """Refuse devices and processes that this machine does not have; a ConfigError."""
     if settings.get("accelerator") in ("gpu", "cuda") and not gpu_count():
         raise ConfigError(
             f"trainer.accelerator is {settings['accelerator']}, and this process sees no GPU: set trainer=cpu, or auto."
         )
-    if trains and trains_together(settings):
+    if trains_together(settings):
         check_processes_here(settings)
 
 
 def refuse_devices(settings: Mapping[str, Any]) -> None:
-    """Refuse several devices that nothing joins, and strategies that would not; a ConfigError."""
+    """Refuse several devices without trainer=ddp or fsdp2, and any other strategy; a ConfigError."""
     strategy = settings.get("strategy") or AUTO
     if strategy != AUTO:
         name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
@@ -150,17 +157,13 @@ def processes_of(trainer: Mapping[str, Any]) -> int:
     return 1 if trainer.get("accelerator") == "cpu" else max(1, gpu_count())
 
 
-def check_engines_of_ranks(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
-    """Refuse an engine in every process (engine.per_rank) where only one trains, or they are not on one machine.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
+def _check_engines_of_ranks(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+    """Refuse an engine in every process where only one trains, or they are not on one machine; a ConfigError."""
     if not trains_together(trainer):
-        raise ConfigError("engine.per_rank is of several devices: choose trainer=ddp or fsdp2, or leave it out.")
+        raise ConfigError("engine.per_rank is for several devices: choose trainer=ddp or fsdp2, or leave it out.")
     if trainer.get("num_nodes", 1) > 1:
         raise ConfigError(
-            f"engine.per_rank is of processes on one machine, and trainer.num_nodes is {trainer['num_nodes']}: choose "
+            f"engine.per_rank is for processes on one machine, and trainer.num_nodes is {trainer['num_nodes']}: choose "
             "engine=vllm_server, one on each machine, by engine.urls."
         )
     if run.synchronizer.lora == "adapter":
