@@ -63,7 +63,7 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
         ),
         (
             (OWN, "engine.kv_cache_gb=1"),
-            "engine.kv_cache_gb is of vLLM, and engine=my_engine",
+            "engine.kv_cache_gb belongs to vLLM, and engine=my_engine",
         ),
         (
             (OWN, "explorer.sync_offset=1"),

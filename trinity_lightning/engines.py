@@ -116,7 +116,7 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
         config.model.dtype = _faster_or_held(trainer.get("accelerator", "auto"), checkpoint)
     config.model.dtype = weight_dtype(config.model.dtype, precision)
     if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
-        config.engine.dtype = EngineDtype(compute_dtype(config.model.dtype, precision).value)
+        config.engine.dtype = compute_dtype(config.model.dtype, precision)
 
 
 def _faster_or_held(accelerator: object, checkpoint: str | Path | None) -> WeightDtype:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.errors import MissingConfigException
 from support.compose import composed
 
 from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
-from trinity_lightning.config.checks import validate
+from trinity_lightning.config.checks import check_targets, validate
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.explain import RENAMED, _place, explain, explain_composition
-from trinity_lightning.config.hydra import CONFIG_ERRORS
+from trinity_lightning.config.hydra import CONFIG_ERRORS, check_processes
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import AlgorithmConfig
@@ -24,8 +25,15 @@ GLOBAL = "# @package _global_\n"
 def refusal(*overrides: str) -> str:
     """The sentence that refuses a run with these overrides."""
     with pytest.raises(CONFIG_ERRORS) as refused:
-        validate(composed("model=tiny", *overrides))
+        checked("model=tiny", *overrides)
     return explain(refused.value)
+
+
+def checked(*overrides: str) -> None:
+    """Compose and check as the command does, which looks at the trainer first."""
+    config = composed(*overrides)
+    check_processes(config)
+    validate(config)
 
 
 def refused_recipe(folder: Path, text: str) -> str:
@@ -67,6 +75,10 @@ def test_an_old_key_in_a_recipe_too(key: str, tmp_path: Path) -> None:
             "algorithm.inner_epochs is 'x'; give",
         ),
         (lambda: section_of("mine", AuxiliaryConfig, {"model": "x", "url": "y"}), "^mine.url: 'y' is no URL"),
+        (
+            lambda: section_of("mine", AuxiliaryConfig, {"model": "x", "engine": {"name": "vlm"}}),
+            "^mine: unknown engine 'vlm'. Did you mean 'vllm'",
+        ),
     ],
 )
 def test_a_scripts_keys_are_refused_alike(made: Callable[[], Any], message: str) -> None:
@@ -97,6 +109,8 @@ def test_a_scripts_keys_are_refused_alike(made: Callable[[], Any], message: str)
                 ("engine", "vllm_server"),
                 ("operators", "judge"),
                 ("trainer", "cpu"),
+                ("trainer", "3"),
+                ("callbacks", "3"),
             )
         ),
         (f"{GLOBAL}defaults:\n  - grop\n", "recipe/mine.yaml: unknown recipe 'grop'. Did you mean 'grpo'?"),
@@ -161,3 +175,18 @@ def test_a_recipe_that_is_not_there(name: str) -> None:
 )
 def test_an_override_that_cannot_be_read(override: str, fix: str) -> None:
     assert fix in refusal(override)
+
+
+@pytest.mark.parametrize("path", ["3", "null", "[a.b]", "{a: b}", "..x"])
+def test_a_target_that_is_no_dotted_path(path: str) -> None:
+    config = composed("+recipe=grpo", "model=tiny", "logger=csv", f"logger.csv._target_={path}")
+    with pytest.raises(ConfigError, match=r"^logger.csv._target_: "):
+        check_targets(config)
+
+
+@pytest.mark.parametrize("plugin", ["sweeper/optuna", "launcher/joblib", "launcher/ray", "launcher/submitit_slurm"])
+def test_a_plugin_of_hydra_that_is_missing_names_its_extra(plugin: str) -> None:
+    error = MissingConfigException("not found", f"hydra/{plugin}", [])
+    assert explain(error) == (
+        f"hydra/{plugin.replace('/', '=')} is a plugin that is not installed: pip install 'trinity-lightning[sweep]'."
+    )

@@ -161,7 +161,7 @@ def test_a_hub_name_is_asked_for_before_anything_is_loaded(unknowing_hub, monkey
     with pytest.raises(ConfigError, match="the hub has no model 'nobody/nothing'"):
         check_on_hub("nobody/nothing")
     check_on_hub("nobody/busy")
-    with pytest.raises(ConfigError, match=r"model.name 'org/a--b' is no name of a model on the hub"):
+    with pytest.raises(ConfigError, match=r"^model 'org/a--b' is no name of a model on the hub"):
         check_on_hub("org/a--b")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(

@@ -17,7 +17,13 @@ from trinity_lightning.config.schema import (
     SamplingConfig,
     TasksetConfig,
 )
-from trinity_lightning.config.training import AlgorithmConfig, KLConfig, OptimizerConfig, RolloutCorrectionConfig
+from trinity_lightning.config.training import (
+    AlgorithmConfig,
+    HeldOutConfig,
+    KLConfig,
+    OptimizerConfig,
+    RolloutCorrectionConfig,
+)
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -112,6 +118,11 @@ def test_a_section_refuses_the_value_however_it_is_given(section: Callable[..., 
         (AlgorithmConfig, {"max_grad_norm": "1"}, "max_grad_norm is '1'; give a finite number above 0, or null."),
         (SamplingConfig, {"top_p": 1.5}, "sampling.top_p is 1.5; give a number above 0, at most 1, or null."),
         (SamplingConfig, {"min_p": -0.5}, "sampling.min_p is -0.5; give a number from 0 to 1, or null."),
+        (HeldOutConfig, {"interval": 0}, "buffer.dataset.held_out.interval is 0; give a whole number of 1 or more."),
+        (HeldOutConfig, {"share": 5.0}, "held_out.share is 5.0; give a number above 0, at most 0.9, or null."),
+        (BufferConfig, {"reuse_limit": 0}, "buffer.reuse_limit is 0; give a whole number of 1 or more, or null."),
+        (BufferConfig, {"decay": 1.5}, "buffer.decay is 1.5; give a number above 0, at most 1."),
+        (BufferConfig, {"use_decay": 0.0}, "buffer.use_decay is 0.0; give a number above 0, at most 1."),
     ],
 )
 def test_a_script_that_gives_another_type_is_refused_too(

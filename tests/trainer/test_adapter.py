@@ -272,7 +272,7 @@ def _size(weight: Tensor) -> float:
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),
         (["synchronizer.lora=adapter"], "there is none: set model.lora.r=16"),
         (["model.lora.r=4", "+model.lora.modules_to_save=[lm_head]"], "unknown key 'model.lora.modules_to_save'"),
-        ([*ADAPTER, "engine=transformers"], "is of engine=vllm and vllm_server, not of engine=transformers"),
+        ([*ADAPTER, "engine=transformers"], "is for engine=vllm and vllm_server, not for engine=transformers"),
         ([*ADAPTER, "engine.name=my_engine.PlainEngine"], "not of engine=my_engine.PlainEngine"),
         ([*ADAPTER, *SERVER, "engine.urls=[http://node7:8000]"], "is for servers that are started here"),
         ([*ADAPTER, *SERVER, "synchronizer=nccl"], "gives servers a folder, and synchronizer=nccl sends none"),

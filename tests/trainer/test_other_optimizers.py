@@ -299,7 +299,7 @@ REFUSED = {
     "a value": ({"name": "torch.optim.SGD", "args": {"momentum": -1.0}}, "Invalid momentum value"),
     "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "argument 'weight_decay'"),
     "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "set optimizer.lr."),
-    "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps are of adamw"),
+    "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps belong to adamw"),
     "args of adamw": ({"args": {"amsgrad": True}}, "adamw has betas, eps and weight_decay"),
     "a closure": ({"name": "torch.optim.LBFGS"}, "cannot train a policy"),
     "no closure": ({"name": f"{__name__}.Bare"}, "step() got an unexpected keyword argument 'closure'"),

@@ -3,7 +3,6 @@
 Imported by the runs that have any.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from omegaconf import MISSING
 
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model
-from trinity_lightning.config.own_models import check_same_vocabulary
+from trinity_lightning.config.own_models import check_same_vocabulary, config_of
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
@@ -22,6 +21,7 @@ from trinity_lightning.config.values import unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 TEACHER_OPERATOR, TEACHER_WORKFLOW = "teacher_top_k", "on_policy_distill"  # they ask a teacher
+ASKING_OPERATORS = ("judge", TEACHER_OPERATOR)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class AuxiliaryConfig(Section):
             url("url", self.url, "http://node7:8000/v1")
             if self.engine != EngineConfig():
                 raise ConfigError(
-                    f"engine is of a server that is started here, and {self.url} is there: leave one out."
+                    f"engine describes a server that is started here, and {self.url} runs already: leave one out."
                 )
         if self.engine.urls:
             raise ConfigError("engine.urls is not read: give the endpoint as url.")
@@ -62,7 +62,7 @@ class AuxiliaryConfig(Section):
                 "that never sleeps: leave the key out, and give the knobs of its engine one by one."
             )
         if self.url is None and self.api_key_env is not None:
-            raise ConfigError("api_key_env is of an endpoint, and there is no url: give it, or leave the key out.")
+            raise ConfigError("api_key_env belongs to an endpoint, and there is no url: give it, or leave the key out.")
 
 
 def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
@@ -97,20 +97,14 @@ def auxiliary_configs(run: TrainConfig) -> dict[str, Any]:
     return configs
 
 
-def asked_model(section: str, workflow: str, key: str, asked: Any, models: Sequence[str]) -> int:
-    """The auxiliary model that a workflow asks, by its number.
-
-    Args:
-        section: what to call the workflow's section in messages.
-        workflow: its name.
-        key: the argument that says which model.
-        asked: its value: a name, or a number.
-        models: names of the auxiliary models.
+def asked_model(section: str, workflow: str, args: Mapping[str, Any], models: Sequence[str]) -> int:
+    """The number, among these models, of the one that a workflow of `ASKING_WORKFLOWS` asks by its arguments.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model; it names the workflow's section.
     """
-    fix = f"Give one, such as +auxiliary_models.{key}.model=FOLDER."
+    key = ASKING_WORKFLOWS[workflow]
+    asked, fix = args.get(key, 0), f"Give one, such as +auxiliary_models.{key}.model=FOLDER."
     if isinstance(asked, str):
         if asked not in models:
             message = unknown_name("auxiliary model", asked, models)
@@ -122,16 +116,20 @@ def asked_model(section: str, workflow: str, key: str, asked: Any, models: Seque
     return asked
 
 
+def _asked_by(operator: OperatorConfig) -> str:
+    """Name of the model that an operator of `ASKING_OPERATORS` asks, there or not."""
+    return str(operator.args.get("model", "teacher" if operator.name == TEACHER_OPERATOR else None))
+
+
 # -- teachers: auxiliary models that read the policy's own tokens ------------------------------------------------------
 
 
 def teachers_of(run: TrainConfig) -> list[str]:
     """Names of the auxiliary models that teach, as operators give them, there or not, and as the workflow asks one."""
-    names = [str(each.args.get("model", "teacher")) for each in run.operators.values() if each.name == TEACHER_OPERATOR]
+    names = [_asked_by(each) for each in run.operators.values() if each.name == TEACHER_OPERATOR]
     if run.workflow.name == TEACHER_WORKFLOW:
-        key, models = ASKING_WORKFLOWS[TEACHER_WORKFLOW], list(map(str, run.auxiliary_models))
-        number = asked_model("workflow", TEACHER_WORKFLOW, key, run.workflow.args.get(key, 0), models)
-        names.append(models[number])
+        models = list(map(str, run.auxiliary_models))
+        names.append(models[asked_model("workflow", TEACHER_WORKFLOW, run.workflow.args, models)])
     return names
 
 
@@ -148,15 +146,15 @@ def auxiliary_servers(run: TrainConfig) -> list[tuple[str, str, EngineConfig, bo
 
 
 def check_teachers(run: TrainConfig) -> None:
-    """Refuse teachers that are not there, cannot read the policy's longest sequences, or are asked for too much.
+    """Refuse an operator whose model does not exist, and a teacher that cannot do what it is asked for.
 
-    So is one that is asked for what no strategy weighs by.
+    Its context may be too short, its vocabulary smaller than the number of tokens asked for, its endpoint made for
+    chats only, or no strategy uses its answers.
 
     Raises:
         ConfigError: names the key and the fix.
     """
-    for operator in (each for each in run.operators.values() if each.name == TEACHER_OPERATOR):
-        _check_operator(run, operator)
+    _check_operators(run)
     _check_weighed(run)
     longest, teachers = run.engine.max_model_len, teachers_of(run)
     for name in teachers:
@@ -180,7 +178,7 @@ def check_teachers(run: TrainConfig) -> None:
 
 
 def _check_weighed(run: TrainConfig) -> None:
-    """Refuse a workflow that asks a teacher for what nothing trains on, as parts of your own may."""
+    """Refuse a workflow that asks a teacher, if nothing trains on the answers, as parts of the user's own may."""
     strategies = [each.name for each in run.add_strategy.values()]
     parts = [*strategies, run.algorithm.policy_loss.name, *(each.name for each in run.operators.values())]
     weighed = TEACHER_WORKFLOW in strategies or any("." in name for name in parts)
@@ -192,21 +190,16 @@ def _check_weighed(run: TrainConfig) -> None:
 
 
 def check_asked(run: TrainConfig) -> None:
-    """Refuse a judge that is not there, and a model that nothing asks, as parts of your own may; a ConfigError."""
-    models, operators = list(map(str, run.auxiliary_models)), list(run.operators.values())
-    for operator in operators:
-        if operator.name == "judge" and operator.args.get("model") not in models:
-            message = unknown_name("auxiliary model", str(operator.args.get("model")), models)
-            raise ConfigError(f"operator judge: {message} Give it, such as +auxiliary_models.judge.model=FOLDER.")
+    """Refuse a model that nothing asks, unless a part of the user's own may ask it; a ConfigError."""
+    models, operators = list(run.auxiliary_models), list(run.operators.values())
     workflows = {run.workflow.name: run.workflow.args}
     if run.eval_workflow is not None:
         workflows.setdefault(run.eval_workflow, {})
     if any("." in name for name in (*workflows, *(each.name for each in operators))):
         return
-    asked = {*teachers_of(run), *(each.args.get("model") for each in operators if each.name == "judge")}
+    asked = {_asked_by(each) for each in operators if each.name in ASKING_OPERATORS}
     for name in workflows.keys() & ASKING_WORKFLOWS.keys():
-        key = ASKING_WORKFLOWS[name]
-        asked.add(models[asked_model("workflow", name, key, workflows[name].get(key, 0), models)])
+        asked.add(models[asked_model("workflow", name, workflows[name], models)])
     for name in models:
         if name not in asked:
             raise ConfigError(
@@ -215,14 +208,18 @@ def check_asked(run: TrainConfig) -> None:
             )
 
 
-def _check_operator(run: TrainConfig, operator: OperatorConfig) -> None:
-    model, models = str(operator.args.get("model", "teacher")), list(run.auxiliary_models)
-    if model not in models:
-        fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
-        raise ConfigError(f"operator {TEACHER_OPERATOR}: {unknown_name('auxiliary model', model, models)} {fix}")
-    k, vocabulary = operator.args.get("k", 16), _vocabulary(run.model.name)
-    if vocabulary is not None and isinstance(k, int) and k > vocabulary:
-        raise ConfigError(f"operator {TEACHER_OPERATOR}: k is {k}, and the model's vocabulary has {vocabulary} tokens.")
+def _check_operators(run: TrainConfig) -> None:
+    """Refuse operators that ask a model which is not there, or for more tokens than it knows; a ConfigError."""
+    models = list(run.auxiliary_models)
+    for operator in (each for each in run.operators.values() if each.name in ASKING_OPERATORS):
+        if (model := _asked_by(operator)) not in models:
+            fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
+            raise ConfigError(f"operator {operator.name}: {unknown_name('auxiliary model', model, models)} {fix}")
+        k, vocabulary = operator.args.get("k", 0), _vocabulary(run.model.name)
+        if vocabulary is not None and isinstance(k, int) and k > vocabulary:
+            raise ConfigError(
+                f"operator {operator.name}: k is {k}, and the model's vocabulary has {vocabulary} tokens."
+            )
 
 
 def check_vocabularies(run: TrainConfig) -> None:
@@ -235,6 +232,6 @@ def check_vocabularies(run: TrainConfig) -> None:
 
 def _vocabulary(model: str) -> int | None:
     """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
-    file = Path(resolve_model(model)) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    folder = Path(resolve_model(model))
+    config = config_of(folder) if (folder / "config.json").is_file() else {}
     return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))

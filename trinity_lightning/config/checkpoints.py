@@ -29,8 +29,8 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoints_in(folder: Path, pattern: str = "*.ckpt") -> list[Path]:
     """Those of that pattern in a folder, the one that was written last at the end.
 
-    In the place of one that a kill kept from its name is `.NAME.old`, which it was to replace (`put_in_place`). It is
-    only read: the run may be under way.
+    If a kill interrupted the replacement of NAME (`put_in_place`), the checkpoint before is still there as `.NAME.old`,
+    and is listed in its place. It is only read: the run may be under way.
     """
     old = (each for each in folder.glob(f"{pattern}.old") if not is_checkpoint(each.with_name(each.name[1:-4])))
     return sorted(filter(is_checkpoint, [*folder.glob(pattern), *old]), key=lambda path: path.stat().st_mtime)
@@ -154,7 +154,7 @@ def recorded_run(record: Path) -> DictConfig:
 
 
 def holds_a_run(folder: Path) -> ConfigError:
-    """That another run cannot begin in this one's folder."""
+    """The error to raise when another run is begun in a folder that holds one already."""
     resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
     return ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked
+from trinity_lightning.config.training import WeightDtype
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -79,12 +80,7 @@ def capabilities_of(name: str) -> Capabilities:
     return own_capabilities(name)
 
 
-class EngineDtype(Enum):
-    """The engine's compute dtype; `auto` follows the trainer's."""
-
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
+EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer's
 
 
 class EngineSleep(Enum):
@@ -107,17 +103,18 @@ class EngineConfig(Section, key="engine"):
             trainer.precision=bf16-mixed. `transformers` computes in the dtype that the weights are held in: with
             bf16-mixed in float32, from which training differs by rounding, as from a vLLM of another dtype.
         max_model_len: longest prompt and response together, in tokens.
-        max_num_seqs: requests decoded at once; null: 64 without a GPU, and with one the rollouts of a step, but 256 to
-            1,024.
+        max_num_seqs: requests decoded at once; null: 64 on a CPU; on a GPU the number of rollouts of a step, but at
+            least 256 and at most 1,024.
         kv_cache_gb: memory of vLLM's key-value cache in GiB; null: 0.5 without a GPU; with one, what all requests may
             need or what the trainer leaves, by the memory plan that is printed at the start; of servers with GPUs of
             their own what vLLM finds free.
         sleep: of `vllm` on a GPU: whether its weights move to the host and its cache is given up while the trainer
             trains: `auto` (if the memory plan finds no room otherwise), `always` or `never`.
-        speculative: of vLLM on a GPU: so many tokens at most that followed the last few earlier in the prompt or the
-            response are proposed at once, and kept as far as the policy draws them (n-gram speculative decoding); null:
-            none. Distribution and log-probabilities are the same, by vLLM's source; a seed draws other tokens than
-            without, which may depend on the batch too. Not tried on a GPU yet, and refused without one.
+        speculative: of vLLM on a GPU: n-gram speculative decoding. At most this many tokens are proposed at once: those
+            that followed an earlier occurrence of the last few in the prompt or response; what the policy would have
+            drawn is kept. Null: none. Distribution and log-probabilities are the same, by vLLM's source; a seed draws
+            other tokens than without, which may depend on the batch too. Not tried on a GPU yet, and refused without
+            one.
         per_rank: of `vllm` and `transformers` with several devices (trainer=ddp, fsdp2): whether every process that
             trains has an engine, and all roll out at once, or rank 0 alone.
         args: further arguments of vLLM's EngineArgs, by their own names, or whatever an engine of your own reads.

@@ -105,7 +105,7 @@ def _explain_grammar(override: str) -> str:
 
 
 # Of Hydra's own groups, what the extra `sweep` brings.
-_PLUGINS = ("sweeper/optuna", "launcher/joblib", "launcher/submitit_local", "launcher/submitit_slurm")
+_PLUGINS = ("sweeper/optuna", *(f"launcher/{name}" for name in ("joblib", "ray", "submitit_local", "submitit_slurm")))
 
 
 def _explain_missing(path: str, there: Sequence[str] | None) -> str:
@@ -293,7 +293,7 @@ def unread_key(key: str, engine: str) -> str:
     owners = [name for name, each in CAPABILITIES.items() if key in each.keys]
     of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
     owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
-    return f"engine.{key} is of {owner}, and {engine} does not read it: leave the key out."
+    return f"engine.{key} belongs to {owner}, and {engine} ignores it: leave the key out."
 
 
 # -- sections under another key than their class's own, and given as mappings by scripts and checkpoints ---------------
@@ -332,4 +332,5 @@ def section_given(key: str, kind: type[S], given: Any) -> S:
     except OmegaConfBaseException as error:
         raise ConfigError(sentence_of(error)) from error
     except ConfigError as error:
-        raise ConfigError(str(error) if kind._key else f"{key}.{error}") from error
+        said, named = str(error), tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+        raise ConfigError(said if kind._key else f"{key}{'.' if said.startswith(named) else ': '}{said}") from error

@@ -29,15 +29,14 @@ SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # th
 
 
 def check_strategies(run: TrainConfig, named: Sequence[str]) -> None:
-    """Refuse strategies, by their names, that do not go together with the rest; a ConfigError."""
+    """Refuse strategies of rollouts, by their names, that do not go together with the rest; a ConfigError."""
     if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
         raise ConfigError(
             "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
             "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
         )
     own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
-    asks_none = run.buffer.has_rollouts and run.workflow.name != "on_policy_distill" and not own_parts
-    if "on_policy_distill" in named and asks_none:
+    if "on_policy_distill" in named and run.workflow.name != "on_policy_distill" and not own_parts:
         raise ConfigError(
             f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none: choose "
             "workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER."
@@ -47,7 +46,7 @@ def check_strategies(run: TrainConfig, named: Sequence[str]) -> None:
         raise ConfigError("add_strategy=gigpo sums the rewards of single steps: set workflow.args.step_reward=own.")
     if run.workflow.args.get("mode") == "step_wise":
         _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
-    if run.explorer.repeat_times == 1 and run.buffer.has_rollouts:
+    if run.explorer.repeat_times == 1:
         _check_groups_of_one(named)
     for earlier in list(run.add_strategy.values())[:-1]:
         keeps_some = earlier.args.get("std_threshold") is not None and named[-1] != "critic"
@@ -99,7 +98,8 @@ class CriticConfig(Section, key="algorithm.critic"):
         lr: peak learning rate of the critic's own weights; the schedule is the policy's.
         coef: weight of the value loss, which is added to the policy loss.
         gamma, lam: discount of a trained token, and GAE's lambda; both 1: the reward to go less the value.
-        clip_range: no value gains by being further than this from the one before the step; null: not clipped.
+        clip_range: range of the clipped value loss: a value more than this far from its value before the step gains
+            nothing by moving further; null: not clipped.
         warmup_steps: first optimizer steps of a run that train the critic alone, of a value head the head alone.
         whiten: advantages have mean 0 and standard deviation 1 over the trained tokens of an explore step.
         kl_coef: weight of a token's KL estimate against the initial policy, subtracted from its reward; 0: none.
@@ -110,7 +110,7 @@ class CriticConfig(Section, key="algorithm.critic"):
         ConfigError: a number out of its range, or an unknown estimate.
     """
 
-    model: str | None = None
+    model: str | None = checked(None, text, optional=True)
     lr: float = checked(1e-4, number, above=0)
     coef: float = checked(0.1, number, above=0)
     gamma: float = checked(1.0, number, above=0, most=1)
@@ -124,8 +124,6 @@ class CriticConfig(Section, key="algorithm.critic"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is not None:
-            text("algorithm.critic.model", self.model)
         if self.kl_target is not None and self.kl_coef == 0:
             raise ConfigError(
                 "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so: give it."
@@ -164,7 +162,7 @@ def check_critic(run: TrainConfig) -> None:
     Raises:
         ConfigError: names the key and the fix.
     """
-    critic, weighs = run.algorithm.critic, [each.name for each in run.add_strategy.values()][-1]
+    critic = run.algorithm.critic
     if critic is None:
         raise ConfigError(
             "add_strategy=critic leaves advantages to a critic, and there is none: choose algorithm=ppo_critic, or "
@@ -175,7 +173,7 @@ def check_critic(run: TrainConfig) -> None:
             f"algorithm.critic learns from the rewards of rollouts, and buffer.storage={run.buffer.storage} has none: "
             "set algorithm.critic=null."
         )
-    if weighs != "critic":
+    if (weighs := [each.name for each in run.add_strategy.values()][-1]) != "critic":
         raise ConfigError(
             f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too: choose add_strategy=critic."
         )
@@ -363,7 +361,8 @@ def needs_correction(algorithm: AlgorithmConfig) -> bool:
         losses = [algorithm.policy_loss.args.get("usual", "ppo")]
     elif losses == ["streams"]:
         losses = [stream.loss for stream in streams_of(algorithm).values()]
-    return any(loss in PARTS["policy loss"] and loss not in OFF_POLICY_LOSSES for loss in losses)
+    built_in = [loss for loss in losses if isinstance(loss, str) and loss in PARTS["policy loss"]]
+    return any(loss not in OFF_POLICY_LOSSES for loss in built_in)
 
 
 def check_corrected(algorithm: AlgorithmConfig) -> None:

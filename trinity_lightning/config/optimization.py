@@ -44,7 +44,7 @@ def check_adapters(run: TrainConfig) -> None:
         raise ConfigError(f"synchronizer.lora=adapter, and there is none: set model.lora.r=16, say, or {MERGE}.")
     if engine.name not in ("vllm", "vllm_server"):
         raise ConfigError(
-            f"synchronizer.lora=adapter is of engine=vllm and vllm_server, not of engine={engine.name}: {MERGE}."
+            f"synchronizer.lora=adapter is for engine=vllm and vllm_server, not for engine={engine.name}: {MERGE}."
         )
     if engine.urls:
         raise ConfigError(
@@ -92,9 +92,9 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Refuse an optimizer whose package is missing, and settings of another; a ConfigError."""
     name, args = optimizer.name, optimizer.args
     if name in ADAM and args:
-        raise ConfigError(f"optimizer.args are of your own optimizer: {name} has betas, eps and weight_decay.")
+        raise ConfigError(f"optimizer.args are for an optimizer of your own: {name} has betas, eps and weight_decay.")
     if name not in ADAM and (list(optimizer.betas), optimizer.eps) != (BETAS, EPS):
-        raise ConfigError(f"optimizer.betas and eps are of {', '.join(ADAM)}: {name} has optimizer.args.")
+        raise ConfigError(f"optimizer.betas and eps belong to {', '.join(ADAM)}: {name} has optimizer.args.")
     if taken := sorted({"lr", "weight_decay"} & args.keys()):
         raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
     if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
@@ -120,7 +120,7 @@ def check_kl(kl: KLConfig) -> None:
 
 
 def check_weighed(kl: KLConfig) -> None:
-    """Refuse an estimate without a weight, of a run: a checkpoint may hold one; a ConfigError."""
+    """Refuse a KL estimate whose coef is 0; a ConfigError. Of runs only: older checkpoints may hold such a setting."""
     if kl.name != "none" and kl.coef == 0:
         raise ConfigError(
             f"algorithm.kl.name={kl.name} has no effect without algorithm.kl.coef: set that, or leave it out."

@@ -64,7 +64,7 @@ def check_trainable(name: str) -> None:
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         return
-    config = _config_of(folder)
+    config = config_of(folder)
     _check_weights(folder)
     kinds = [str(each) for each in config.get("architectures") or ()]
     if kinds and all(map(_NOT_CAUSAL.search, kinds)):
@@ -76,7 +76,8 @@ def check_trainable(name: str) -> None:
         )
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a model's folder; a ConfigError if it is damaged."""
     try:
         config = json.loads((folder / "config.json").read_text())
         if isinstance(config, dict):
@@ -116,7 +117,7 @@ def check_on_hub(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=HUB_SECONDS)
     except HFValidationError as error:
-        raise ConfigError(f"model.name '{name}' is no name of a model on the hub: {error}") from error
+        raise ConfigError(f"model '{name}' is no name of a model on the hub: {error}") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(f"the hub has no model '{name}', or shows it to others only: see `hf auth login`.") from error
     except Exception as error:  # of the HTTP library that the hub's client happens to use

@@ -156,9 +156,9 @@ def import_object(path: str) -> object:
     Raises:
         ConfigError: the module or the attribute does not exist; the message says which.
     """
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"'{path}' is not a dotted path: write 'module.attribute'.")
+    module_name, _, attribute = str(path).rpartition(".")
+    if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may be anything
+        raise ConfigError(f"{path!r} is not a dotted path: write 'module.attribute'.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

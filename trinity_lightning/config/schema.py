@@ -23,7 +23,8 @@ FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects
 TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
-BUFFER_ORDERS = ("fifo", "priority", "random")
+REPLAYS = ("priority", "random")
+BUFFER_ORDERS = ("fifo", *REPLAYS)
 EXPERT_STORAGES = ("dataset", "file", "sql")
 
 
@@ -154,7 +155,7 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.ratio < 1:
-            raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number from 0 to below 1.")
+            raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number of at least 0 and below 1.")
 
 
 @dataclass
@@ -198,8 +199,8 @@ class ExplorerConfig(Section, key="explorer"):
         sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights,
             which engine=transformers does not have.
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
-            while the trainer trains, which needs engine=vllm_server. None are begun ahead of the run's end: resumed
-            with more steps, it rolls out the next ones by the newest weights.
+            while the trainer trains, which needs engine=vllm_server. None are started beyond the last step: a run that
+            is resumed with more steps samples its next one with the newest weights.
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
@@ -329,9 +330,9 @@ class BufferConfig(Section, key="buffer"):
     url: str | None = None
     keep: bool | str = False
     order: str = checked("fifo", one_of, names=BUFFER_ORDERS)
-    reuse_limit: int | None = checked(1, only_with="order", among=("priority", "random"))
-    decay: float = checked(1.0, only_with="order", among=("priority",))
-    use_decay: float = checked(1.0, only_with="order", among=("priority",))
+    reuse_limit: int | None = checked(1, whole_number, least=1, optional=True, only_with="order", among=REPLAYS)
+    decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
+    use_decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
     batch_size: int = checked(64, whole_number, least=1, only_with="storage", among=BUFFER_STORAGES[1:])
     repeat: bool = checked(True, only_with="storage", among=BUFFER_STORAGES[1:])
     expert: ExpertConfig = field(default_factory=ExpertConfig)

@@ -15,7 +15,7 @@ from trinity_lightning.errors import ConfigError
 
 
 class Section:
-    """Base of the configuration's dataclasses: a script's keyword is refused as the same key of a file is.
+    """Base of the configuration's dataclasses: an unknown keyword in a script is refused as such a key in a file is.
 
     Args:
         key: where the section stands, and its messages say so; none if it may stand under any name.

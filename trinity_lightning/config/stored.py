@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import BUFFER_STORAGES, BufferConfig, ExpertConfig, TasksetConfig, TrainConfig
 from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
-from trinity_lightning.config.values import nearest, number, whole_number
+from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import ConfigError
 
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
@@ -124,21 +124,21 @@ def check_taskset(taskset: TasksetConfig) -> None:
     check_dataset_path("taskset.path", path)
     if taskset.size is not None and taskset.source != "reasoning_gym":
         part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
-        raise ConfigError(f"taskset.size is of taskset.source=reasoning_gym, not {taskset.source}{part}.")
+        raise ConfigError(f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.")
     if taskset.split != "train" and taskset.source == "reasoning_gym":
         raise ConfigError(f"taskset.split is {taskset.split}, and reasoning_gym has no splits: leave it out.")
 
 
 def check_buffer(buffer: BufferConfig) -> None:
-    """Refuse a place to read from, or to keep rollouts in, that is none, and what a storage has not; a ConfigError."""
+    """Refuse invalid places to read from or to write to, and settings that the storage does not have; a ConfigError."""
     if not isinstance(buffer.keep, bool) and buffer.keep != "sql":
         raise ConfigError(f"buffer.keep is {buffer.keep!r}; give true, false or sql.")
     if buffer.keep == "sql" or not buffer.has_rollouts:
         _check_places(buffer)
     elif buffer.path or buffer.url:
         raise ConfigError(
-            "buffer.path and buffer.url are of what is read (buffer.storage=file, sql) or kept (buffer.keep=sql): "
-            "leave them out."
+            "buffer.path and buffer.url are places to read from (buffer.storage=file, sql) or to write to "
+            "(buffer.keep=sql): leave them out."
         )
     if buffer.storage != "dataset" and buffer.dataset != DatasetConfig():
         raise ConfigError(f"buffer.dataset has no effect with buffer.storage={buffer.storage}: set buffer=dataset.")
@@ -147,11 +147,11 @@ def check_buffer(buffer: BufferConfig) -> None:
 
 
 def _check_places(buffer: BufferConfig) -> None:
-    """Refuse a place to read from, or to keep rollouts in, that is none; a ConfigError."""
+    """Refuse invalid places to read from or to write to; a ConfigError."""
     if buffer.has_rollouts:
         check_place("buffer", buffer.path, buffer.url)
     elif buffer.keep:
-        raise ConfigError(f"buffer.keep is of rollouts, and buffer.storage={buffer.storage} has none: leave it out.")
+        raise ConfigError(f"buffer.keep is about rollouts, and buffer.storage={buffer.storage} has none: leave it out.")
     elif buffer.storage != "dataset":
         check_stored("buffer", buffer)
     elif buffer.path is None or buffer.url is not None:
@@ -164,8 +164,6 @@ def _check_places(buffer: BufferConfig) -> None:
 def check_held_out(dataset: DatasetConfig) -> None:
     """Refuse held-out examples that are none, or those that are trained on; a ConfigError."""
     held_out, key = dataset.held_out, "buffer.dataset.held_out"
-    whole_number(f"{key}.interval", held_out.interval, least=1)
-    number(f"{key}.share", held_out.share, above=0, most=0.9, optional=True)
     if held_out.share is not None and (held_out.path or held_out.split):
         raise ConfigError(f"{key}: give a share of the examples, or a path or split of others, not both.")
     check_dataset_path(f"{key}.path", held_out.path)

@@ -247,12 +247,15 @@ class HeldOutConfig(Section, key="buffer.dataset.held_out"):
         split: or another split of the dataset (of `path`, if that is given),
         share: or a share of the examples, drawn by the run's seed.
         interval: optimizer steps from one measurement to the next; the last step's weights are measured too.
+
+    Raises:
+        ConfigError: a number out of its range.
     """
 
     path: str | None = None
     split: str | None = None
-    share: float | None = None
-    interval: int = 10
+    share: float | None = checked(None, number, above=0, most=0.9, optional=True)
+    interval: int = checked(10, whole_number, least=1)
 
     @property
     def given(self) -> bool:
@@ -309,7 +312,7 @@ class OptimizerConfig(Section, key="optimizer"):
         lr_scheduler: {name, args}: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, a class of
             torch.optim.lr_scheduler by its dotted path, or your own function of (optimizer, num_warmup_steps,
             num_training_steps), of which it takes what it needs. A name alone is short for {name: it}.
-        warmup_steps: optimizer steps of linear warm-up from 0, which the first step has, as transformers does it.
+        warmup_steps: optimizer steps of linear warm-up; the first step has learning rate 0, as in transformers.
         total_steps: horizon of the schedule in optimizer steps; null: those of the run.
 
     Raises:

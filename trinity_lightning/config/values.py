@@ -77,14 +77,14 @@ def flag(key: str, value: T) -> T:
     return value
 
 
-def text(key: str, value: T) -> T:
-    """Text that is not empty.
+def text(key: str, value: T, *, optional: bool = False) -> T:
+    """Text that is not empty; or None, if `optional`.
 
     Raises:
         ConfigError: it is something else.
     """
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key} is {value!r}; give some text.")
+    if (not isinstance(value, str) or not value) and not (optional and value is None):
+        raise ConfigError(f"{key} is {value!r}; give some text{_or_null(optional)}.")
     return value
 
 
