@@ -140,7 +140,10 @@ REFUSED = {
         ("engine=transformers", "+engine.args.enforce_eager=true"),
         "engine.args belongs to vLLM, and engine=transformers",
     ),
-    "a dtype of the training model's own": (("engine=transformers", "engine.dtype=fp32"), "engine.dtype belongs to vLLM"),
+    "a dtype of the training model's own": (
+        ("engine=transformers", "engine.dtype=fp32"),
+        "engine.dtype belongs to vLLM",
+    ),
     "older weights than the training model's own": (
         ("engine=transformers", "explorer.sync_interval=2"),
         "explorer.sync_interval is 2, and engine=transformers generates with the training model itself",
@@ -166,7 +169,10 @@ REFUSED = {
     ),
     "n-grams of servers elsewhere": ((*SERVER, URLS, "engine.speculative=4"), "engine.speculative"),
     "no n-grams": (("engine.speculative=0",), "engine.speculative is 0; give a whole number of 1 or more"),
-    "n-grams without an engine": (("engine=transformers", "engine.speculative=4"), "engine.speculative belongs to vLLM"),
+    "n-grams without an engine": (
+        ("engine=transformers", "engine.speculative=4"),
+        "engine.speculative belongs to vLLM",
+    ),
     "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep belongs to engine=vllm.*vllm_server"),
     "sleep without a GPU": (("engine.sleep=always",), "vLLM sleeps on a GPU only.*leave it auto"),
     "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder belongs to .*not to engine=vllm"),
@@ -177,7 +183,8 @@ REFUSED = {
     ),
     "an engine of an endpoint": (
         (*ENDPOINT, "+auxiliary_models.judge.engine.max_model_len=64"),
-        "auxiliary_models.judge.engine describes a server that is started here, and https://api.example.com/v1 runs already",
+        "auxiliary_models.judge.engine describes a server that is started here, and https://api.example.com/v1 runs "
+        "already",
     ),
     "a judge without a context": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),

@@ -273,7 +273,7 @@ def _size(weight: Tensor) -> float:
         (["synchronizer.lora=adapter"], "there is none: set model.lora.r=16"),
         (["model.lora.r=4", "+model.lora.modules_to_save=[lm_head]"], "unknown key 'model.lora.modules_to_save'"),
         ([*ADAPTER, "engine=transformers"], "is for engine=vllm and vllm_server, not for engine=transformers"),
-        ([*ADAPTER, "engine.name=my_engine.PlainEngine"], "not of engine=my_engine.PlainEngine"),
+        ([*ADAPTER, "engine.name=my_engine.PlainEngine"], "not for engine=my_engine.PlainEngine"),
         ([*ADAPTER, *SERVER, "engine.urls=[http://node7:8000]"], "is for servers that are started here"),
         ([*ADAPTER, *SERVER, "synchronizer=nccl"], "gives servers a folder, and synchronizer=nccl sends none"),
         ([*ADAPTER, "+engine.args.quantization=fp8"], "engine.args quantises the weights"),

@@ -69,16 +69,9 @@ def require_ray() -> None:
 
 
 def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
-    """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work, or ask for more than there is here.
+    """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work, or, of a run `here`, are not there.
 
-    Args:
-        run: the configuration.
-        can: what the policy's engine can do.
-        trainer: the arguments of Lightning's Trainer.
-        here: whether the run is for this machine, so that what it lacks is refused.
-
-    Raises:
-        ConfigError: names the key and the fix.
+    `trainer` is what Lightning's Trainer is given. A ConfigError names the key and the fix.
     """
     if run.explorer.runner == "ray":
         check_engine_for_ray(f"engine={run.engine.name}", can)
