@@ -1,11 +1,14 @@
 """Whole runs on the tiny model: what they write, that they learn something, and that they survive being killed."""
 
+import gc
 import json
 import shlex
 import signal
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -95,6 +98,36 @@ def test_a_sweep_logs_to_wandb_in_one_group(sweep: Path) -> None:
         assert "eval/addition_heldout/mean@1" in run.summary
         assert "actor/grad_norm" in run.summary
         assert "completions" in run.tables
+
+
+class Failing(L.Callback):
+    """Fails as training starts, with seed 1; with another one the weights of the job before are gone."""
+
+    policies: ClassVar[list[weakref.ref[L.LightningModule]]] = []
+
+    def __init__(self, seed: int) -> None:
+        self._fails = seed == 1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        gc.collect()
+        assert [policy() for policy in self.policies] == [None] * len(self.policies)
+        self.policies.append(weakref.ref(pl_module))
+        if self._fails:
+            raise RuntimeError("this job fails")
+
+
+def test_a_job_of_a_sweep_that_fails_leaves_nothing_to_the_next_one(run_train: RunTrain, tmp_path: Path) -> None:
+    """Neither its run of W&B nor its policy, though Hydra keeps the error."""
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    data = ("+recipe=sft", "model=tiny", "buffer.path=data.jsonl", "buffer.batch_size=1", "steps=1")
+    failing = "+callbacks.failing={_target_: test_train.Failing, seed: ${seed}}"
+    done = run_train(tmp_path, "--multirun", *data, "seed=1,2", failing)
+    assert "this job fails" in done.stdout
+    folders = [only(tmp_path, f"outputs/sft/*/{job}") for job in (0, 1)]
+    runs = [read_wandb_run(only(folder, "wandb/offline-run-*")) for folder in folders]
+    assert [run.config["seed"] for run in runs] == [1, 2]
+    assert [run.exit_code for run in runs] == [1, 0]
+    assert (folders[1] / "model").is_dir()
 
 
 def test_the_saved_model_loads_in_transformers(sweep: Path) -> None:

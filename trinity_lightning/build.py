@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -406,19 +407,30 @@ def instantiate(node: Any, **arguments: Any) -> Any:
 
 
 def loggers_of(config: DictConfig) -> list[Logger]:
-    """The loggers, which have been given the configuration."""
-    loggers = [instantiate(node) for node in (config.logger or {}).values()]
-    for each in loggers:
-        each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
-    return loggers
+    """The loggers; nothing has been logged yet, so that no run of W&B has begun."""
+    return [instantiate(node) for node in (config.logger or {}).values()]
 
 
-def finish(loggers: Iterable[Logger]) -> None:
-    """Write what is left, and close W&B: the next job of a sweep gets a run of its own."""
+@contextmanager
+def given(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
+    """Give the loggers the configuration; an error within finishes them, as a run that failed."""
+    try:
+        for each in loggers:
+            each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+        yield
+    except Exception:
+        finish(loggers, failed=True)
+        raise
+
+
+def finish(loggers: Collection[Logger], failed: bool = False) -> None:
+    """Write what is left, and end the run of W&B: the next job of a sweep gets a run of its own."""
     for each in loggers:
         each.save()
-        if isinstance(each, WandbLogger):
-            each.experiment.finish()
+    if any(isinstance(each, WandbLogger) for each in loggers):
+        import wandb
+
+        wandb.finish(exit_code=int(failed))  # not through the logger, which would begin a run if there is none
 
 
 def quiet_lightning() -> None:

@@ -36,13 +36,15 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     checkpoints = find_checkpoints(config)
     for each in checkpoints:
         check_whole(each)
+    from trinity_lightning.build import given
     from trinity_lightning.evaluation import build_evaluation
 
     try:
         run: Evaluation = build_evaluation(config, checkpoints)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    return run.run()
+    with given(run.loggers, config):
+        return run.run()
 
 
 def find_checkpoints(config: DictConfig) -> list[Path]:

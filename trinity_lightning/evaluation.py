@@ -50,7 +50,7 @@ class Evaluation:
         finally:
             driver.end(self.explorer.shutdown())
             driver.close()
-            finish(self.loggers)
+        finish(self.loggers)
         print(f"everything is in {self.folder}", flush=True)
         return results
 

@@ -4,10 +4,13 @@ The configuration is composed and validated before torch is imported, so that a 
 """
 
 import sys
+import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trinity_lightning.common.files import disk_full_named
@@ -25,14 +28,14 @@ PROGRAMS = ("plan", "evaluate", "report")
 
 def train(config: DictConfig) -> "L.Trainer":
     """Run a whole training: fit, then write the trained policy."""
-    from trinity_lightning.build import build
+    from trinity_lightning.build import build, given
 
     try:
         run = build(config)
     except (ValueError, TypeError) as error:  # an argument that a part does not have: the part's own words say it best
         raise ConfigError(str(error)) from error
     run.announce()
-    with disk_full_named(run.folder):
+    with disk_full_named(run.folder), given(run.trainer.loggers, config):
         run.trainer.fit(run.policy, run.data, ckpt_path=run.checkpoint, weights_only=True)
         run.finish()
     return run.trainer
@@ -93,9 +96,24 @@ def _main(config: DictConfig) -> float | None:
         compose.check_read(config)
         compose.check_processes(config)
         check(config)
-        trainer = train(config)
+        try:
+            trainer = train(config)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                _release(error)
+            raise
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the functions that raised an error hold, such as a policy; its traceback stays as it is.
+
+    Hydra keeps the error of a sweep's job until all jobs have run, and the next one needs that memory.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def main() -> None:

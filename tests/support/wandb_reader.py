@@ -32,7 +32,7 @@ class WandbTable:
 class WandbRun:
     """A run: each history row as logged, the last values, the configuration, and the tables by name, one a logging.
 
-    `axes` holds the step metric of each defined metric or glob; `finished` tells whether the run came to its end.
+    `axes` holds the step metric of each defined metric or glob; `finished` tells whether the run was ended, and `exit_code` how.
     """
 
     group: str = ""
@@ -42,7 +42,11 @@ class WandbRun:
     config: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, list[WandbTable]] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
-    finished: bool = False
+    exit_code: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.exit_code is not None
 
 
 def read_wandb_run(folder: str | Path, timeout: float = 5.0) -> WandbRun:
@@ -77,7 +81,8 @@ def _parse(content: bytes) -> WandbRun:
             _assign(run.history[-1], record.history.item)
         elif kind == "metric":
             run.axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
-        run.finished = run.finished or kind == "exit"
+        elif kind == "exit":
+            run.exit_code = record.exit.exit_code
     return run
 
 
