@@ -76,6 +76,11 @@ def test_a_folder_with_little_in_it_has_a_report_too(tmp_path: Path) -> None:
     assert "No metrics" in write_report(tmp_path).read_text()
 
 
+def test_what_a_failing_operator_left_is_not_what_the_run_kept(tmp_path: Path) -> None:
+    keep_step(tmp_path / "rejected", 3, [Experience(tokens=[1, 2], prompt_length=1)])
+    assert "Experiences kept" not in write_report(tmp_path).read_text()
+
+
 def test_kept_experiences_are_counted_of_some_steps(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for step in range(1, 101):

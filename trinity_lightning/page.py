@@ -16,10 +16,10 @@ def write_report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     run = read_run(folder.resolve())
-    if next(folder.glob("*/step_*.trxp"), None):
-        from trinity_lightning.buffer.step_files import FOLDER, counted, step_files
+    if (kept := folder / "experiences").is_dir():
+        from trinity_lightning.buffer.step_files import counted, step_files
 
-        files = step_files(folder / FOLDER)
+        files = step_files(kept)
         run.kept, run.kept_steps = counted(files), len(files)
     path = folder / FILE
     # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
