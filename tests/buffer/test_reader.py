@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.buffer import make_group, through_a_file
 
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader, create_reader
+from trinity_lightning.buffer.replay import ReplayReader
 from trinity_lightning.buffer.sql import SqlStorage
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
@@ -116,6 +117,37 @@ def test_a_database_is_read_by_its_path_or_url_in_three_orders(tmp_path, order):
         section = BufferConfig(storage="sql", path=place, url=url, order=order, repeat=False, **again)
         with create_reader(section) as reader:
             assert {e.eid.run for e in reader.read(3)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("order", ["priority", "random"])
+def test_runs_that_read_one_database_are_readers_of_their_own(tmp_path, order):
+    path = tmp_path / "buffer.db"
+    with SqlStorage(path) as storage:
+        storage.write([experience for task in range(8) for experience in make_group(task, 1)])
+    section = BufferConfig(storage="sql", path=str(path), order=order)
+    with create_reader(section, 1) as one, create_reader(section, 2) as two:
+        state = through_a_file(one.state_dict())
+        read = [one.read(2), two.read(2), one.read(2)]  # both at work at the same time
+    assert len({e.eid.task for each in read for e in each}) == 6
+    with create_reader(section, 1) as resumed:  # takes back its own reads, and not the other's
+        resumed.load_state_dict(state)
+        again = [resumed.read(2), resumed.read(9)]
+    others = {e.eid.task for e in read[1]}
+    assert sorted(e.eid.task for each in again for e in each) == sorted({*range(8)} - others)
+
+
+def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):
+    """All of them were the reader `trainer`."""
+    path = tmp_path / "buffer.db"
+    with SqlStorage(path) as storage:
+        storage.write(make_group(0, 1) + make_group(1, 1))
+    with ReplayReader(path) as reader:
+        state = reader.state_dict()
+        first = reader.read(1)
+    with create_reader(BufferConfig(storage="sql", path=str(path), order="priority")) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.read(1) == first
+        assert resumed.state_dict() == state | {"reads": 1}
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,7 @@ def create_reader(buffer: BufferConfig, seed: int = 0) -> BufferReader:
                 decay=buffer.decay,
                 use_decay=buffer.use_decay,
                 seed=seed,
+                name=None,  # several runs may read one database
             )
         reader = SqlReader(place)
     return RepeatingReader(reader) if buffer.repeat else reader

@@ -6,6 +6,7 @@ earlier state, a reader takes back what it had read since, so that a run that wa
 
 import math
 import random
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class ReplayReader(BufferReader):
         reuse_limit: how often an experience may be read by all readers together; None: without end.
         decay, use_decay: in (0, 1].
         seed: of the random order.
-        name: under which reads are logged; readers at work at the same time need different ones.
+        name: under which reads are logged; each reader needs one of its own. None: nobody else's, or, once a state is
+            loaded, the name in that state.
 
     A ConfigError if an argument is out of range; other errors as `Database`.
     """
@@ -54,18 +56,19 @@ class ReplayReader(BufferReader):
         decay: float = 1.0,
         use_decay: float = 1.0,
         seed: int = 0,
-        name: str = "trainer",
+        name: str | None = "trainer",
         retry_for: float = RETRY_FOR,
     ) -> None:
         one_of("order", order, ORDERS)
         whole_number("reuse_limit", reuse_limit, least=1, optional=True)
         for key, value in (("decay", decay), ("use_decay", use_decay)):
             number(key, value, above=0, most=1)
-        self._order, self._reuse_limit, self._seed, self._name = order, reuse_limit, seed, name
+        self._order, self._reuse_limit, self._seed = order, reuse_limit, seed
+        self._name, self._named = name or secrets.token_hex(8), name is not None
         self._log_decay, self._log_use_decay = math.log(decay), math.log(use_decay)
         self._database = Database(place, table, create=False, retry_for=retry_for)
         reads = self._database.tables.reads
-        newest = sa.select(sa.func.max(reads.c.number)).where(reads.c.reader == name)
+        newest = sa.select(sa.func.max(reads.c.number)).where(reads.c.reader == self._name)
         self._number = self._database.transact(lambda connection, _: connection.execute(newest).scalar()) or 0
 
     def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
@@ -122,7 +125,8 @@ class ReplayReader(BufferReader):
         held = sa.select(tables.reads.c.number).where(tables.reads.c.reader == self._name)
         if connection.execute(held.where(tables.reads.c.number >= number)).first():
             raise StorageError(
-                f"{self._database.where}: another reader '{self._name}' has read meanwhile; give each its own `name`."
+                f"{self._database.where}: another reader '{self._name}' has read meanwhile; give each its own `name`, "
+                "and let only one run at a time go on from a checkpoint."
             )
         connection.execute(
             tables.reads.insert(), [{"reader": self._name, "number": number, "position": p} for p in chosen]
@@ -153,6 +157,8 @@ class ReplayReader(BufferReader):
         Raises:
             StorageError: the state is another buffer's or another reader's.
         """
+        if not self._named:
+            self._name = state["reader"]
         mine = {"source": self._database.source, "reader": self._name}
         for key, value in mine.items():
             if state[key] != value:
