@@ -153,6 +153,10 @@ def test_a_resume_with_other_data_is_refused_by_the_key_before_anything_is_loade
     (tmp_path / "config.yaml").write_text("model: {name: tiny}\nbuffer: {path: old.jsonl}")
     with pytest.raises(ConfigError, match=r"run to resume reads: that has buffer\.path=old\.jsonl\. Give those"):
         check_resumed_data(after, checkpoint, runs[1].buffer, tmp_path)
+    runs[0].buffer.dataset.shuffle = False
+    unshuffled = offline_data_module(runs[0], False, False, 64)
+    with pytest.raises(ConfigError, match=r"read as that run does \(seed; buffer\.dataset: .*shuffle"):
+        check_resumed_data(unshuffled, checkpoint, runs[0].buffer, tmp_path)
 
 
 def test_columns_beside_those_that_are_learned_from_are_warned_of(

@@ -72,6 +72,10 @@ class StorageError(TrinityError):
     """A buffer cannot be opened, read or written."""
 
 
+class ForeignPositionError(StorageError):
+    """A saved position is another buffer's, or another reader's: nothing can be read on from it here."""
+
+
 class StorageFormatError(StorageError, ValueError):
     """A buffer is not one that this library wrote, or is damaged."""
 

@@ -1,7 +1,8 @@
 """What a run goes on from: its checkpoint, and what that says of the run before."""
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.objectives import critic_config
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype
-from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.resumed import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 
+# A data module's state in a checkpoint, by whether the run has rollouts.
+ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"
 CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}  # by what weights' names begin with
 
 
@@ -29,8 +33,8 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     """The checkpoint that `ckpt_path` means for the run of that folder.
 
     Raises:
-        ConfigError: it is none, of another model, critic, optimizer, seed or adapters, or of a later step than the
-            last one that is to be done.
+        ConfigError: it is none, of another kind of run, of another model, critic, optimizer, seed or adapters, of the
+            middle of a step with other items, or of a later step than the last one that is to be done.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -40,8 +44,11 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     if record.is_file():
         _check_record(config, recorded_run(record))
     checkpoint = contents(path)
+    _check_kind(config.buffer.storage, checkpoint, path)
     _check_critic(config.algorithm.critic, checkpoint["state_dict"].keys(), path)
     check_resumed(checkpoint, config.optimizer)
+    _check_model(config.model.name, checkpoint["hyper_parameters"]["model"])
+    _check_items(config.algorithm, checkpoint, path)
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
     if step == config.steps:
         logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
@@ -53,12 +60,43 @@ def _check_record(config: TrainConfig | DictConfig, before: DictConfig) -> None:
 
     Data that are read in the order of the seed would refuse it too, but late.
     """
-    if before.model.name != config.model.name:
-        raise ConfigError(
-            f"model.name is {config.model.name}, and the run to resume trains {before.model.name}: choose that one."
-        )
+    _check_model(config.model.name, before.model.name)
     if before.get("seed", config.seed) != config.seed:
         raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {before.seed}: choose that one.")
+
+
+def _check_model(asked: str, before: str) -> None:
+    """Refuse another model, even if the weights fit it: the tokenizer and the reference would be another's."""
+    if asked != before and resolve_model(asked) != resolve_model(before):
+        raise ConfigError(f"model.name is {asked}, and the run to resume trains {before}: choose that one.")
+
+
+def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint of a run with rollouts for one without, and the other way round: it says nothing of its data.
+
+    One that no data module of ours had a part in is of either kind.
+    """
+    online = storage == "memory"
+    if (OFFLINE if online else ONLINE) in checkpoint:
+        this, other = ("with", "without") if online else ("without", "with")
+        raise ConfigError(
+            f"'{path}' is of a run {other} rollouts, and buffer.storage={storage} means a run {this} them: give a "
+            "checkpoint of such a run, or begin a new run with the trained model (model.name=FOLDER/model)."
+        )
+
+
+def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on in the middle of a step that is dealt into other items: it would train groups twice or never."""
+    loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+    position = loaders[0].get("position", 0) if loaders else 0
+    keys = ("optimizer_steps", "inner_epochs")
+    before = [checkpoint["hyper_parameters"]["algorithm"][key] for key in keys]
+    if before != [getattr(algorithm, key) for key in keys] and 0 < position < math.prod(before):
+        asked = " and ".join(f"algorithm.{key}={value}" for key, value in zip(keys, before, strict=True))
+        raise ConfigError(
+            f"'{path}' was written after item {position} of {math.prod(before)} of a step, which can only be finished "
+            f"as it was begun: set {asked}, or resume from the end of a step."
+        )
 
 
 def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
@@ -75,17 +113,40 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
 
 
 def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: BufferConfig, folder: Path) -> None:
-    """Refuse other data than those that the run of that folder, which the checkpoint is of, reads; a ConfigError."""
+    """Refuse data other than those that the checkpoint's run was reading, or another way to read them; a ConfigError.
+
+    Args:
+        data: what the run is to read, which goes on where the checkpoint says.
+        checkpoint: its path.
+        buffer: what `data` were made from.
+        folder: of the run, whose record may say what was read before.
+
+    Raises:
+        ConfigError: as above.
+        StorageError: the data cannot be opened or read.
+    """
+    state = contents(checkpoint).get(OFFLINE)
+    if state is None:
+        raise ConfigError(f"'{checkpoint}' does not say what its run was reading: give one of a run without rollouts.")
+    here = data.state_dict()["reader"]
+    if here and here.keys() != state["reader"].keys():  # other ranks than 0 have none
+        raise ConfigError(
+            f"'{checkpoint}' is of a run that read its data in another way: set buffer.storage, buffer.order and "
+            "buffer.repeat as in that run."
+        )
     try:
-        data.load_state_dict(contents(checkpoint)[type(data).__qualname__])
-    except StorageError as error:
+        data.load_state_dict(state)
+    except ForeignPositionError as error:
         asked = f"buffer.path={buffer.path}" if buffer.path else f"buffer.url={buffer.url}"
         record = folder / "config.yaml"
         before = OmegaConf.select(recorded_run(record), "buffer.path") if record.is_file() else None
         held = f": that has buffer.path={before}" if before not in (None, buffer.path) else ""
+        also = ""
+        if buffer.storage == "dataset":
+            also = ", read as that run does (seed; buffer.dataset: subset, split, shuffle, max_length, overlong, held_out)"
         raise ConfigError(
-            f"{asked} holds other data than those that the run to resume reads{held}. Give those, or begin another "
-            "run, without ckpt_path."
+            f"{asked} holds other data than those that the run to resume reads{held}. Give those{also}, or begin "
+            "another run, without ckpt_path."
         ) from error
 
 

@@ -171,7 +171,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         return {"reader": self.reader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on reading where the checkpoint was taken. StorageError: the checkpoint is of another buffer."""
+        """Go on reading where the checkpoint was taken. ForeignPositionError: the checkpoint is of another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
 
 

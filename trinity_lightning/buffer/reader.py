@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import BufferConfig
-from trinity_lightning.errors import StorageError
+from trinity_lightning.errors import ForeignPositionError
 
 Cursor = tuple[int, ...]
 
@@ -64,7 +64,7 @@ class BufferReader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. StorageError: the state is another buffer's."""
+        """Go on where `state_dict` was taken. ForeignPositionError: the state is another buffer's."""
 
     def close(self) -> None:  # noqa: B027  # optional: not every reader holds something
         """Let go of files and connections."""
@@ -186,9 +186,9 @@ class CursorReader(BufferReader):
         return {"source": self._source, "cursor": list(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. StorageError: the state is another buffer's."""
+        """Go on where `state_dict` was taken. ForeignPositionError: the state is another buffer's."""
         if state["source"] != self._source:
-            raise StorageError(
+            raise ForeignPositionError(
                 f"{self._where}: the saved position belongs to another buffer (id {state['source']}, this one has "
                 f"{self._source}). Give the path it was saved with, or start without the saved state."
             )

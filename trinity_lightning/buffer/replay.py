@@ -15,7 +15,7 @@ from trinity_lightning.buffer.reader import BufferReader, check_count
 from trinity_lightning.buffer.sql import MOST_VARIABLES, RETRY_FOR, TABLE, Database, experience_at, sa
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.values import number, one_of, whole_number
-from trinity_lightning.errors import StorageError
+from trinity_lightning.errors import ForeignPositionError, StorageError
 
 ORDERS = ("priority", "random")
 
@@ -155,14 +155,15 @@ class ReplayReader(BufferReader):
         """Go on where `state_dict` was taken: what this reader has read since becomes unread.
 
         Raises:
-            StorageError: the state is another buffer's or another reader's.
+            ForeignPositionError: the state is another buffer's or another reader's.
+            StorageError: the database cannot be written to.
         """
         if not self._named:
             self._name = state["reader"]
         mine = {"source": self._database.source, "reader": self._name}
         for key, value in mine.items():
             if state[key] != value:
-                raise StorageError(
+                raise ForeignPositionError(
                     f"{self._database.where}: the saved position has {key} '{state[key]}', expected '{value}'. Give "
                     "what it was saved with, or start without the saved state."
                 )

@@ -146,7 +146,7 @@ class StepReader(CursorReader):
         """Go on where `state_dict` was taken.
 
         Raises:
-            StorageError: the state is another folder's; a folder without an id is not checked.
+            ForeignPositionError: the state is another folder's; a folder without an id is not checked.
         """
         self._source = _identity(self.folder)
         unknown = _UNKNOWN in (self._source, state["source"])

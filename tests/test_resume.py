@@ -1,0 +1,118 @@
+"""What a run refuses to go on from, before anything is loaded."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.buffer import make_group
+
+from trinity_lightning.buffer.offline import OfflineExperienceDataModule
+from trinity_lightning.buffer.reader import create_reader
+from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.training import AlgorithmConfig, ModelConfig
+from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.resume import OFFLINE, ONLINE, check_resumed_data, checkpoint_to_resume
+
+
+def written(folder: Path, position: int = 0, **parts: Any) -> str:
+    """A checkpoint of the first step, as far as it is looked into, of a run that deals its steps into 2 x 2 items."""
+    loop = {
+        "epoch_progress": {"current": {"processed": 1}},
+        "state_dict": {"combined_loader": [{"explore_step": 1, "position": position}]},
+    }
+    settings = {"model": "tiny", "optimizer": {}, "algorithm": {"optimizer_steps": 2, "inner_epochs": 2}}
+    file = folder / "it.ckpt"
+    torch.save({"state_dict": {}, "loops": {"fit_loop": loop}, "hyper_parameters": settings} | parts, file)
+    return str(file)
+
+
+def resume(checkpoint: str, items: tuple[int, int] = (2, 2), name: str = "tiny", **settings: Any) -> str:
+    algorithm = AlgorithmConfig(optimizer_steps=items[0], inner_epochs=items[1])
+    config = TrainConfig(ckpt_path=checkpoint, steps=2, model=ModelConfig(name=name), algorithm=algorithm, **settings)
+    return checkpoint_to_resume(config, Path(checkpoint).parent)
+
+
+def test_a_checkpoint_of_another_model_is_refused_without_the_record_of_its_run(tmp_path: Path) -> None:
+    checkpoint = written(tmp_path)
+    assert resume(checkpoint) == checkpoint
+    with pytest.raises(ConfigError, match=r"model\.name is smollm2, and the run to resume trains tiny: choose that"):
+        resume(checkpoint, name="smollm2")
+
+
+@pytest.mark.parametrize(
+    ("part", "storage", "message"),
+    [
+        (ONLINE, "file", "of a run with rollouts, and buffer.storage=file means a run without them: give"),
+        (OFFLINE, "memory", "of a run without rollouts, and buffer.storage=memory means a run with them: give"),
+    ],
+)
+def test_a_checkpoint_of_the_other_kind_of_run_is_refused(
+    part: str, storage: str, message: str, tmp_path: Path
+) -> None:
+    buffer = BufferConfig(storage=storage, path=None if storage == "memory" else str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        resume(written(tmp_path, **{part: {}}), buffer=buffer)
+
+
+@pytest.mark.parametrize("items", [(4, 1), (8, 1), (1, 1)])
+def test_a_step_is_finished_by_the_items_that_it_was_begun_with(items: tuple[int, int], tmp_path: Path) -> None:
+    message = (
+        "written after item 3 of 4 of a step, .*: set algorithm.optimizer_steps=2 and algorithm.inner_epochs=2, or "
+        "resume from the end of a step"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resume(written(tmp_path, position=3), items)
+    resume(written(tmp_path, position=4), items)  # the next step is a new one
+    resume(written(tmp_path, position=3))
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+def database(folder: Path) -> Path:
+    with SqlStorage(folder / "it.db") as storage:
+        storage.write(make_group(0, 4))
+    return folder / "it.db"
+
+
+def check(reader: Any, saved: Any, buffer: BufferConfig, folder: Path) -> None:
+    """Of a run that reads with one reader, resumed from one that read with the other."""
+    file = str(folder / "it.ckpt")
+    torch.save({OFFLINE: {"reader": saved.state_dict()}} if saved else {}, file)
+    data = OfflineExperienceDataModule(reader, batch_size=2, steps_per_epoch=1)
+    check_resumed_data(data, file, buffer, folder)
+
+
+def test_a_database_that_cannot_be_read_is_not_called_another_one(tmp_path: Path) -> None:
+    place = database(tmp_path)
+    section = BufferConfig(storage="sql", path=str(place), order="priority")
+    with create_reader(section) as reader:
+        check(reader, reader, section, tmp_path)
+        with sqlite3.connect(place) as connection:
+            connection.execute("DROP TABLE experiences_reads")
+        connection.close()
+        with pytest.raises(StorageError, match="no such table"):
+            check(reader, reader, section, tmp_path)
+
+
+def test_another_order_of_reading_is_refused_by_its_key(tmp_path: Path) -> None:
+    place = str(database(tmp_path))
+    sections = [
+        BufferConfig(storage="sql", path=place, **settings)
+        for settings in ({"order": "random"}, {}, {"repeat": False})  # type: ignore[arg-type]
+    ]
+    readers = [create_reader(section) for section in sections]
+    for reader in readers:
+        for section, saved in zip(sections, readers, strict=True):
+            if saved is reader:
+                check(reader, saved, section, tmp_path)
+                continue
+            with pytest.raises(ConfigError, match=r"set buffer\.storage, buffer\.order and buffer\.repeat as in"):
+                check(reader, saved, section, tmp_path)
+    with pytest.raises(ConfigError, match="does not say what its run was reading"):
+        check(readers[0], None, sections[0], tmp_path)
+    for reader in readers:
+        reader.close()
