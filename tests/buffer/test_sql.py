@@ -184,6 +184,15 @@ def test_a_replay_reader_keeps_groups_whole(place):
         assert reader.read(7, whole_groups=True) == groups[0]
 
 
+@pytest.mark.parametrize("reader", [SqlReader, ReplayReader])
+def test_a_task_of_two_runs_is_two_groups(place, reader):
+    groups = [make_group(0, 3), make_group(0, 3)]
+    for run, group in zip("ab", groups, strict=True):
+        keep_step(place, run, 1, group)
+    with reader(place) as opened:
+        assert [opened.read(4, whole_groups=True) for _ in range(3)] == [*groups, []]
+
+
 def test_two_replay_readers_of_one_name_are_found_out(place):
     write(place, make_prioritized([1.0] * 4))
     with ReplayReader(place) as one, ReplayReader(place) as two:

@@ -80,14 +80,16 @@ class Item(NamedTuple):
     """An experience as a buffer gives it to a `CursorReader`.
 
     Attributes:
-        experience: it.
+        experience: the experience itself.
         cursor: where the reader stands once it has been read.
         ends_write: whether it is the last of those written together.
+        run: which run it is from, where a buffer holds those of several: they may have tasks of the same name.
     """
 
     experience: Experience
     cursor: Cursor
     ends_write: bool
+    run: str = ""
 
 
 def group_of(experience: Experience) -> str | None:
@@ -159,8 +161,9 @@ class CursorReader(BufferReader):
         """Whether a group ends after the first `number` experiences ahead."""
         if number >= len(self._ahead):
             return True
-        group = group_of(self._ahead[number - 1].experience)
-        return group is None or group != group_of(self._ahead[number].experience)
+        last, after = self._ahead[number - 1], self._ahead[number]
+        group = group_of(last.experience)
+        return group is None or group != group_of(after.experience) or last.run != after.run
 
     def _look(self, number: int) -> bool:
         """Have `number` experiences ahead; whether there are."""

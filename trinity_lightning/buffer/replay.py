@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.buffer.reader import BufferReader, check_count
-from trinity_lightning.buffer.sql import MOST_VARIABLES, RETRY_FOR, TABLE, Database, experience_at, sa
+from trinity_lightning.buffer.sql import MOST_VARIABLES, RETRY_FOR, TABLE, Database, experience_at, run_of, sa
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ForeignPositionError, StorageError
 
 ORDERS = ("priority", "random")
 
-# Position and task of a row.
-Candidate = tuple[int, str | None]
+# Position of a row, and what those of its group have in common.
+Candidate = tuple[int, object]
 
 
 class ReplayReader(BufferReader):
@@ -100,15 +100,15 @@ class ReplayReader(BufferReader):
     def _candidates(self, connection: sa.Connection, number: int, most: int | None) -> Sequence[Candidate]:
         """What may be read, the first choice first; at least the first `most`."""
         rows = self._database.tables.rows
-        query = sa.select(rows.c.position, rows.c.task).where(rows.c.priority > 0)
+        query = sa.select(rows.c.position, rows.c.task, rows.c.write_id).where(rows.c.priority > 0)
         if self._reuse_limit is not None:
             query = query.where(rows.c.uses < self._reuse_limit)
         if self._order == "priority":
             # The logarithm of the score, less what all scores have in common: the age counts from any step.
             score = rows.c.log_priority - rows.c.step * self._log_decay + rows.c.uses * self._log_use_decay
             query = query.order_by(score.desc(), rows.c.uses, rows.c.position).limit(most)
-            return [(row.position, row.task) for row in connection.execute(query)]
-        found = [(row.position, row.task) for row in connection.execute(query.order_by(rows.c.position))]
+            return list(map(_candidate, connection.execute(query)))
+        found = list(map(_candidate, connection.execute(query.order_by(rows.c.position))))
         random.Random(f"{self._seed}/{number}").shuffle(found)
         return found
 
@@ -188,11 +188,16 @@ class ReplayReader(BufferReader):
         self._database.close()
 
 
+def _candidate(row: Any) -> Candidate:
+    """Runs that keep their steps in one database have tasks of the same name, which are not one group."""
+    return row.position, row.position if row.task is None else (run_of(row.write_id), row.task)
+
+
 def _whole_groups(candidates: Sequence[Candidate], count: int) -> list[int]:
     """Positions of the first groups that fit into `count`, at least one group, each in the order of writing."""
     groups: dict[object, list[int]] = {}
-    for position, task in candidates:
-        groups.setdefault(position if task is None else task, []).append(position)
+    for position, group in candidates:
+        groups.setdefault(group, []).append(position)
     chosen: list[int] = []
     for positions in groups.values():
         if chosen and len(chosen) + len(positions) > count:

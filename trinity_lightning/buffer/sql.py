@@ -412,6 +412,11 @@ def keep_step(place: str | Path, run: str, step: int, experiences: list[Experien
         storage.replace(f"{run}/{step}", experiences)
 
 
+def run_of(write_id: str) -> str:
+    """The run of which `keep_step` wrote the rows of this name; empty if they were written otherwise."""
+    return write_id.rpartition("/")[0]
+
+
 class SqlReader(CursorReader):
     """Reads in the order of writing, each experience once a reader, whoever else reads; arguments as `SqlStorage`."""
 
@@ -421,11 +426,16 @@ class SqlReader(CursorReader):
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         rows = self._database.tables.rows
-        query = sa.select(rows.c.position, rows.c.ends_write, rows.c.payload)
+        query = sa.select(rows.c.position, rows.c.ends_write, rows.c.payload, rows.c.write_id)
         query = query.where(rows.c.position > cursor[0]).order_by(rows.c.position).limit(count)
         found = self._database.transact(lambda connection, _: connection.execute(query).all())
         return [
-            Item(experience_at(self._where, row.position, row.payload), (row.position,), row.ends_write)
+            Item(
+                experience_at(self._where, row.position, row.payload),
+                (row.position,),
+                row.ends_write,
+                run_of(row.write_id),
+            )
             for row in found
         ]
 
