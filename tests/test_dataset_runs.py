@@ -258,6 +258,14 @@ def test_held_out_examples_that_are_trained_on_are_counted(tmp_path: Path, caplo
         assert ("2 of 4 held-out examples (buffer.dataset.held_out) are trained on, too" in caplog.text) == warned
 
 
+def test_a_held_out_file_is_read_whole_whatever_slice_is_trained_on(tmp_path: Path) -> None:
+    path, other = (write(tmp_path / f"{name}.jsonl", sums()) for name in ("sums", "others"))
+    held_out = other.replace("buffer.path", "buffer.dataset.held_out.path")
+    for split in ("train[:2]", "train[:2]+train[50%:]"):
+        config = composed("+recipe=sft", path, held_out, f"buffer.dataset.split='{split}'", *TINY)
+        assert len(offline_data_module(typed_config(config), False, False, 64).held_out) == 10
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -437,7 +437,7 @@ def _parted(config: TrainConfig, examples: list[Experience], pairs: bool) -> tup
     dataset = config.buffer.dataset
     held_out = dataset.held_out
     if held_out.share is None:
-        path, split = held_out.path or str(config.buffer.path), held_out.split or dataset.split
+        path, split = held_out.path or str(config.buffer.path), held_out.split or _unsliced(dataset.split)
         return examples, examples_of(config.buffer, path, split, config.model.name, pairs)
     count = round(held_out.share * len(examples))
     if not 0 < count < len(examples):
@@ -448,6 +448,11 @@ def _parted(config: TrainConfig, examples: list[Experience], pairs: bool) -> tup
     chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
     trained = [each for index, each in enumerate(examples) if index not in chosen]
     return trained, [examples[index] for index in sorted(chosen)]
+
+
+def _unsliced(split: str) -> str:
+    """The splits that some slices are of: those are of the dataset that is trained on, and another is measured whole."""
+    return "+".join(dict.fromkeys(part.partition("[")[0].strip() for part in split.split("+")))
 
 
 class HeldOutLoss(L.Callback):
