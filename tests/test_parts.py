@@ -1,6 +1,8 @@
 """What is built from a configuration, apart from whole runs."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.compose import composed
 from trinity_lightning.build import online_data, record_config
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import typed_config
+from trinity_lightning.errors import DiskFullError
 
 
 def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -27,6 +30,24 @@ def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogC
         "resuming with steps = 9; it was 5",
     ]
     assert OmegaConf.load(file) == config
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill or a full disk in between must not leave half of it, without which no resume is possible."""
+    file = tmp_path / "config.yaml"
+    config = OmegaConf.create({"ckpt_path": None, "steps": 5})
+    record_config(config, file)
+    before = file.stat().st_ino
+    changed = OmegaConf.create({"ckpt_path": None, "steps": 9})
+    monkeypatch.setattr("os.fsync", disk_full)
+    with pytest.raises(DiskFullError, match=r"config\.yaml"):
+        record_config(changed, file)
+    assert OmegaConf.load(file) == config
+    assert file.stat().st_ino == before
+
+
+def disk_full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.files import disk_full_named
+from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
@@ -448,4 +448,4 @@ def record_config(config: DictConfig, file: Path) -> None:
         from trinity_lightning.resume import log_changes
 
         log_changes(config, file)
-    file.write_text(OmegaConf.to_yaml(config, resolve=True))
+    write_atomically(file, OmegaConf.to_yaml(config, resolve=True).encode())

@@ -141,9 +141,8 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
         record = folder / "config.yaml"
         before = OmegaConf.select(recorded_run(record), "buffer.path") if record.is_file() else None
         held = f": that has buffer.path={before}" if before not in (None, buffer.path) else ""
-        also = ""
-        if buffer.storage == "dataset":
-            also = ", read as that run does (seed; buffer.dataset: subset, split, shuffle, max_length, overlong, held_out)"
+        settings = "seed; buffer.dataset: subset, split, shuffle, max_length, overlong, held_out"
+        also = f", read as that run does ({settings})" if buffer.storage == "dataset" else ""
         raise ConfigError(
             f"{asked} holds other data than those that the run to resume reads{held}. Give those{also}, or begin "
             "another run, without ckpt_path."

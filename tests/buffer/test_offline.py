@@ -11,6 +11,8 @@ from support.buffer import make_group, names, through_a_file
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import ExpertData, OfflineExperienceDataModule, OfflineLoader, marked
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
+from trinity_lightning.buffer.replay import ReplayReader
+from trinity_lightning.buffer.sql import SqlStorage
 from trinity_lightning.buffer.step_files import StepReader, keep_step, read_experiences
 from trinity_lightning.common.experience import CustomField
 from trinity_lightning.common.optimizer_batch import is_expert
@@ -110,10 +112,19 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(folder, tmp_path):
     assert run(Recorder(), tmp_path / "middle.ckpt") == whole[4:]
 
 
-def test_data_that_end_are_an_error(folder):
+def test_data_that_end_are_an_error_that_names_what_helps(folder):
     loader = OfflineLoader(StepReader(folder), batch_size=4, steps_per_epoch=9)
-    with pytest.raises(StorageError, match=r"step 5 of 9 in epoch 1.*buffer.repeat=true"):
+    with pytest.raises(StorageError, match=r"step 5 of 9 in epoch 1.*fewer steps or buffer.repeat=true\."):
         list(loader)
+    with pytest.raises(StorageError, match=r"Give more data or fewer steps\."):
+        list(OfflineLoader(RepeatingReader(MemoryReader([])), batch_size=4, steps_per_epoch=1))
+    with SqlStorage(folder / "buffer.db") as storage:
+        storage.write(make_group(0, 4))
+    with (
+        ReplayReader(folder / "buffer.db") as reader,
+        pytest.raises(StorageError, match=r"step 2 of 2 .*reuse_limit\."),
+    ):
+        list(OfflineLoader(reader, batch_size=4, steps_per_epoch=2))
 
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"steps_per_epoch": 0}, {"wait": -1.0}])

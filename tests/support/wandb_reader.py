@@ -32,7 +32,8 @@ class WandbTable:
 class WandbRun:
     """A run: each history row as logged, the last values, the configuration, and the tables by name, one a logging.
 
-    `axes` holds the step metric of each defined metric or glob; `finished` tells whether the run was ended, and `exit_code` how.
+    `axes` holds the step metric of each defined metric or glob; `finished` tells whether the run came to its end, and
+    `exit_code` which end.
     """
 
     group: str = ""

@@ -451,7 +451,7 @@ def _parted(config: TrainConfig, examples: list[Experience], pairs: bool) -> tup
 
 
 def _unsliced(split: str) -> str:
-    """The splits that some slices are of: those are of the dataset that is trained on, and another is measured whole."""
+    """The splits that these slices are of. A slice is of the dataset that is trained on; another is measured whole."""
     return "+".join(dict.fromkeys(part.partition("[")[0].strip() for part in split.split("+")))
 
 

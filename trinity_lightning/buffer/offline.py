@@ -85,9 +85,10 @@ class OfflineLoader:
             self._before = self._reader.state_dict()
             experiences = self._everywhere(self._read)
             if not experiences:
+                fixes = ["more data", "fewer steps", *filter(None, [self._reader.endless_with])]
                 raise StorageError(
                     f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
-                    f"{self._wait:g} s). Give more data, fewer steps, or buffer.repeat=true."
+                    f"{self._wait:g} s). Give {' or '.join(fixes)}."
                 )
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1

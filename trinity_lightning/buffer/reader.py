@@ -24,7 +24,12 @@ class BufferReader(ABC):
 
     What a read does while there is too little is the same for all readers: it waits up to `wait` seconds for the
     rest, and then returns what there is, which may be nothing.
+
+    Attributes:
+        endless_with: the setting with which reads would not end, for messages; empty: there is none.
     """
+
+    endless_with = "buffer.repeat=true"
 
     def read(
         self,
@@ -217,6 +222,8 @@ class RepeatingReader(BufferReader):
     Attributes:
         passes: how often it has started over.
     """
+
+    endless_with = ""
 
     def __init__(self, reader: CursorReader) -> None:
         self._reader = reader

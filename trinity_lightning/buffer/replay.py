@@ -46,6 +46,8 @@ class ReplayReader(BufferReader):
     A ConfigError if an argument is out of range; other errors as `Database`.
     """
 
+    endless_with = "a higher buffer.reuse_limit"
+
     def __init__(
         self,
         place: str | Path,
