@@ -6,9 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from support.compose import composed
 from support.runs import RunTrain
 
-from trinity_lightning.evaluation import evaluation_rows
+from trinity_lightning.evaluation import build_evaluation, evaluation_rows
+from trinity_lightning.trainer.policy import PolicyModule
 
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
 QUICK += ("sampling.max_tokens=8", "eval_sampling.max_tokens=8", "+eval_tasksets.addition_heldout.args.heldout=16")
@@ -83,6 +86,25 @@ def test_wrong_input_is_one_message(
     assert message in done.stdout
     assert "Traceback" not in done.stdout
     assert not list(tmp_path.glob("outputs/*/*/*"))  # nothing is left of it
+
+
+@pytest.mark.parametrize(("accelerator", "expected"), [("auto", [torch.device("cuda", 0)]), ("cpu", [])])
+def test_the_training_model_generates_on_the_gpu(
+    accelerator: str, expected: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.device] = []
+    load = PolicyModule.configure_model
+
+    def loaded(policy: PolicyModule) -> None:
+        load(policy)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # from here on: this torch has no CUDA
+
+    monkeypatch.setattr(PolicyModule, "configure_model", loaded)
+    monkeypatch.setattr(PolicyModule, "to", lambda _, device: moved.append(device))
+    arguments = (*QUICK, "engine=transformers", f"trainer.accelerator={accelerator}", f"output_dir={tmp_path}")
+    run = build_evaluation(composed(*arguments, "logger=csv", "model.dtype=fp32"), [])
+    assert [engine.capabilities.shares_weights for engine in run.engines] == [True]
+    assert moved == expected
 
 
 def test_a_file_that_is_no_checkpoint(run_evaluate: RunTrain, tmp_path: Path) -> None:

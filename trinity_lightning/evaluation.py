@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from trinity_lightning.build import eval_sources, finish, loggers_of, quiet_lightning, record_config
 from trinity_lightning.common.checkpoints import contents, whole
+from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import BUILT_IN_MODELS, resolve_model
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes
@@ -104,6 +106,8 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     if any(engine.capabilities.shares_weights for engine in engines):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()
+        if (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
+            policy.to(torch.device("cuda", TRAINER_GPU))  # as a Trainer would: there is none here
         for engine in engines:
             engine.bind(policy.policy)
     loggers = loggers_of(config)
