@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.compose import composed
+from support.runs import TWO
 
-from trinity_lightning.build import online_data, record_config
+from trinity_lightning.build import _summary, build, online_data, record_config
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import DiskFullError
@@ -48,6 +49,26 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, m
 
 def disk_full(_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "names"),
+    [
+        (("+recipe=grpo",), "cpu", ["while training", "while generating"]),
+        (("+recipe=sft", "buffer.path=data.jsonl"), "cpu", ["while training"]),
+        (("+recipe=grpo", *TWO), "2 x cpu", ["memory of rank 1, each"]),
+    ],
+)
+def test_the_table_at_the_start_says_what_memory_is_expected_on_which_devices(
+    overrides: tuple[str, ...], devices: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    run = build(composed("model=tiny", "logger=csv", *overrides, f"output_dir={tmp_path / 'run'}"))
+    table = dict(_summary(run))
+    assert table["devices"] == devices
+    assert "GiB free" in table["device memory"]
+    assert all("GiB" in table[name] for name in names)
 
 
 @pytest.mark.parametrize(

@@ -216,11 +216,11 @@ def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
 
 
 def _summary(run: Run) -> list[tuple[str, str]]:
-    config = run.config
+    config, device, count = run.config, run.trainer.strategy.root_device, run.trainer.world_size
     policy = [
         ("run", f"{config.name}, seed {config.seed}, in {run.folder}"),
         ("model", f"{config.model.name} ({config.model.dtype.value})"),
-        ("device", str(run.trainer.strategy.root_device)),
+        ("devices", f"{count} x {device.type}" if count > 1 else str(device)),
     ]
     if config.buffer.has_rollouts:
         steps = _online_steps(config)
@@ -229,6 +229,10 @@ def _summary(run: Run) -> list[tuple[str, str]]:
 
         steps = summary(config)
     memory = [] if run.plan is None else run.plan.rows()
+    if device.type == "cpu":
+        from trinity_lightning.planner import rows_on_a_cpu
+
+        memory = rows_on_a_cpu(config)
     return [*policy, *steps, *memory, ("resumed from", run.checkpoint or "nothing")]
 
 

@@ -18,6 +18,7 @@ from trinity_lightning.common.memory_plan import (
     cache_bytes,
     engine_alone,
     engine_weights,
+    gib,
     plan,
 )
 from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, Training, tokens_that_fit
@@ -309,9 +310,27 @@ def _on_a_cpu(
         run = replace(run, engine=replace(run.engine, kv_cache_gb=cache, max_num_seqs=at_once))
         rollouts = rollouts_of(run, 1)
     theirs = rollouts if run.engine.per_rank else None
-    others = [plan(shape, training, theirs, free // here, 0) for _ in range(1, min(devices, 2))]
-    free -= sum((here - 1) * (each.device - each.left) for each in others)
-    return run, _ranks(devices, plan(shape, training, rollouts, free, 0), *others)
+    if devices == 1:
+        return run, _ranks(1, plan(shape, training, rollouts, free, 0))
+    other = plan(shape, training, theirs, free // here, 0)
+    free -= (here - 1) * (other.device - other.left)
+    return run, _ranks(devices, plan(shape, training, rollouts, free, 0), other)
+
+
+def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
+    """What the memory of this machine's CPU is expected to be used for, for the table that a run begins with.
+
+    Where the plan does not fit, the table says so, and the run goes on: it may need less than is planned for.
+    """
+    free, devices = free_memory(), trainers_of(run.trainer or {}, 1)
+    hardware = Hardware("this machine's CPU", True, Gpus(1, free, free, free), None, 0.0)
+    engines = Engines() if run.buffer.has_rollouts else None
+    try:
+        _, shares = _on_a_cpu(run, ModelShape.of(_model(run.model.name)), hardware, devices, engines)
+    except ConfigError as error:
+        return [("memory expected", str(error))]
+    alike = [(f"memory of {each.name}, each", f"{gib(each.memory.device - each.memory.left)}") for each in shares[1:]]
+    return [*shares[0].memory.rows(), *alike]
 
 
 def _ranks(devices: int, first: MemoryPlan, *others: MemoryPlan) -> list[Share]:

@@ -44,7 +44,7 @@ def test_a_run_on_a_full_disk_names_its_folder(tmp_path, monkeypatch):
         with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(b"a table, say")
 
-    trainer = SimpleNamespace(fit=fit)
+    trainer = SimpleNamespace(fit=fit, loggers=[])
     run = SimpleNamespace(
         folder=tmp_path, announce=lambda: None, trainer=trainer, policy=None, data=None, checkpoint=None
     )
