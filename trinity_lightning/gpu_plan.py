@@ -19,7 +19,6 @@ from trinity_lightning.common.memory_plan import (
     auxiliary_server,
     beside_others,
     plan,
-    requests_at_once,
 )
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engines import (
@@ -122,7 +121,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     if online and not capabilities_of(engine.name).is_vllm:
         return config, None
     if online:
-        engine = replace(engine, max_num_seqs=engine.max_num_seqs or requests_at_once(_requests(config, gpus.count)))
+        engine = replace(engine, max_num_seqs=rollouts_of(config, gpus.count).at_once)
         config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config, gpus.count)
@@ -159,14 +158,7 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
         if model.url is not None or not _on_the_trainers_gpu(f"auxiliary_models.{name}.engine", engine):
             continue
         shape = ModelShape.of(skeleton(str(resolve_model(model.model))))
-        rollouts = Rollouts(
-            width=4 if engine.dtype is EngineDtype.fp32 else 2,
-            context=engine.max_model_len,
-            requests=0,
-            max_num_seqs=engine.max_num_seqs,
-            kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
-            drafted=engine.speculative or 0,
-        )
+        rollouts = _generating(engine, requests=0)
         cache, size = auxiliary_server(shape, rollouts)
         args = {"gpu_memory_utilization": round(size / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
         given = engine.args.get("gpu_memory_utilization")
@@ -259,26 +251,30 @@ def _sharing(config: TrainConfig, gpus: int) -> int:
     return _trainers_here(config.trainer or {}, gpus) if config.engine.per_rank else 1
 
 
-def _requests(config: TrainConfig, gpus: int) -> int:
-    """Rollouts of a step, of each engine's share of the tasks if every process has one."""
-    return -(-config.explorer.batch_size // _sharing(config, gpus)) * config.explorer.repeat_times
+def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
+    """What the plan has to know of an engine that is given so many requests."""
+    return Rollouts(
+        width=4 if engine.dtype is EngineDtype.fp32 else 2,
+        context=engine.max_model_len,
+        requests=requests,
+        max_num_seqs=engine.max_num_seqs,
+        kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
+        drafted=engine.speculative or 0,
+        **others,
+    )
 
 
 def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
     """What the plan has to know of rollouts, on machines of so many GPUs."""
-    engine = config.engine
+    engine, sharing = config.engine, _sharing(config, gpus)
     sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
-    return Rollouts(
-        width=4 if engine.dtype is EngineDtype.fp32 else 2,
-        context=engine.max_model_len,
-        requests=_requests(config, gpus),
-        max_num_seqs=engine.max_num_seqs,
-        kv_cache=None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * GIB),
-        drafted=engine.speculative or 0,
+    return _generating(
+        engine,
+        requests=-(-config.explorer.batch_size // sharing) * config.explorer.repeat_times,  # of a step, for each engine
         sleep=sleeps[engine.sleep],
         servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
         adapters=_adapters_in_vllm(config) if config.synchronizer.lora == "adapter" else 0,
-        processes=_sharing(config, gpus),
+        processes=sharing,
     )
 
 

@@ -298,6 +298,8 @@ def test_a_new_explore_step_starts_at_its_first_item():
 def test_numbers_below_one_are_refused(arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         ExperienceLoader(MemoryStorage(), **arguments)
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        ExperienceDataModule(**arguments)
 
 
 def test_batches_of_a_step_know_all_of_it():

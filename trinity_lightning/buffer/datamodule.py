@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class MemoryStorage(BufferWriter):
     Attributes:
         batch: the explore step that is trained on (EID.batch), 0 before the first.
         experiences: of that step, in the order written.
+        written: what was written since `begin`.
         columns: float32 tensors [response] by name, one an experience.
     """
 
@@ -48,25 +50,20 @@ class MemoryStorage(BufferWriter):
         self.batch = 0
         self.experiences: list[Experience] = []
         self.columns: dict[str, list[Tensor]] = {}
-        self._written: list[Experience] = []
+        self.written: list[Experience] = []
         self._ready: dict[int, list[Experience]] = {}
 
     def write(self, experiences: list[Experience]) -> None:
         """Append to what is being gathered for the next step."""
-        self._written.extend(experiences)
-
-    @property
-    def written(self) -> list[Experience]:
-        """What was written since `begin`."""
-        return self._written
+        self.written.extend(experiences)
 
     def begin(self) -> None:
         """What is written from now on belongs to the next step; what was written and never committed is dropped."""
-        self._written = []
+        self.written = []
 
     def commit(self, batch: int) -> None:
         """What was written since `begin` is explore step `batch`, ready to be trained on."""
-        self._ready[batch], self._written = self._written, []
+        self._ready[batch], self.written = self.written, []
 
     def is_ready(self, batch: int) -> bool:
         """Whether explore step `batch` waits to be trained on."""
@@ -207,17 +204,15 @@ class ExperienceDataModule(UnmovedDataModule):
 
     Args:
         add_strategy: how rewards become advantages: a name, or several (name, arguments) that follow each other.
-        optimizer_steps: optimizer steps an explore step.
-        inner_epochs: passes over an explore step's experiences.
-        seed: seed of the dealing of groups into optimizer steps.
+        optimizer_steps, inner_epochs, seed, max_response_length: as `ExperienceLoader`.
         operators: what tidies a step's experiences before they are weighed, in order.
         auxiliary_models: clients of other models, for operators that ask them.
         folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
         keep: keeps the experiences of every step, as the trainer is given them; None: nothing does.
         experts: expert data that join every step behind the strategies; None: none.
-        max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 
     Raises:
+        ConfigError: a number below 1.
         ValueError, TypeError: an unknown strategy or operator, or arguments it does not have.
     """
 
@@ -240,12 +235,10 @@ class ExperienceDataModule(UnmovedDataModule):
         self.pipeline = ExperiencePipeline(
             add_strategy, self.storage, operators, auxiliary_models=auxiliary_models, folder=folder
         )
-        self.optimizer_steps = optimizer_steps
-        self.inner_epochs = inner_epochs
-        self._seed = seed
+        self._loader = partial(ExperienceLoader, self.storage, optimizer_steps, inner_epochs, seed, max_response_length)
+        self._loader()  # wrong numbers are refused here, not once engines are loaded
         self._keep = keep
         self._experts = experts
-        self._max_response_length = max_response_length
 
     @property
     def batch(self) -> int:
@@ -324,9 +317,7 @@ class ExperienceDataModule(UnmovedDataModule):
 
     def train_dataloader(self) -> ExperienceLoader:
         """One sized, lazy, stateful loader for the whole run."""
-        return ExperienceLoader(
-            self.storage, self.optimizer_steps, self.inner_epochs, self._seed, self._max_response_length
-        )
+        return self._loader()
 
     def state_dict(self) -> dict[str, Any]:
         """The buffer, and where the expert data stand."""

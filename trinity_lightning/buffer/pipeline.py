@@ -1,6 +1,5 @@
 """What happens to the experiences of an explore step before the trainer sees them."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from trinity_lightning.buffer.operators.experience_operator import OperatorChain
     from trinity_lightning.buffer.refill import MoreRollouts
     from trinity_lightning.config.parts import OperatorConfig
-
-logger = logging.getLogger(__name__)
 
 StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -50,7 +47,11 @@ class ExperiencePipeline:
     ) -> None:
         specs = [(add_strategy, {})] if isinstance(add_strategy, str) else add_strategy
         self._strategy = ComposedAddStrategy(specs, writer)
-        self.chain = _chain(operators, auxiliary_models, folder) if operators else None
+        self.chain: OperatorChain | None = None
+        if operators:
+            from trinity_lightning.buffer.operators import experience_operator  # an option
+
+            self.chain = experience_operator.OperatorChain(operators, auxiliary_models, folder)
         self._explained: set[str] = set()  # reasons for untrained steps for which it was logged what helps
 
     @property
@@ -109,9 +110,9 @@ class ExperiencePipeline:
         await self.prepare()
         experiences, metrics = await tidy(experiences)
         if more is not None and self._strategy.refills:
-            from trinity_lightning.buffer.refill import refilled
+            from trinity_lightning.buffer.refill import refill
 
-            experiences, metrics = await refilled(experiences, metrics, step, more, tidy, self._strategy.survivors)
+            experiences, metrics = await refill(experiences, metrics, step, more, tidy, self._strategy.survivors)
             untrained.leave_out(tidy_ones, experiences, "surplus")
         start = time.perf_counter()
         count, added = await self._strategy.add(experiences, step)
@@ -134,11 +135,3 @@ class ExperiencePipeline:
             warn_of_idle_step(step, len(received), reasons, self._explained)
         counts = {f"experience_pipeline/untrained/{r.replace(' ', '_')}": float(n) for r, n in reasons.items()}
         return {"experience_pipeline/trained": float(trained), **counts}
-
-
-def _chain(
-    operators: "Sequence[OperatorConfig]", auxiliary_models: "AuxiliaryModels | None", folder: str | Path | None
-) -> "OperatorChain":
-    from trinity_lightning.buffer.operators.experience_operator import OperatorChain  # an option
-
-    return OperatorChain(operators, auxiliary_models, folder)

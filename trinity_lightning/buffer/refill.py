@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from trinity_lightning.common.experience import Experience
@@ -32,57 +31,11 @@ Tidy = Callable[[list[Experience]], Awaitable[tuple[list[Experience], dict[str, 
 # Those of some experiences' groups that would be trained on, by task.
 Survivors = Callable[[list[Experience]], dict[str, list[Experience]]]
 
-# However few tasks survived so far, this share of the next ones is taken to: what is asked for at once stays bounded.
+# Assume that at least this share of new tasks survives, however few did so far, so that one request stays bounded.
 _MIN_RATE = 0.25
 
 
-@dataclass
-class Refilled:
-    """A step with what was added to it: all experiences, filtered ones too, without surplus groups."""
-
-    experiences: list[Experience]
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    surplus: int = 0
-    missing: int = 0
-
-
 async def refill(
-    experiences: list[Experience], step: int, more: MoreRollouts, tidy: Tidy, survivors: Survivors
-) -> Refilled:
-    """Ask for more tasks until as many groups survive as the step is meant to have, or no more are to be had.
-
-    Only `tidy` and the filter see the new groups apart; what weighs a whole step sees it once it is full. Groups
-    beyond that number are dropped and counted: the earliest are kept.
-    """
-    kept = survivors(experiences)
-    asked, result = more.tasks, Refilled(list(experiences))
-    while (missing := more.tasks - len(kept)) > 0:
-        rate = max(len(kept) / asked, _MIN_RATE)
-        tasks = min(math.ceil(missing / rate), more.tasks)
-        if not (added := await more(tasks)):
-            break
-        added, metrics = await tidy(added)
-        result.metrics.append(metrics)
-        asked += tasks
-        new = survivors(added)
-        surplus = set(list(new)[missing:])
-        result.surplus += len(surplus)
-        result.experiences += [e for e in added if e.eid.tid not in surplus]
-        kept |= {task: group for task, group in new.items() if task not in surplus}
-    result.missing = missing if missing > 0 else 0
-    if result.missing:
-        logger.warning(
-            "step %d: %d of its %d tasks are missing after filters left out the others and %d more tasks were tried: "
-            "raise explorer.max_refills, or take tasks that are neither too easy nor too hard.",
-            step,
-            result.missing,
-            more.tasks,
-            asked - more.tasks,
-        )
-    return result
-
-
-async def refilled(
     experiences: list[Experience],
     metrics: dict[str, float],
     step: int,
@@ -90,12 +43,46 @@ async def refilled(
     tidy: Tidy,
     survivors: Survivors,
 ) -> tuple[list[Experience], dict[str, float]]:
-    """The experiences of a step and what `refill` adds to them, and the metrics of both."""
-    filled = await refill(experiences, step, more, tidy, survivors)
-    metrics = merged([metrics, *filled.metrics])
-    metrics["experience_pipeline/surplus_groups"] = float(filled.surplus)
-    metrics["experience_pipeline/missing_groups"] = float(filled.missing)
-    return filled.experiences, metrics
+    """Ask for more tasks until as many groups survive as the step is meant to have, or no more are to be had.
+
+    Only `tidy` and the filter see the new groups apart; what weighs a whole step sees it once it is full. Groups
+    beyond that number are dropped and counted: the earliest are kept.
+
+    Args:
+        experiences: of the step, tidied.
+        metrics: of tidying them.
+        step: its number.
+        more, tidy, survivors: see there.
+
+    Returns:
+        All experiences, filtered ones too, without surplus groups; and the metrics of all rounds.
+    """
+    kept, asked = survivors(experiences), more.tasks
+    filled, rounds, dropped = list(experiences), [metrics], 0
+    while (missing := more.tasks - len(kept)) > 0:
+        rate = max(len(kept) / asked, _MIN_RATE)
+        tasks = min(math.ceil(missing / rate), more.tasks)
+        if not (added := await more(tasks)):
+            break
+        added, metrics = await tidy(added)
+        rounds.append(metrics)
+        asked += tasks
+        new = survivors(added)
+        surplus = set(list(new)[missing:])
+        dropped += len(surplus)
+        filled += [e for e in added if e.eid.tid not in surplus]
+        kept |= {task: group for task, group in new.items() if task not in surplus}
+    if missing > 0:
+        logger.warning(
+            "step %d: %d of its %d tasks are missing after filters left out the others and %d more tasks were tried: "
+            "raise explorer.max_refills, or take tasks that are neither too easy nor too hard.",
+            step,
+            missing,
+            more.tasks,
+            asked - more.tasks,
+        )
+    counts = {"surplus_groups": float(dropped), "missing_groups": float(max(missing, 0))}
+    return filled, merged(rounds) | {f"experience_pipeline/{name}": count for name, count in counts.items()}
 
 
 def merged(parts: list[dict[str, float]]) -> dict[str, float]:
