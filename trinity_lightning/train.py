@@ -4,7 +4,6 @@ The configuration is composed and validated before torch is imported, so that a 
 """
 
 import sys
-import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -100,20 +99,12 @@ def _main(config: DictConfig) -> float | None:
             trainer = train(config)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                _release(error)
+                from trinity_lightning.common.failures import release
+
+                release(error)
             raise
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises
-
-
-def _release(error: BaseException | None) -> None:
-    """Let go of what the functions that raised an error hold, such as a policy; its traceback stays as it is.
-
-    Hydra keeps the error of a sweep's job until all jobs have run, and the next one needs that memory.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def main() -> None:

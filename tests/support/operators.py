@@ -8,6 +8,7 @@ from trinity_lightning.buffer.operators import (
     OperatorConfig,
     create_operators,
 )
+from trinity_lightning.buffer.operators.experience_operator import OperatorChain
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import EID, Experience
 
@@ -40,10 +41,15 @@ def rewards(exps):
     return [exp.reward for exp in exps]
 
 
-def operators_of(pipeline: ExperiencePipeline) -> list[ExperienceOperatorV1]:
-    """Those of a pipeline that has some."""
+def chain_of(pipeline: ExperiencePipeline) -> OperatorChain:
+    """The operators of a pipeline that has some."""
     assert pipeline.chain is not None
-    return pipeline.chain.operators
+    return pipeline.chain
+
+
+def operators_of(pipeline: ExperiencePipeline) -> list[ExperienceOperatorV1]:
+    """The same, one by one."""
+    return chain_of(pipeline).operators
 
 
 class AddOne(ExperienceOperatorV1):

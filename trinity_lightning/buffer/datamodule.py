@@ -297,14 +297,6 @@ class ExperienceDataModule(UnmovedDataModule):
         """
         await self.pipeline.prepare()
 
-    async def close(self) -> None:
-        """Close the operators; twice is allowed. Lightning's `teardown` does it too.
-
-        Raises:
-            OperatorError: one of them failed; the others are closed.
-        """
-        await self.pipeline.close()
-
     def teardown(self, stage: str) -> None:
         """Close the operators, on the loop they were prepared on as long as it runs."""
         if self.pipeline.chain is not None:

@@ -67,11 +67,6 @@ class ExperiencePipeline:
         if self.chain is not None:
             await self.chain.prepare()
 
-    async def close(self) -> None:
-        """Close the operators; see `OperatorChain.close`."""
-        if self.chain is not None:
-            await self.chain.close()
-
     async def process(
         self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
     ) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import traceback
 from pathlib import Path
 
 from trinity_lightning.errors import DiskFullError, TrinityError
@@ -18,6 +19,16 @@ def disk_full(error: Exception, path: Path) -> DiskFullError | None:
             return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def release(error: BaseException | None) -> None:
+    """Let go of what the functions that raised an error hold, such as a policy; its traceback stays as it is.
+
+    Hydra keeps the error of a sweep's job until all jobs have run, and the next one needs that memory.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def how_it_ended(code: int) -> str:

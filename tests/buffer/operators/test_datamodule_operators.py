@@ -5,7 +5,7 @@ import logging
 import threading
 
 import pytest
-from support.operators import HERE, AddOne, operators_of, rewards, step_of
+from support.operators import HERE, AddOne, chain_of, operators_of, rewards, step_of
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OperatorConfig
@@ -116,7 +116,7 @@ def test_prepare_comes_before_the_first_step_where_it_is_called():
 
     async def live():
         await data.prepare()
-        await data.close()
+        await chain_of(data.pipeline).close()
 
     asyncio.run(live())
     assert vars(operators_of(data.pipeline)[0])["diary"] == ["prepare", "close"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.operators import HERE, AddOne, make, operators_of, rewards, step_of
+from support.operators import HERE, AddOne, chain_of, make, operators_of, rewards, step_of
 
 from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, OperatorConfig
 from trinity_lightning.buffer.operators.experience_operator import snapshot
@@ -157,8 +157,8 @@ def test_operators_are_prepared_once_and_closed():
         await pipeline.process(traced([0]), 1)
         await pipeline.prepare()
         await pipeline.process(traced([0]), 2)
-        await pipeline.close()
-        await pipeline.close()
+        await chain_of(pipeline).close()
+        await chain_of(pipeline).close()
 
     asyncio.run(live())
     assert operator.diary == ["prepare", "process", "process", "close"]
@@ -178,7 +178,7 @@ def test_a_failed_close_closes_the_others_and_names_the_operator():
 
     async def live():
         await pipeline.prepare()
-        await pipeline.close()
+        await chain_of(pipeline).close()
 
     with pytest.raises(
         OperatorError, match=r"'support.operators.Fails'.*could not be closed: RuntimeError: no close today"
