@@ -183,7 +183,7 @@ def test_a_column_of_numbers_in_csv_is_text(third: str, words: str, tmp_path: Pa
 def test_stored_experiences_are_no_pairs_and_stay_to_be_read(tmp_path: Path) -> None:
     keep_step(tmp_path, 1, [Experience(tokens=[1, 2], prompt_length=1) for _ in range(2)])
     run = typed_config(composed("+recipe=offline", f"buffer.path={tmp_path}", *TINY))
-    with pytest.raises(ConfigError, match="is no preference pair: choose another loss than"):
+    with pytest.raises(ConfigError, match=r"is not a preference pair, and algorithm\.policy_loss=dpo needs pairs"):
         offline_data_module(run, True, False, 64)
     assert len(offline_data_module(run, False, False, 64).reader.read(2)) == 2
 

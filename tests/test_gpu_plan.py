@@ -163,7 +163,7 @@ def test_a_resumed_run_keeps_the_plan_that_was_recorded_if_it_fits(
         assert (server.kv_cache_gb, server.sleep) == (None, EngineSleep.auto)
     assert not caplog.records
     assert resumed("{kv_cache_gb: 100, sleep: never}") == with_memory_plan(run)[0].engine
-    assert "does not fit any more, and is planned again" in caplog.text
+    assert "no longer fits; planning again" in caplog.text
 
 
 @pytest.mark.usefixtures("gpu")

@@ -22,17 +22,10 @@ from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
-from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
-from trinity_lightning.engines import (
-    auxiliary_models_of,
-    check_room,
-    engines_of,
-    settle_dtypes,
-    thread_share,
-)
+from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, thread_share
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
@@ -138,16 +131,7 @@ def build(config: DictConfig) -> Run:
         # Once the checkpoint is loaded: a resume that is refused must not change what the run was.
         record = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
         callbacks.insert(0, record)
-    return Run(
-        config=typed,
-        folder=folder,
-        trainer=_trainer(config, callbacks),
-        policy=policy,
-        data=data,
-        monitor=monitor,
-        checkpoint=checkpoint,
-        plan=plan,
-    )
+    return Run(typed, folder, _trainer(config, callbacks), policy, data, monitor, checkpoint, plan)
 
 
 def _follows() -> bool:
@@ -264,10 +248,6 @@ def online_parts(
 ) -> tuple[ExperienceDataModule, list[L.Callback]]:
     """The buffer of a run that rolls out, what fills it, and what watches both; `offload`: see ExplorerCallback."""
     check_room(config)
-    if config.model.name not in BUILT_IN_MODELS:
-        from trinity_lightning.explorer.models.vllm_platforms import check_experts
-
-        check_experts(config)
     auxiliary_models = auxiliary_models_of(config, folder)
     explorer = explorer_callback(config, folder, auxiliary_models, monitor, offload)
     callbacks = [monitor, *thread_share(config), explorer]

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import BUILT_IN_MODELS, resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import WeightDtype, compute_dtype, weight_dtype
@@ -31,8 +31,10 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
     return list(engine.of_run(config, folder))
 
 
-def check_room(config: TrainConfig) -> None:
+def check_room(config: TrainConfig, sends: bool = True) -> None:
     """Refuse what vLLM would once it has loaded: a context beyond a model's own, a split of heads, too large caches.
+
+    And, if weights are sent to it, a mixture of experts that cannot take them.
 
     Raises:
         ConfigError: names the key and what there is.
@@ -55,6 +57,10 @@ def check_room(config: TrainConfig) -> None:
 
             caches["engine"] *= processes_of(config.trainer or {})
         check_caches(caches)
+    if sends and config.model.name not in BUILT_IN_MODELS:
+        from trinity_lightning.explorer.models.vllm_platforms import check_experts
+
+        check_experts(config)
 
 
 def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> None:
@@ -113,15 +119,12 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     trainer = config.trainer or {}
     precision = trainer.get("precision")
     if config.model.dtype is WeightDtype.auto:
-        config.model.dtype = _faster_or_held(trainer.get("accelerator", "auto"), checkpoint)
+        if checkpoint is None:
+            config.model.dtype = faster_dtype(trainer.get("accelerator", "auto"))
+        else:
+            from trinity_lightning.resume import dtype_of
+
+            config.model.dtype = dtype_of(checkpoint)
     config.model.dtype = weight_dtype(config.model.dtype, precision)
     if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
         config.engine.dtype = compute_dtype(config.model.dtype, precision)
-
-
-def _faster_or_held(accelerator: object, checkpoint: str | Path | None) -> WeightDtype:
-    if checkpoint is None:
-        return faster_dtype(accelerator)
-    from trinity_lightning.resume import dtype_of
-
-    return dtype_of(checkpoint)

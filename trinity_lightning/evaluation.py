@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from trinity_lightning.build import eval_sources, finish, loggers_of, quiet_lightning, record_config
 from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
-from trinity_lightning.config.models import BUILT_IN_MODELS, resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes
 from trinity_lightning.explorer.driver import Driver
@@ -97,11 +97,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     quiet_lightning()
     record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
-    check_room(typed)
-    if checkpoints and typed.model.name not in BUILT_IN_MODELS:
-        from trinity_lightning.explorer.models.vllm_platforms import check_experts
-
-        check_experts(typed)
+    check_room(typed, sends=bool(checkpoints))
     engines = engines_of(typed, folder)
     if any(engine.capabilities.shares_weights for engine in engines):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)

@@ -21,13 +21,7 @@ from trinity_lightning.common.memory_plan import (
     plan,
 )
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
-from trinity_lightning.config.engines import (
-    TRAINER_GPU,
-    EngineConfig,
-    EngineDtype,
-    EngineSleep,
-    capabilities_of,
-)
+from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.servers import gpus_that_train
@@ -88,7 +82,7 @@ def with_memory_plan(
     except ConfigError as error:
         if kept == config:
             raise
-        logger.warning("what was planned when the run began does not fit any more, and is planned again: %s", error)
+        logger.warning("the memory plan that the run began with no longer fits; planning again: %s", error)
         return planned(config, gpus, tokens)
 
 
@@ -114,7 +108,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
         tokens: of a micro-batch under `auto`; None: as many as are useful and fit.
 
     Raises:
-        ConfigError: what shares the GPU does not fit on it together; servers use it and others too.
+        ConfigError: trainer and engine do not fit on the GPU together; or servers have it and other GPUs too.
     """
     online, engine = config.buffer.has_rollouts, config.engine
     config, beside = with_auxiliary_shares(config, gpus.total) if online else (config, 0)
@@ -150,7 +144,7 @@ def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
 def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
     """The servers of auxiliary models on the trainer's GPU with a share of it, and the bytes that they take of it.
 
-    What `engine.args` says itself holds: of a share that is given there, that many bytes are taken.
+    `engine.args` takes precedence: a gpu_memory_utilization given there is counted as it is.
     """
     taken, planned = 0, dict(config.auxiliary_models)
     for name, model in config.auxiliary_models.items():
@@ -205,7 +199,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
         adapters=adapters,
         adapter_width=adapter_width,
-        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # of one's own unknown: taken to be Adam's
+        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # those of a custom one: as large as Adam's
         value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
         on_host=trainers if config.optimizer.name == OFFLOADED else 0,
         offloadable=trainers if config.optimizer.name in ADAM else 0,
@@ -221,7 +215,7 @@ def value_model_of(config: TrainConfig) -> Any:
 def adapters_of(config: TrainConfig) -> tuple[int, int]:
     """Parameters of the policy's adapters, and the numbers that they keep of a token; 0 if it has none.
 
-    An adapter keeps what it brings its input down to; with dropout, its own input and what was dropped of it, too.
+    For the backward pass an adapter keeps its low-rank activations; with dropout also its input and what was dropped.
     """
     lora = config.model.lora
     if lora.r is None:

@@ -39,8 +39,8 @@ class PlanConfig(Section, key="plan"):
         training_share: of the speed of products, what training is assumed to reach (`perf/mfu`; 0.41 to 0.52 on a CPU).
         rollout_share: of the speed of products and of memory, whichever takes longer, what the engine is assumed to
             reach while it generates.
-        sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within a CPU's process, 10
-            between GPUs or within a GPU's, 1 as a folder.
+        sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within one process on a CPU, 10
+            within or between GPUs, 1 through a folder.
         prompt_tokens: tokens of a prompt; null: all that the context leaves to it.
         response_tokens: tokens of a response; null: the most, sampling.max_tokens.
         json: print one line of JSON instead of the tables.

@@ -53,7 +53,7 @@ FORWARD = 1 / 3  # of the operations of a forward and backward pass
 # 10^9 bytes a second that weights are sent with: within a process on a CPU (benchmarks/weight_sync.py); on a GPU and
 # between GPUs, and as a folder, from what others report.
 CPU_GB, GPU_GB, FOLDER_GB = 2.0, 10.0, 1.0
-ENOUGH_HOST = 1 << 50  # bytes of a host that nothing is known of
+ENOUGH_HOST = 1 << 50  # assumed host memory of another machine, in bytes
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
 
 
 def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
-    """What is asked for, and of what is not asked what the table says or this machine has."""
+    """The values given under `plan`; for the rest, those of the GPU table or of this machine."""
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
     flops = best_flops(gpu and gpu[1], TORCH_DTYPES[dtype]) if asked.tflops is None else asked.tflops * 1e12
@@ -318,10 +318,7 @@ def _on_a_cpu(
 
 
 def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
-    """What the memory of this machine's CPU is expected to be used for, for the table that a run begins with.
-
-    Where the plan does not fit, the table says so, and the run goes on: it may need less than is planned for.
-    """
+    """What this machine's memory is expected to hold, for the table at a run's start; if too much, the run goes on."""
     free, devices = free_memory(), trainers_of(run.trainer or {}, 1)
     hardware = Hardware("this machine's CPU", True, Gpus(1, free, free, free), None, 0.0)
     engines = Engines() if run.buffer.has_rollouts else None
@@ -329,8 +326,8 @@ def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
         _, shares = _on_a_cpu(run, ModelShape.of(_model(run.model.name)), hardware, devices, engines)
     except ConfigError as error:
         return [("memory expected", str(error))]
-    alike = [(f"memory of {each.name}, each", f"{gib(each.memory.device - each.memory.left)}") for each in shares[1:]]
-    return [*shares[0].memory.rows(), *alike]
+    others = [(f"memory of {each.name}, each", gib(each.memory.device - each.memory.left)) for each in shares[1:]]
+    return [*shares[0].memory.rows(), *others]
 
 
 def _ranks(devices: int, first: MemoryPlan, *others: MemoryPlan) -> list[Share]:

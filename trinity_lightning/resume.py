@@ -24,8 +24,7 @@ from trinity_lightning.trainer.resumed import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 
-# A data module's state in a checkpoint, by whether the run has rollouts.
-ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"
+ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"  # whose state a checkpoint has
 CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}  # by what weights' names begin with
 
 
@@ -47,7 +46,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     _check_kind(config.buffer.storage, checkpoint, path)
     _check_critic(config.algorithm.critic, checkpoint["state_dict"].keys(), path)
     check_resumed(checkpoint, config.optimizer)
-    _check_model(config.model.name, checkpoint["hyper_parameters"]["model"])
+    _check_model(config.model.name, checkpoint["hyper_parameters"].get("model", config.model.name))
     _check_items(config.algorithm, checkpoint, path)
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
     if step == config.steps:
@@ -56,10 +55,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
 
 
 def _check_record(config: TrainConfig | DictConfig, before: DictConfig) -> None:
-    """Refuse another model than that of the run to resume, or another seed, with which it would not go on as it began.
-
-    Data that are read in the order of the seed would refuse it too, but late.
-    """
+    """Refuse another model or seed than those of the run to resume; data in the seed's order refuse it, but late."""
     _check_model(config.model.name, before.model.name)
     if before.get("seed", config.seed) != config.seed:
         raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {before.seed}: choose that one.")
@@ -72,13 +68,9 @@ def _check_model(asked: str, before: str) -> None:
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of a run with rollouts for one without, and the other way round: it says nothing of its data.
-
-    One that no data module of ours had a part in is of either kind.
-    """
-    online = storage == "memory"
-    if (OFFLINE if online else ONLINE) in checkpoint:
-        this, other = ("with", "without") if online else ("without", "with")
+    """Refuse a checkpoint of a run with rollouts for one without, and the reverse: it says nothing of these data."""
+    this, other, theirs = ("with", "without", OFFLINE) if storage == "memory" else ("without", "with", ONLINE)
+    if theirs in checkpoint:
         raise ConfigError(
             f"'{path}' is of a run {other} rollouts, and buffer.storage={storage} means a run {this} them: give a "
             "checkpoint of such a run, or begin a new run with the trained model (model.name=FOLDER/model)."
@@ -86,16 +78,17 @@ def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None
 
 
 def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse to go on in the middle of a step that is dealt into other items: it would train groups twice or never."""
-    loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+    """Refuse to finish a step that would be dealt into other items: it would train groups twice or never."""
+    loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
     position = loaders[0].get("position", 0) if loaders else 0
-    keys = ("optimizer_steps", "inner_epochs")
-    before = [checkpoint["hyper_parameters"]["algorithm"][key] for key in keys]
-    if before != [getattr(algorithm, key) for key in keys] and 0 < position < math.prod(before):
-        asked = " and ".join(f"algorithm.{key}={value}" for key, value in zip(keys, before, strict=True))
+    saved = checkpoint["hyper_parameters"].get("algorithm", {})
+    before = {key: saved[key] for key in ("optimizer_steps", "inner_epochs") if key in saved}
+    items = math.prod(before.values())
+    if 0 < position < items and any(getattr(algorithm, key) != value for key, value in before.items()):
         raise ConfigError(
-            f"'{path}' was written after item {position} of {math.prod(before)} of a step, which can only be finished "
-            f"as it was begun: set {asked}, or resume from the end of a step."
+            f"'{path}' was written after item {position} of {items} of a step, which can only be finished as it was "
+            f"begun: set {' and '.join(f'algorithm.{key}={value}' for key, value in before.items())}, or resume from "
+            "the end of a step."
         )
 
 
@@ -115,15 +108,7 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
 def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: BufferConfig, folder: Path) -> None:
     """Refuse data other than those that the checkpoint's run was reading, or another way to read them; a ConfigError.
 
-    Args:
-        data: what the run is to read, which goes on where the checkpoint says.
-        checkpoint: its path.
-        buffer: what `data` were made from.
-        folder: of the run, whose record may say what was read before.
-
-    Raises:
-        ConfigError: as above.
-        StorageError: the data cannot be opened or read.
+    What was read may be named by the record in `folder`. A StorageError: the data cannot be read at all.
     """
     state = contents(checkpoint).get(OFFLINE)
     if state is None:
@@ -150,15 +135,7 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
 
 
 def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
-    """Refuse to go on with weights in another dtype than the checkpoint's: its optimizer state belongs to that.
-
-    Args:
-        config: a configuration whose dtypes are settled.
-        checkpoint: what the run resumes from.
-
-    Raises:
-        ConfigError: another dtype.
-    """
+    """Refuse weights in another dtype than the checkpoint's, to which its optimizer state belongs; a ConfigError."""
     asked, held = config.model.dtype.value, dtype_of(checkpoint).value
     if asked != held:
         raise ConfigError(

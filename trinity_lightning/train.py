@@ -58,7 +58,7 @@ def check(config: DictConfig, here: bool = True) -> None:
 
 
 def check_models(run: TrainConfig) -> None:
-    """Refuse models that cannot be had, a teacher or critic that misreads, and rewards that are not there."""
+    """Refuse models that cannot be found, a teacher or critic of another tokenizer, and unknown rewards."""
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     if run.model.name not in BUILT_IN_MODELS or run.auxiliary_models or run.algorithm.critic is not None:

@@ -169,7 +169,7 @@ class ExperienceLoader:
         return parts
 
     def rewind(self, position: int) -> None:
-        """What was handed out behind the first `position` items of the step was not trained on: it comes again."""
+        """Go back to item `position`: later items were handed out but not trained on."""
         self._position = min(self._position, position)
 
     def state_dict(self) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class Example:
     def pair(self) -> Experience:
         """The preference pair of prompt, chosen and rejected.
 
-        Without a prompt it is what these begin with; so it is if it is text and they are messages, which contain it.
-        Of one that is what the other begins with, the last turn or letter is the answer, as in TRL.
+        Without a prompt, it is the common beginning of chosen and rejected; also where the prompt is text and they
+        are conversations, which repeat it. If one is a prefix of the other, its last turn (or character) counts as its
+        answer, as in TRL.
 
         Raises:
             ConfigError: there is none, chosen and rejected are the same, chosen is empty, or rejected adds nothing.
@@ -133,7 +134,7 @@ class Example:
             return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
         if "text" in fields:
             self._check_learned("text", text := self._column("text", str))
-            return Experience(tokens=self._ids(self._ended(text)), prompt_length=1)
+            return Experience(tokens=self._tokenizer.encode(self._ended(text)), prompt_length=1)
         raise ConfigError(
             "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
             f"{self._columns()}."
@@ -174,9 +175,12 @@ class Example:
         return ", ".join([*sorted(self._fields), *absent]) or "nothing"
 
     def _rendered(self, prompt: Any, response: Any) -> tuple[int, list[int]]:
-        """Where the response begins, and the tokens of both: where those differ that the prompt alone would have."""
+        """The index at which the response begins, and the tokens of prompt and response together.
+
+        It begins at the first token that differs from those of the prompt alone.
+        """
         if isinstance(prompt, str) and isinstance(response, str):
-            alone, both = self._ids(prompt), self._ids(self._ended(prompt + response))
+            alone, both = self._tokenizer.encode(prompt), self._tokenizer.encode(self._ended(prompt + response))
         elif isinstance(prompt, list) and isinstance(response, list):
             alone, both = self._chat(prompt, add_generation_prompt=True), self._chat([*prompt, *response])
         else:
@@ -216,9 +220,6 @@ class Example:
 
     def _chat(self, messages: Sequence[Entry], **settings: Any) -> Any:
         return apply_template(self._tokenizer, messages, self._tools, **self._settings, **settings)
-
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
 
     def _ended(self, text: str) -> str:
         end = self._tokenizer.eos_token or ""

@@ -98,7 +98,7 @@ class OfflineLoader:
         return self._reader.read(self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self._pause)
 
     def rewind(self, position: int) -> None:
-        """What was handed out last, behind the first `position` batches, was not trained on: it is read again."""
+        """Go back to batch `position`: the one after it was handed out but not trained on, and is read again."""
         if self._position > position:
             self._reader.load_state_dict(self._before)
             self._position = position
@@ -231,20 +231,10 @@ def offline_parts(
     max_response_length: int,
     follower: bool,
 ) -> tuple[OfflineExperienceDataModule, list[L.Callback]]:
-    """What a run without rollouts reads, and, unless rank 0 does that for this one, what watches it.
+    """What a run without rollouts reads, and what watches it.
 
-    That is the loss on the examples that are not trained on (rank 0 has them), if there are some, the monitor, and what
-    saves a run that is stopped.
-
-    Args:
-        config, max_response_length, follower: as of `offline_data_module`.
-        folder: the run's.
-        policy: what is trained.
-        monitor: of the run.
-        checkpoint: what it resumes from, if it does.
-
-    Raises:
-        ConfigError: the checkpoint is of other data, or as those that read them say.
+    That is the loss on held-out examples, if there are some, and on rank 0 the monitor and what saves a run that is
+    stopped. A ConfigError if the checkpoint to resume from is of other data; others as of `offline_data_module`.
     """
     data = offline_data_module(config, policy.objective.pairs, follower, max_response_length)
     if checkpoint is not None:
@@ -273,13 +263,15 @@ def summary(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _check_first(reader: BufferReader, pairs: bool) -> None:
-    """Refuse stored experiences whose first is a preference pair for a loss of none, or none for one of pairs."""
+    """Refuse stored data whose first experience does not fit the loss: a pair for an ordinary one, or the reverse."""
     start = reader.state_dict()
     first = reader.read(1)
     reader.load_state_dict(start)
     if first and (first[0].experience_type == "dpo") != pairs:
-        what = "is no preference pair: choose another loss than" if pairs else "is a preference pair: choose"
-        raise ConfigError(f"experience {first[0].eid}, which is to be trained on, {what} algorithm.policy_loss=dpo.")
+        what = "is a preference pair: choose algorithm.policy_loss=dpo."
+        if pairs:
+            what = "is not a preference pair, and algorithm.policy_loss=dpo needs pairs: choose another loss."
+        raise ConfigError(f"experience {first[0].eid}, which is to be trained on, {what}")
 
 
 class UnreadReader(BufferReader):

@@ -24,12 +24,9 @@ class BufferReader(ABC):
 
     What a read does while there is too little is the same for all readers: it waits up to `wait` seconds for the
     rest, and then returns what there is, which may be nothing.
-
-    Attributes:
-        endless_with: the setting with which reads would not end, for messages; empty: there is none.
     """
 
-    endless_with = "buffer.repeat=true"
+    endless_with = "buffer.repeat=true"  # for messages: the setting with which reads would not end, if there is one
 
     def read(
         self,

@@ -40,8 +40,7 @@ class ReplayReader(BufferReader):
         reuse_limit: how often an experience may be read by all readers together; None: without end.
         decay, use_decay: in (0, 1].
         seed: of the random order.
-        name: under which reads are logged; each reader needs one of its own. None: nobody else's, or, once a state is
-            loaded, the name in that state.
+        name: under which reads are logged, another for each reader; None: a new one, or that of the state it loads.
 
     A ConfigError if an argument is out of range; other errors as `Database`.
     """

@@ -267,11 +267,6 @@ def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
     return engine
 
 
-def logarithm(priority: float) -> float:
-    """Of a priority; that of 0 is never looked at."""
-    return math.log(priority) if priority > 0 else 0.0
-
-
 # -- writing and reading -----------------------------------------------------------------------------------------------
 
 TABLE = "experiences"
@@ -289,6 +284,11 @@ def explore_step(experience: Experience) -> int:
     if isinstance(batch, str):
         return int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
     return batch
+
+
+def run_of(write_id: str) -> str:
+    """The run of which `keep_step` wrote the rows of this name; empty if they were written otherwise."""
+    return write_id.rpartition("/")[0]
 
 
 def experience_at(where: str, position: int, payload: bytes) -> Experience:
@@ -377,7 +377,7 @@ class SqlStorage(BufferWriter):
             "task": group_of(experience),
             "step": explore_step(experience),
             "priority": float(priority),
-            "log_priority": logarithm(priority),
+            "log_priority": math.log(priority) if priority > 0 else 0.0,  # that of 0 is never looked at
             "uses": 0,
             "payload": experience.serialize(),
         }
@@ -412,11 +412,6 @@ def keep_step(place: str | Path, run: str, step: int, experiences: list[Experien
         storage.replace(f"{run}/{step}", experiences)
 
 
-def run_of(write_id: str) -> str:
-    """The run of which `keep_step` wrote the rows of this name; empty if they were written otherwise."""
-    return write_id.rpartition("/")[0]
-
-
 class SqlReader(CursorReader):
     """Reads in the order of writing, each experience once a reader, whoever else reads; arguments as `SqlStorage`."""
 
@@ -429,15 +424,9 @@ class SqlReader(CursorReader):
         query = sa.select(rows.c.position, rows.c.ends_write, rows.c.payload, rows.c.write_id)
         query = query.where(rows.c.position > cursor[0]).order_by(rows.c.position).limit(count)
         found = self._database.transact(lambda connection, _: connection.execute(query).all())
-        return [
-            Item(
-                experience_at(self._where, row.position, row.payload),
-                (row.position,),
-                row.ends_write,
-                run_of(row.write_id),
-            )
-            for row in found
-        ]
+        experiences = [experience_at(self._where, row.position, row.payload) for row in found]
+        cursors = [((row.position,), row.ends_write, run_of(row.write_id)) for row in found]
+        return [Item(each, *cursor) for each, cursor in zip(experiences, cursors, strict=True)]
 
     def close(self) -> None:
         """Close all connections."""

@@ -23,7 +23,7 @@ ID_FILE = "folder.id"  # says which folder it is, wherever it is moved to: a pos
 _UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
 _STEP = re.compile(r"step_(\d+)\.trxp")
 _MOST_COUNTED = 24
-_FRAMES = b"TRXB"  # how the files of many writes began that there were before
+_FRAMES = b"TRXB"  # what the append-only files of earlier versions begin with
 
 
 def step_keeper(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
