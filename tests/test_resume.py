@@ -54,7 +54,7 @@ def test_a_checkpoint_of_the_other_kind_of_run_is_refused(
 ) -> None:
     buffer = BufferConfig(storage=storage, path=None if storage == "memory" else str(tmp_path))
     with pytest.raises(ConfigError, match=message):
-        resume(written(tmp_path, **{part: {}}), buffer=buffer)
+        resume(written(tmp_path, 0, **{part: {}}), buffer=buffer)
 
 
 @pytest.mark.parametrize("items", [(4, 1), (8, 1), (1, 1)])
@@ -100,10 +100,8 @@ def test_a_database_that_cannot_be_read_is_not_called_another_one(tmp_path: Path
 
 def test_another_order_of_reading_is_refused_by_its_key(tmp_path: Path) -> None:
     place = str(database(tmp_path))
-    sections = [
-        BufferConfig(storage="sql", path=place, **settings)
-        for settings in ({"order": "random"}, {}, {"repeat": False})  # type: ignore[arg-type]
-    ]
+    kinds: list[dict[str, Any]] = [{"order": "random"}, {}, {"repeat": False}]
+    sections = [BufferConfig(storage="sql", path=place, **settings) for settings in kinds]
     readers = [create_reader(section) for section in sections]
     for reader in readers:
         for section, saved in zip(sections, readers, strict=True):

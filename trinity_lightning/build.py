@@ -398,9 +398,10 @@ def loggers_of(config: DictConfig) -> list[Logger]:
 @contextmanager
 def given(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
     """Give the loggers the configuration; an error within finishes them, as a run that failed."""
+    settings: Any = OmegaConf.to_container(config, resolve=True)
     try:
         for each in loggers:
-            each.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+            each.log_hyperparams(settings)
         yield
     except Exception:
         finish(loggers, failed=True)
