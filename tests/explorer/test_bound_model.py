@@ -52,7 +52,14 @@ def test_the_tasks_settings_are_defaults_and_none_means_the_engines_own() -> Non
     assert model.calls[1] == {"prompt": "a", "n": 2, "temperature": 0.7, "seed": rollout_seed(5, 7, 1, 1, 2)}
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}, {"min_tokens": 2}, {"logit_bias": {7: 1.5}}),
+        *({"allowed_token_ids": [7, 8]}, {"bad_words": ["no"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
+        {"thinking_token_budget": 3},
+    ],
+)
 def test_a_call_that_is_trained_on_comes_from_the_whole_distribution(setting: dict[str, Any]) -> None:
     model = FakeModel()
     trained = BoundModel(model, run_seed=5, batch=7, task=1, run=2, trained=True)

@@ -30,8 +30,12 @@ EXPERT_STORAGES = ("dataset", "file", "sql")
 
 DEFAULT_TEMPERATURE = 1.0  # of every engine
 
-# Each of these makes the sampled distribution another than the policy's, whose gradient is taken.
-EVALUATION_ONLY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+# Each of these makes the sampled distribution another than the policy's, whose gradient is taken. Those of the second
+# line only a workflow's calls can have.
+EVALUATION_ONLY = (
+    *("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget"),
+)
 
 
 @dataclass
@@ -39,7 +43,9 @@ class SamplingConfig(Section, key="sampling"):
     """How tokens are sampled; names as in vLLM's SamplingParams. Null leaves the engine's default.
 
     Training rollouts are drawn from the whole distribution at a temperature above 0, for log-probabilities to be those
-    of the policy: `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only.
+    of the policy: `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only. So is what a call of
+    a workflow's own may ask for besides: `min_tokens`, `logit_bias`, `allowed_token_ids`, `bad_words`,
+    `structured_outputs` and `thinking_token_budget`.
 
     Attributes:
         temperature: logits are divided by it; 0 is greedy.
@@ -84,7 +90,8 @@ def check_trained_sampling(settings: Mapping[str, Any]) -> None:
     for name in EVALUATION_ONLY:
         if settings.get(name) is not None:
             raise ConfigError(
-                f"sampling.{name} is for evaluation only: training needs the whole distribution. Use eval_sampling."
+                f"sampling.{name} is for evaluation only: training needs the whole distribution. Leave it out, or "
+                "use eval_sampling."
             )
     temperature = settings.get("temperature")
     if temperature is not None and not temperature > 0:
