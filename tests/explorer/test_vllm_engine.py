@@ -133,6 +133,21 @@ def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, driver: D
         assert decoded.text
 
 
+def test_the_text_is_vllms_also_with_stop_tokens_and_with_special_tokens_kept(
+    engine: VLLMEngine, driver: Driver
+) -> None:
+    never = ["\x00"]  # with which vLLM makes the text itself
+    tokens = ask(engine, driver, max_tokens=30).token_ids
+    for settings in (
+        *({"stop_token_ids": [tokens[5]]}, {"stop_token_ids": [tokens[0]]}),
+        {"stop_token_ids": [tokens[5]], "include_stop_str_in_output": True},
+        {"skip_special_tokens": False, "allowed_token_ids": [engine.tokenizer.pad_token_id, 40, 50], "max_tokens": 20},
+    ):
+        plain, looked_at = (ask(engine, driver, stop=stop, **settings) for stop in (None, never))
+        assert plain == looked_at, settings
+    assert engine.tokenizer.pad_token in plain.text
+
+
 def test_samples_of_a_prompt_share_its_blocks(
     engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,9 +28,10 @@ class Engine(ABC):
 
     - `load` and `shutdown`, and has a `tokenizer` and a `dtype`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
-      it was drawn from (temperature applied). `sampling` has names of vLLM's SamplingParams. Of a run's rollouts it
-      always has `seed`, `temperature` and `max_tokens`, and the others that `sampling` of the configuration sets; a
-      call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i, independently of other requests;
+      it was drawn from (temperature applied). `sampling` has names of vLLM's SamplingParams, and no None. Of a run's
+      rollouts it always has `seed`, `temperature` and `max_tokens`, and the others that `sampling` of the configuration
+      sets; a call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i, independently of other
+      requests;
     - `_logprobs`: of every token but the first, given those before it, at temperature 1;
     - `weight_shapes` and `_take`: the weights that it wants, by their names in a Hugging Face checkpoint, a tied head
       as a tensor of its own, and taking them. What the old ones have computed is forgotten, and `_model_version` is
@@ -88,7 +89,8 @@ class Engine(ABC):
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_length(token_ids)
         self._check_room(len(token_ids), sampling.get("max_tokens"))
-        return await self._completions(token_ids, n, sampling)
+        chosen = {name: value for name, value in sampling.items() if value is not None}
+        return await self._completions(token_ids, n, chosen)
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any

@@ -220,11 +220,10 @@ class TransformersEngine(InProcessEngine):
         self._tokenizer = load_tokenizer(self._model_name)
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
-        chosen = {name: value for name, value in sampling.items() if value is not None}
-        if unknown := sorted(set(chosen) - set(SUPPORTED)):
+        if unknown := sorted(set(sampling) - set(SUPPORTED)):
             raise ConfigError(f"engine=transformers knows {', '.join(SUPPORTED)}, not {', '.join(unknown)}: use vLLM.")
         self._check_tokens(token_ids)
-        request = Request(token_ids, n, **chosen)
+        request = Request(token_ids, n, **sampling)
         if n < 1 or request.max_tokens < 1 or not request.temperature >= 0:
             raise ConfigError(
                 f"n = {n}, max_tokens = {request.max_tokens}, temperature = {request.temperature}: n and max_tokens "

@@ -74,6 +74,10 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
+# Settings with which vLLM has to make the text itself.
+TEXT_SETTINGS = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+
+
 class VLLMEngine(InProcessEngine):
     """An `InferenceModel` over vLLM's engine, stepped by the thread that drives it.
 
@@ -214,9 +218,9 @@ class VLLMEngine(InProcessEngine):
         return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
-        chosen = {name: value for name, value in sampling.items() if value is not None}
-        # Text is looked at on the way only for stop strings: after every token, in the thread that drives the engine.
-        self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": bool(chosen.get("stop"))} | chosen))
+        # Text is made on the way only where it must be: after every token, in the thread that drives the engine.
+        detokenize = not TEXT_SETTINGS.isdisjoint(sampling)
+        self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": detokenize} | sampling))
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
         # vLLM samples at least one token; on a GPU it would draw a seed from NumPy's generator.
@@ -260,9 +264,10 @@ class VLLMEngine(InProcessEngine):
         ]
 
     def _text(self, sample: Any) -> str:
-        if sample.text or isinstance(sample.stop_reason, str):  # vLLM looked for stop strings
+        if sample.text or isinstance(sample.stop_reason, str):  # vLLM has made it
             return sample.text
-        return self._tokenizer.decode(sample.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        written = sample.token_ids[: -1 if sample.finish_reason == "stop" else None]  # without the token that ended it
+        return self._tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:

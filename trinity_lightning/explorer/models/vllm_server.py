@@ -383,7 +383,7 @@ class VLLMServerEngine(Engine):
         for name in sampling:
             if name not in SAMPLING:
                 raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
-        chosen = WHOLE_DISTRIBUTION | {name: value for name, value in sampling.items() if value is not None}
+        chosen = WHOLE_DISTRIBUTION | sampling
         room = self._max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
