@@ -38,6 +38,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: transformers.OlmoeForCausalLM(
         transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
     ),
+    "granitemoe": lambda: transformers.GraniteMoeForCausalLM(  # whose checkpoints do not call them experts
+        transformers.GraniteMoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    ),
 }
 
 
@@ -76,6 +79,7 @@ def test_layers_are_converted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("qwen3_moe", "vllm", False, True),
         ("qwen3_moe", "vllm_server", False, True),
+        ("granitemoe", "vllm", False, True),
         ("qwen3_moe", "vllm", True, False),
         ("qwen3_moe", "transformers", False, False),
         ("llama", "vllm", False, False),
