@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from support.engine_promises import EnginePromises
 from support.forked import fork_servers
 from support.runs import Commands
@@ -313,6 +314,70 @@ def test_a_server_that_closes_idle_connections_is_asked_again(driver: Driver) ->
             driver.run(ask_twice(f"http://127.0.0.1:{http.server_port}"))
         finally:
             http.shutdown()
+
+
+class StartedAgain:
+    """A server at a url that something else starts again: it begins with the weights of its own folder."""
+
+    def __init__(self) -> None:
+        self.port, self.weights = 0, "its own"
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner, self.weights = web.AppRunner(app), "its own"
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.path == "/collective_rpc":
+            self.weights = Path((await request.json())["kwargs"]["weights_path"]).name
+        elif request.path == "/fails":
+            return web.json_response({"error": {"message": "of this request alone"}}, status=500)
+        card = {"id": "policy", "max_model_len": CONTEXT}
+        return web.json_response({"data": [card], "success": True, "world_size": 1, "weights": self.weights})
+
+
+def test_a_server_elsewhere_that_was_started_again_answers_with_the_policys_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def started_again() -> None:
+        server = StartedAgain()
+        await server.start()
+        url = f"http://127.0.0.1:{server.port}"
+        engine = VLLMServerEngine("tiny", url=url, weights=WeightFolder(tmp_path), **SETTINGS)
+
+        async def weights() -> str:
+            return (await engine.complete({}))["weights"]
+
+        monkeypatch.setattr(engine, "_check_settings", lambda _: asyncio.sleep(0))
+        await engine.sync_weights(weight_stream(tiny_model()), 3)
+        client = engine._client
+        with pytest.raises(RolloutError, match="of this request alone"):
+            await engine._running().post("/fails", {})
+        assert (await weights(), engine._client) == ("1", client)  # it goes on, and nothing is sent again
+        await server.stop()
+        with pytest.raises(RolloutError, match="does not answer"):
+            await weights()
+        with pytest.raises(ModelLoadError, match="does not answer"), monkeypatch.context() as patch:
+            patch.setattr(vllm_server, "URL_SECONDS", 0.05)
+            await weights()
+        await server.start()
+        assert server.weights == "its own"
+        assert (await weights(), engine.model_version) == ("1", 3)
+        await engine.shutdown()
+        await server.stop()
+
+    monkeypatch.setattr(vllm_server, "URL_SECONDS", 60.0)
+    asyncio.run(started_again())
+    assert "Once it does it is given its weights again" in caplog.text
 
 
 def test_a_teacher_says_what_it_finds_likeliest(engine: VLLMServerEngine, driver: Driver) -> None:

@@ -69,7 +69,8 @@ class VLLMServerEngine(Engine):
     such a server, its requests that change weights ask for no password).
 
     A server started here that dies is started again by the next request, and answers once it has the weights that it
-    had: a request is never answered with others than `model_version` says.
+    had: a request is never answered with others than `model_version` says. One of a `url` that stops answering is given
+    them again when it answers: a request has to fail first, so it should not be started again between two of them.
 
     A copy that is sent to another process (a Ray runner) talks to the same server, also after it was started again, but
     never starts or ends it.
@@ -238,12 +239,29 @@ class VLLMServerEngine(Engine):
         """
         process, client = self._process, self._client
         if process is None or client is None:
+            await self._let_go()
             return ""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDING_SECONDS):
                 while self._client is client and not process.has_ended and not await client.answers():  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_SECONDS)
         return process.last_words()
+
+    async def _let_go(self) -> None:
+        """Of a url that is down: what starts its server again will start it with the weights of its own folder.
+
+        The next request connects anew, with all checks, and gives it the policy's weights once more.
+        """
+        client = self._client
+        if self._url is None or client is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(URL_SECONDS):
+                if await client.answers():
+                    return
+        if self._client is client:
+            logger.warning("%s does not answer. Once it does it is given its weights again.", self._url)
+            await self._disconnect()
 
     def _running(self) -> ServerClient:
         if self._client is None:
