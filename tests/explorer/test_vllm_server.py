@@ -366,9 +366,10 @@ def test_a_server_elsewhere_that_was_started_again_answers_with_the_policys_weig
         await server.stop()
         with pytest.raises(RolloutError, match="does not answer"):
             await weights()
-        with pytest.raises(ModelLoadError, match="does not answer"), monkeypatch.context() as patch:
-            patch.setattr(vllm_server, "URL_SECONDS", 0.05)
+        monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.05)
+        with pytest.raises(ModelLoadError, match="does not answer"):
             await weights()
+        monkeypatch.setattr(vllm_server, "URL_SECONDS", 60.0)
         await server.start()
         assert server.weights == "its own"
         assert (await weights(), engine.model_version) == ("1", 3)
