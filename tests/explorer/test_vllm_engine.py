@@ -117,6 +117,15 @@ def driver(driven: tuple[VLLMEngine, Driver]) -> Driver:
     return driven[1]
 
 
+def test_torch_can_still_be_given_threads(engine: VLLMEngine) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 # -- generating --------------------------------------------------------------------------------------------------------
 
 

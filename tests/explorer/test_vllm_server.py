@@ -191,6 +191,12 @@ def test_gpus_are_counted_as_this_process_sees_them(
     assert VLLMServerEngine("tiny", gpus=[0, 2])._environment()["CUDA_VISIBLE_DEVICES"] == expected
 
 
+def test_an_engine_of_this_process_does_not_cost_a_server_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as it leaves it
+    environment = os.environ | VLLMServerEngine("tiny", cores=[1])._environment()
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"  # else vLLM's CPU build does not read the cores
+
+
 @pytest.mark.parametrize(
     ("gpus", "args", "expected"),
     [

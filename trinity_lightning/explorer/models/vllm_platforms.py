@@ -124,11 +124,17 @@ def forget_cache(worker: Any) -> None:
         forget(cache)
 
 
-def avoid_compiled_sampler() -> None:
-    """Replace a helper that vLLM compiles (11 s, and a C++ compiler needed) by the same one line uncompiled."""
+def built_on_cpu(build: Callable[[], Any]) -> Any:
+    """The engine that `build` makes, without two things that vLLM's CPU build would do to this process."""
     import vllm.v1.sample.sampler as sampler
 
+    # One line that it would compile: 11 s, and a C++ compiler needed.
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]
+    set_threads = torch.set_num_threads
+    try:
+        return build()
+    finally:
+        torch.set_num_threads = set_threads  # vLLM has one that does nothing; trainer and servers share cores by it
 
 
 def check_experts(config: TrainConfig) -> None:

@@ -283,6 +283,8 @@ class VLLMServerEngine(Engine):
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        # An engine in this process has set it to 0, with which vLLM's CPU build passes over the cores below.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         if self._gpus is not None:
             visible = visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in self._gpus)
