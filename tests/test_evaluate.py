@@ -2,15 +2,20 @@
 
 import csv
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.compose import composed
 from support.runs import RunTrain
 
-from trinity_lightning.evaluation import build_evaluation, evaluation_rows
+from trinity_lightning.evaluation import Evaluation, build_evaluation, evaluation_rows
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.sync.stream import parameter_shapes
 from trinity_lightning.trainer.policy import PolicyModule
 
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=2", "explorer.repeat_times=4")
@@ -105,6 +110,28 @@ def test_the_training_model_generates_on_the_gpu(
     run = build_evaluation(composed(*arguments, "logger=csv", "model.dtype=fp32"), [])
     assert [engine.capabilities.shares_weights for engine in run.engines] == [True]
     assert moved == expected
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_engines_are_sent_the_parameters_of_a_checkpoint_without_the_models_buffers(
+    shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "head_dim": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes, **heads, **experts))
+    model.config.save_pretrained(tmp_path)
+    saved = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert "model.model.layers.1.mlp.gate.e_score_correction_bias" in saved
+    progress = {"fit_loop": {"epoch_progress": {"current": {"processed": 3}}}}
+    torch.save({"state_dict": saved, "loops": progress}, tmp_path / "of_step_3.ckpt")
+    engine = TransformersEngine("tiny")
+    engine.bind(model)
+    monkeypatch.setattr(engine, "capabilities", replace(engine.capabilities, shares_weights=shares))
+    none: Any = None
+    evaluation = Evaluation(str(tmp_path), none, [engine], [], tmp_path, none, [])
+    step, weights = evaluation._weights(tmp_path / "of_step_3.ckpt")
+    assert (step, weights.shapes) == (3, engine.weight_shapes if shares else parameter_shapes(str(tmp_path)))
 
 
 def test_a_file_that_is_no_checkpoint(run_evaluate: RunTrain, tmp_path: Path) -> None:

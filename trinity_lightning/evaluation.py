@@ -61,9 +61,12 @@ class Evaluation:
         step, weights = checkpoint_weights(path)
         if any(".lora_" in name for name in weights.shapes):  # adapters alone
             weights = merged_weights(path, self.model)
+        model = skeleton(str(resolve_model(self.model)))
+        buffers = {name for name, _ in model.named_buffers()}  # which training leaves alone, and engines are not sent
+        parameters = {name: tensor for name, tensor in weights if name not in buffers}
         if all(engine.capabilities.shares_weights for engine in self.engines):
-            return step, weights
-        return step, as_checkpoint(dict(weights), skeleton(str(resolve_model(self.model))))
+            return step, WeightStream.of(parameters.items())
+        return step, as_checkpoint(parameters, model)
 
     def _show(self, results: dict[int, dict[str, float]]) -> None:
         for step, metrics in results.items():
