@@ -155,6 +155,17 @@ def test_without_a_model_it_says_what_to_do() -> None:
         asyncio.run(TransformersEngine("tiny").generate(PROMPT))
 
 
+def test_the_cache_of_a_batch_is_given_up_at_its_end(engine: TransformersEngine, driver: Driver) -> None:
+    """The trainer needs its memory before the next batch comes."""
+    ask(engine, driver)
+    assert engine._decoding is None
+    engine._add("cancelled", PROMPT, 1, {"max_tokens": 100})
+    engine._step()
+    assert engine._decoding is not None
+    engine._abort("cancelled")
+    assert engine._decoding is None
+
+
 def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, driver: Driver, model: Any) -> None:
     rows: list[int] = []
     all_posted, third_step, cancelled = threading.Event(), threading.Event(), threading.Event()

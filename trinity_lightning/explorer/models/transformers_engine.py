@@ -250,6 +250,7 @@ class TransformersEngine(InProcessEngine):
         self._scoring.pop(request_id, None)
         if self._decoding is not None:
             self._decoding.abort(request_id)
+            self._decoding = self._decoding or None
 
     def _abort_all(self) -> None:
         self._queue.clear()
@@ -282,6 +283,7 @@ class TransformersEngine(InProcessEngine):
                 self._decoding = Decoding(self._model, self._tokenizer, self._next_batch())
             if self._decoding:
                 results += self._decoding.step()
+                self._decoding = self._decoding or None  # at its end its cache is given up: training needs the memory
         return results
 
     def _next_batch(self) -> dict[str, Request]:
