@@ -528,6 +528,29 @@ def test_a_workflow_talks_to_an_endpoint_with_openais_client() -> None:
     assert all("seed" in request for request in server.requests)
 
 
+def test_only_what_samples_has_the_runs_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[str, dict[str, Any]] = {}
+
+    async def note(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        sent[path] = body
+        return 200, {}
+
+    endpoint = OpenAIModel(URL, "m")
+    monkeypatch.setattr(endpoint, "answer", note)
+
+    async def ask_for_each() -> None:
+        for path in ("/v1/embeddings", "/v1/responses", "/v1/completions", "/v1/chat/completions"):
+            await bound.openai_answer(path, {"input": "hi"})
+        await bound.openai_answer("/v1/models", {})
+
+    bound = BoundModel(endpoint, run_seed=5, batch=7, task=1, run=2)
+    asyncio.run(ask_for_each())
+    assert sent["/v1/embeddings"] == sent["/v1/responses"] == {"input": "hi"}
+    seeds = [sent[path].pop("seed") for path in ("/v1/completions", "/v1/chat/completions")]
+    assert seeds == [rollout_seed(5, 7, 1, turn, 2) for turn in (0, 1)]
+    assert sent["/v1/models"] == {}
+
+
 def test_openais_client_tells_the_error_of_an_endpoint() -> None:
     with judge_server(lambda body: (422, "too polite")) as server:
         status, _ = asked(server)
