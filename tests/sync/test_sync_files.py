@@ -83,6 +83,19 @@ def test_memory_is_taken_if_there_is_room(free: int, tmp_path: Path, monkeypatch
     assert not written.parent.exists()
 
 
+@pytest.mark.parametrize(("gpu", "expected"), [(True, "memory"), (False, "disk")])
+def test_what_a_trainer_on_the_cpu_is_going_to_take_is_left_free(
+    gpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    # Twelve numbers of two bytes: three copies, as much again, and then almost all of their gradients and moments.
+    monkeypatch.setattr(folders, "free_memory", lambda: 6 * 24 + 12 * 12 - 1)
+    (tmp_path / "memory").mkdir()
+    folder = WeightFolder(tmp_path / "disk", tmp_path / "memory")
+    assert folder.write(stream(1.0), torch.bfloat16).is_relative_to(tmp_path / expected)
+    folder.close()
+
+
 def test_storage_that_is_not_there_is_not_taken(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "disk", memory=tmp_path / "none")
     assert folder.write(stream(1.0), torch.float32).is_relative_to(tmp_path / "disk")

@@ -28,18 +28,21 @@ WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")  # files here are memory of this machine, on Linux
 PREFIX = "trinity-weights-"
 LOCK = "lock"
-_own: set[Path] = set()  # folders of this process in memory: their locks do not keep itself out
+TRAINING_BYTES = 12  # a parameter's gradient and two moments: a trainer on this CPU makes them in its first step
+_own: set[Path] = set()  # folders of this process in memory: it is not kept out by its own locks, and must skip these
 
 
-def fits_in_memory(size: int, storage: int, memory: int) -> bool:
-    """Whether weights belong into storage that is memory: there is room for twice what is there when they are written.
+def fits_in_memory(size: int, storage: int, memory: int, due: int = 0) -> bool:
+    """Whether to write weights to storage that is memory: only if it has room for twice the copies that exist during a
+    write.
 
     Args:
         size: bytes of the weights.
         storage: bytes that are free in the storage.
         memory: bytes of memory that are free.
+        due: of those, bytes that training is still going to take.
     """
-    return 2 * (KEPT + 1) * size <= min(storage, memory)
+    return 2 * (KEPT + 1) * size <= min(storage, memory - due)
 
 
 class WeightFolder:
@@ -83,7 +86,7 @@ class WeightFolder:
 
     def _write(self, stream: WeightStream, dtype: torch.dtype) -> None:
         if self._folder is None:
-            self._folder = self._made(sum(map(math.prod, stream.shapes.values())) * dtype.itemsize)
+            self._folder = self._made(sum(map(math.prod, stream.shapes.values())), dtype.itemsize)
         self._writes += 1
         folder = self._folder / str(self._writes)
         folder.mkdir()
@@ -94,12 +97,13 @@ class WeightFolder:
         while len(self._written) > KEPT:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
-    def _made(self, size: int) -> Path:
-        """A new folder for weights of that many bytes; deleted at the latest when this object or the process ends."""
+    def _made(self, numbers: int, width: int) -> Path:
+        """A new folder for so many numbers of that many bytes; deleted when this object or the process ends."""
         place, memory = self._place, self._memory
         if memory is not None and os.access(memory, os.W_OK):
             _delete_leftovers(memory)
-            if fits_in_memory(size, shutil.disk_usage(memory).free, free_memory()):
+            due = 0 if torch.cuda.is_available() else TRAINING_BYTES * numbers
+            if fits_in_memory(numbers * width, shutil.disk_usage(memory).free, free_memory(), due):
                 place = memory
         if place is not None:
             place.mkdir(parents=True, exist_ok=True)

@@ -303,7 +303,7 @@ class RecordedCalls(ChatCompletions):
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of the response."""
         if self._endpoint is not None:
-            samples = path.endswith("/completions")  # embeddings, say, take no seed: endpoints refuse what they do not know
+            samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
             return await self._endpoint.answer(path, self._next_call(body) if samples else body)
         return await super().answer(path, body)
 
