@@ -128,6 +128,24 @@ def test_what_killed_runs_have_left_is_deleted_and_what_others_hold_is_not(tmp_p
     assert held.exists()
 
 
+def test_nothing_of_another_user_is_waited_for_or_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, link, theirs = (tmp_path / f"{PREFIX}{name}" for name in ("pipe", "link", "theirs"))
+    for folder in (pipe, link, theirs):
+        folder.mkdir()
+    os.mkfifo(pipe / folders.LOCK)
+    (link / folders.LOCK).symlink_to(tmp_path / "made")
+    user = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: user + 1)
+        folders._delete_leftovers(tmp_path)
+    assert list(theirs.iterdir()) == []
+    folders._delete_leftovers(tmp_path)  # as if they were this user's
+    assert pipe.exists()
+    assert link.exists()
+    assert not (tmp_path / "made").exists()
+    assert not theirs.exists()
+
+
 FORK_SECONDS = 5.0
 
 

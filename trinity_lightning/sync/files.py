@@ -148,14 +148,15 @@ def _locked(memory: Path) -> tuple[Path, IO[str]]:
 
 
 def _delete_leftovers(memory: Path) -> None:
-    """Delete what runs that were killed have left, as nothing else would give that memory back."""
+    """Delete what this user's runs that were killed have left, as nothing else would give that memory back."""
+    # Anybody can write there: no link is followed, and a pipe is not waited for.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     for folder in set(memory.glob(f"{PREFIX}*/")) - _own:
-        with (
-            contextlib.suppress(OSError),
-            (folder / LOCK).open("a") as lock,
-        ):  # another user's, or another run deletes it
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # its run lives, or another run deletes it
+            if folder.lstat().st_uid == os.getuid():
+                with os.fdopen(os.open(folder / LOCK, flags, mode=0o600), "w") as lock:
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- a run's checkpoint ------------------------------------------------------------------------------------------------
