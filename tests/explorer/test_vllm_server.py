@@ -46,6 +46,7 @@ from trinity_lightning.sync.stream import weight_stream
 CONTEXT = 320
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": CONTEXT, "max_num_seqs": 16, "kv_cache_gb": 0.1}
 PROMPT = [7, 30, 41, 12]
+ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +196,18 @@ def test_an_engine_of_this_process_does_not_cost_a_server_its_cores(monkeypatch:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as it leaves it
     environment = os.environ | VLLMServerEngine("tiny", cores=[1])._environment()
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"  # else vLLM's CPU build does not read the cores
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "expected"),
+    [("checkpoint", "", None), ("ipc", "", [ROOT]), ("ipc", "/else/where", [ROOT, "/else/where"])],
+)
+def test_workers_that_import_this_package_find_it(
+    method: str, before: str, expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", before)
+    path = VLLMServerEngine("tiny", sync_method=method)._environment().get("PYTHONPATH")
+    assert path == (None if expected is None else os.pathsep.join(expected))
 
 
 @pytest.mark.parametrize(

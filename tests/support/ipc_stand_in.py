@@ -55,8 +55,13 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
     from trinity_lightning.sync import servers as weight_servers
 
     install(patch)
-    environment = VLLMServerEngine._environment
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])])
+    own = VLLMServerEngine._environment
+
+    def environment(engine: VLLMServerEngine) -> dict[str, str]:
+        variables = own(engine)
+        before = (os.environ | variables).get("PYTHONPATH")
+        return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), before]))}
+
     patch(weight_servers, "WORKER", "support.ipc_stand_in_worker.Extension")
-    patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
+    patch(VLLMServerEngine, "_environment", environment)
     patch(weight_servers, "check_device", lambda device, method: None)

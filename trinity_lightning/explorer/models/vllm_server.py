@@ -23,7 +23,7 @@ from trinity_lightning.config.engines import (
     require_vllm,
 )
 from trinity_lightning.config.models import load_tokenizer, resolve_model
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig
 from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
@@ -285,6 +285,9 @@ class VLLMServerEngine(Engine):
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         # An engine in this process has set it to 0, with which vLLM's CPU build passes over the cores below.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if self.sync_method == "ipc":  # its workers import this package, which may be a checkout that is not installed
+            places = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         if self._gpus is not None:
             visible = visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in self._gpus)
