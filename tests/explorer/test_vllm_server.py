@@ -177,6 +177,17 @@ def test_a_server_that_does_not_take_its_weights_again_is_not_waited_for(monkeyp
         asyncio.run(connect())
 
 
+def test_a_large_model_has_longer_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(shape: tuple[int, ...]) -> float:
+        monkeypatch.setattr(vllm_server, "parameter_shapes", lambda path: {"a": shape, "b": shape})
+        engine = VLLMServerEngine("tiny")
+        engine._read_model(str(resolve_model("tiny")))
+        return engine._start_seconds
+
+    assert seconds((1000, 1000)) == pytest.approx(600, abs=1)
+    assert seconds((10**5, 10**5)) == pytest.approx(600 + 2 * 10**10 / 25e6)
+
+
 def test_a_server_on_a_cpu_does_not_decode_speculatively() -> None:
     with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
         VLLMServerEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})

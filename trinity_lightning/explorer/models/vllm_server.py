@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
+WEIGHTS_PER_SECOND = 25e6  # that a slow disk gives: large models have longer to start
 HEALTH_SECONDS = 0.2
 ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # for a server that fails to end, or to answer again
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # so often within so many seconds is a server that died started again
@@ -146,6 +148,7 @@ class VLLMServerEngine(Engine):
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._start_seconds = START_SECONDS
         self._restarts = 0
         self._deaths: list[float] = []  # when it was found dead, within RESTART_WINDOW
         self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
@@ -191,6 +194,8 @@ class VLLMServerEngine(Engine):
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
         own: Any = AutoConfig.from_pretrained(path).dtype
         self._dtype: torch.dtype = own if dtype is None else dtype
+        weights = sum(map(math.prod, self._weight_shapes.values()))
+        self._start_seconds = START_SECONDS + weights / WEIGHTS_PER_SECOND
 
     async def _restart(self, process: ServerProcess) -> None:
         now = time.monotonic()
@@ -219,9 +224,9 @@ class VLLMServerEngine(Engine):
             await self._check_settings(self._url)
         if self._again is not None:
             try:
-                await asyncio.wait_for(self._again(), START_SECONDS)
+                await asyncio.wait_for(self._again(), self._start_seconds)
             except TimeoutError as error:
-                late = f"did not take its weights again within {START_SECONDS:g} s"
+                late = f"did not take its weights again within {self._start_seconds:g} s"
                 raise RolloutError(f"the vLLM server was started again, and {late}.") from error
         if self._process is not None:
             self._process.publish()
@@ -303,7 +308,7 @@ class VLLMServerEngine(Engine):
     async def _until_healthy(self, client: ServerClient) -> None:
         where = self._url or "the vLLM server"
         try:
-            async with asyncio.timeout(URL_SECONDS if self._url else START_SECONDS):
+            async with asyncio.timeout(URL_SECONDS if self._url else self._start_seconds):
                 while not await client.answers():
                     if self._process is not None:
                         self._process.check()
