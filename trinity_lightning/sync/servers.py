@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -40,15 +40,39 @@ class Server(Protocol):
     ) -> None: ...
 
 
-def servers_of(models: Sequence[InferenceModel], method: str) -> list[Server]:
-    """The servers, which were all started to be sent weights by that method; a ConfigError if one was not."""
-    servers: list[Any] = [model for model in models if getattr(model, "sync_method", None) == method]
-    if not servers or len(servers) < len(models):
-        raise ConfigError(
-            f"weights are sent to servers that were started for it: engine=vllm_server with synchronizer={method}. In "
-            "this process weights go by memory, to other servers as a folder."
-        )
-    return servers
+class ToServers:
+    """The trainer, which sends, and the servers, which were all started to be sent weights by `method`.
+
+    Args:
+        models: the servers.
+        device: where the trainer's weights are.
+        held: gives the weights that the servers were last sent, for one that is started again.
+
+    Raises:
+        ConfigError: an engine takes its weights in another way, or the trainer's weights are on a CPU.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(
+        self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
+    ) -> None:
+        servers: list[Any] = [model for model in models if getattr(model, "sync_method", None) == self.method]
+        if not servers or len(servers) < len(models):
+            raise ConfigError(
+                "weights are sent to servers that were started for it: engine=vllm_server with synchronizer="
+                f"{self.method}. In this process weights go by memory, to other servers as a folder."
+            )
+        check_device(device, self.method)
+        self._servers: list[Server] = servers
+        self._device = device
+        self._held = held
+
+    async def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Have every server run; a WeightSyncError if what is going to be sent does not fit them."""
+        await asyncio.gather(*(server.load() for server in self._servers))
+        for server in self._servers:
+            check_shapes(shapes, server.weight_shapes)
 
 
 def announcement(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Any]:
@@ -145,31 +169,22 @@ class NCCLGroup:
             communicator.destroy()
 
 
-class WeightGroup:
-    """The trainer, which sends, and every worker of some vLLM servers, which receive.
+class WeightGroup(ToServers):
+    """The trainer, which sends, and every worker of some vLLM servers, which receive; made as a `ToServers`.
 
     It follows vLLM's weight-transfer requests: a server is sent the list of what will come, each tensor is broadcast
     once for all servers in the engine's dtype, and loaded as it arrives.
 
     A server that is started again has lost its connection. It is sent its weights through a group of its own, while the
     others go on generating, and the next `send` forms the group of all again.
-
-    Args:
-        models: the servers.
-        device: where the trainer's weights are.
-        held: gives the weights that the servers were last sent, for one that is started again.
-
-    Raises:
-        ConfigError: an engine takes its weights in another way, or NCCL would have to send from a CPU.
     """
+
+    method = "nccl"
 
     def __init__(
         self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
     ) -> None:
-        self._servers = servers_of(models, "nccl")
-        check_device(device, "nccl")
-        self._device = device
-        self._held = held
+        super().__init__(models, device, held)
         self._group: NCCLGroup | None = None
         self._broken = False
         self._lock = asyncio.Lock()  # one group at a time is formed
@@ -183,9 +198,7 @@ class WeightGroup:
         Raises:
             WeightSyncError: the weights do not fit the servers, or a server did not join.
         """
-        for server in self._servers:
-            await server.load()
-            check_shapes(shapes, server.weight_shapes)
+        await self.check(shapes)
         self._group = await self._joined_by(self._servers)
 
     async def send(self, stream: WeightStream, version: int) -> None:
@@ -196,9 +209,7 @@ class WeightGroup:
         """
         if self._broken:
             raise WeightSyncError("the group of trainer and servers broke in an earlier weight sync.")
-        await asyncio.gather(*(server.load() for server in self._servers))
-        for server in self._servers:
-            check_shapes(stream.shapes, server.weight_shapes)
+        await self.check(stream.shapes)
         async with self._lock:
             if self._group is None:
                 self._group = await self._joined_by(self._servers)
@@ -386,33 +397,17 @@ class SharedBuffer:
         torch.cuda.ipc_collect()
 
 
-class SharedMemory:
+class SharedMemory(ToServers):
     """The trainer and vLLM servers on its GPU; see `WeightGroup`, which sends to other GPUs.
 
     A server is sent one bucket after another, each when it has loaded the one before.
-
-    Args:
-        models: the servers.
-        device: where the trainer's weights are.
-        held: gives the weights that the servers were last sent, for one that is started again.
-
-    Raises:
-        ConfigError: an engine takes its weights in another way, or the trainer's weights are on a CPU.
     """
 
-    def __init__(
-        self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
-    ) -> None:
-        self._servers = servers_of(models, "ipc")
-        check_device(device, "ipc")
-        self._device = device
-        self._held = held
+    method = "ipc"
 
     async def form(self, shapes: Mapping[str, Shape]) -> None:
         """Check what is going to be sent; a WeightSyncError if it does not fit the servers."""
-        for server in self._servers:
-            await server.load()
-            check_shapes(shapes, server.weight_shapes)
+        await self.check(shapes)
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every server these weights; one that died is started again first.
@@ -465,6 +460,6 @@ async def _updates(
 def group_of(
     models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
 ) -> WeightGroup | SharedMemory:
-    """What sends weights to these engines without a file; arguments and errors as of `WeightGroup`, `SharedMemory`."""
+    """What sends weights to these engines without a file; arguments and errors as of `ToServers`."""
     shared = any(getattr(model, "sync_method", None) == "ipc" for model in models)
     return (SharedMemory if shared else WeightGroup)(models, device, held)
