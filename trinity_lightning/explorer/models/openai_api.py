@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -56,15 +56,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_ids", "safety_identifier")
 
 
-@runtime_checkable
-class PassesOn(Protocol):
-    """A model that has an API of its own, to which requests of plain completions are passed on as they are."""
-
-    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of the response; its `model` is this one in any case."""
-        ...
-
-
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
@@ -88,8 +79,9 @@ class ChatCompletions:
             if path.endswith("/models"):
                 model = {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": "trinity_lightning"}
                 return 200, {"object": "list", "data": [model]}
-            if path == f"{ROOT}/completions" and isinstance(self._model, PassesOn):
-                return 200, await self._model.complete(body)
+            # A server takes plain completions as they are (`VLLMServerEngine.complete`).
+            if path == f"{ROOT}/completions" and (complete := getattr(self._model, "complete", None)):
+                return 200, await complete(body)
             if not path.endswith("/chat/completions"):
                 message = f"there is no {path} here: only chat.completions.create and models.list."
                 return 404, api_error(message, "unknown")

@@ -47,11 +47,6 @@ class ServerClient:
         )
         self._why = why
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._session.closed
-
     async def close(self) -> None:
         """Close the connections; twice is allowed."""
         await self._session.close()
@@ -78,7 +73,7 @@ class ServerClient:
         return await self._request("POST", path, json=body)
 
     async def _request(self, method: str, path: str, **body: Any) -> Any:
-        if self.closed:
+        if self._session.closed:
             raise RolloutError("the engine was shut down")
         try:
             async with self._session.request(method, path, **body) as response:
