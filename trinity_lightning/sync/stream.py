@@ -167,27 +167,19 @@ def _conversions(model: Any) -> list[Any]:
 
 
 class PolicyEngine(HeldModel, Protocol):
-    """A model that holds the policy, and may share its device with the trainer."""
+    """A model that holds the policy, and may share its device's memory with the trainer; see `Engine.sleep`."""
 
-    async def sleep(self) -> None:
-        """Give the memory to the trainer until `wake_up`."""
-        ...
+    async def sleep(self) -> None: ...
 
-    async def wake_up(self) -> None:
-        """Take it again: with the weights as they were, and an empty cache."""
-        ...
+    async def wake_up(self) -> None: ...
 
 
 class WeightSender(Protocol):
-    """Sends weights to several engines at once."""
+    """Sends weights to all engines at once, each of which then has that version, until it is closed."""
 
-    async def send(self, stream: WeightStream, version: int) -> None:
-        """Give them to all engines; then each has that version."""
-        ...
+    async def send(self, stream: WeightStream, version: int) -> None: ...
 
-    def close(self) -> None:
-        """Nothing is sent any more."""
-        ...
+    def close(self) -> None: ...
 
 
 E = TypeVar("E", bound=PolicyEngine)

@@ -105,6 +105,7 @@ class VLLMEngine(InProcessEngine):
             check_vllm_args("engine", self._config, in_process=True)
         super().__init__(self._config.max_model_len)
         self._model = model
+        self.quantized = self._config.quantizes
         self._engine: Any = None
         self._adapter: Any = None  # a LoRARequest (`VLLMAdapterEngine`)
         self._random_streams: list[torch.Tensor] = []  # the engine's own, of each of torch's generators
@@ -151,11 +152,6 @@ class VLLMEngine(InProcessEngine):
     def dtype(self) -> torch.dtype:
         """What vLLM computes in."""
         return self._engine.model_config.dtype
-
-    @property
-    def quantized(self) -> bool:
-        """Whether vLLM rounds the weights further than to its dtype."""
-        return self._config.quantizes
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:

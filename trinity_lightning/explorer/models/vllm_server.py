@@ -138,6 +138,7 @@ class VLLMServerEngine(Engine):
         check_vllm_args("engine", self._config, in_process=False)
         super().__init__(self._config.max_model_len)
         self._model = model
+        self.quantized = self._config.quantizes  # of a server started here
         self._url = url
         self._weights = weights
         self.sync_method = sync_method
@@ -396,11 +397,6 @@ class VLLMServerEngine(Engine):
     def restarts(self) -> int:
         """How often it was started again."""
         return self._restarts
-
-    @property
-    def quantized(self) -> bool:
-        """Whether a server started here rounds the weights further than to its dtype."""
-        return self._config.quantizes
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
