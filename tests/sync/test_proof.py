@@ -126,6 +126,13 @@ def test_compare_refuses_what_is_beyond_the_tolerance(
         compare(trainer, engine, tolerance, "probe 3")
 
 
+def test_compare_says_what_it_allows_these_tokens() -> None:
+    """An unlikely token may differ by more, so that the worst one is not always the one that differs the most."""
+    tolerance = Tolerance(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
+    with pytest.raises(WeightSyncError, match=r"0\.45 \(allowed 0\.12\), of the worst token 0\.7 \(allowed 0\.6\)"):
+        compare([-1.0, -9.0, -1.0, -1.0], [-1.7, -8.0, -1.05, -1.05], tolerance, "probe")
+
+
 @pytest.mark.parametrize("engine", [[], [-1.0], [-1.0, -1.0, -1.0]])
 def test_compare_refuses_another_number_of_tokens(engine: list[float]) -> None:
     with pytest.raises(WeightSyncError, match=f"2 log-probabilities of the trainer, {len(engine)} of the engine"):

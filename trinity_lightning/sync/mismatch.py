@@ -37,14 +37,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:
-    """That the policy has no weight of this name, and which one is nearest."""
+    """The error for a name that the policy has no weight of: which one is nearest."""
     match = nearest(name, shapes)
     hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(shapes), None)}'."
     return KeyError(f"unknown weight '{name}' (the policy has {len(shapes)}). {hint}")
 
 
 def different_texts(trainer: Sequence[float], engine: Sequence[float], what: str) -> WeightSyncError:
-    """That two lists of log-probabilities, compared by the probe or drill `what`, are not of the same tokens."""
+    """The error if the two lists that a probe or drill (`what`) compares are not of the same tokens."""
     return WeightSyncError(
         f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
         "with different tokenizers."
@@ -54,23 +54,22 @@ def different_texts(trainer: Sequence[float], engine: Sequence[float], what: str
 def different_logprobs(
     trainer: Sequence[float],
     engine: Sequence[float],
-    found: tuple[float, float],
-    allowed: tuple[float, float],
+    mean: tuple[float, float],
+    worst: tuple[float, float],
     what: str,
 ) -> WeightSyncError:
-    """That they differ by more than rounding; `found` and `allowed`: the mean and the largest difference."""
+    """The error if they differ by more than rounding; the mean and the worst difference, each with what is allowed."""
     return WeightSyncError(
-        f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {found[0]:.3g} (allowed "
-        f"{allowed[0]:g}), maximum {found[1]:.3g} (allowed {allowed[1]:g}), more for "
-        f"unlikely tokens; mean log-probability of the trainer {sum(trainer) / len(trainer):.4f}, of the engine "
-        f"{sum(engine) / len(engine):.4f}. "
+        f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean[0]:.3g} (allowed "
+        f"{mean[1]:.3g}), of the worst token {worst[0]:.3g} (allowed {worst[1]:.3g}); mean log-probability of the "
+        f"trainer {sum(trainer) / len(trainer):.4f}, of the engine {sum(engine) / len(engine):.4f}. "
         "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
         "server of engine.urls), or another model."
     )
 
 
 def unmoved() -> WeightSyncError:
-    """That no noise of the drill's moves the policy's log-probabilities."""
+    """The error if no noise of the drill moves the policy's log-probabilities."""
     return WeightSyncError(
         "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
         "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."
@@ -78,7 +77,7 @@ def unmoved() -> WeightSyncError:
 
 
 def not_in_time(seconds: float) -> WeightSyncError:
-    """That a weight sync took longer."""
+    """The error for a weight sync that took longer."""
     return WeightSyncError(
         f"a weight sync did not end within {seconds:g} s (synchronizer.sync_timeout): does every engine live? "
         "Restart the servers of engine.urls: they may hold half of the weights."

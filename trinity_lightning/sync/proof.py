@@ -23,10 +23,10 @@ PROBE_TEXT = (
     "Water boils at 100 degrees and freezes at 0 degrees Celsius."
 )
 DRILL_SEED = 0
-# Noise in root mean squares of each tensor. Taken is the first that moves the log-probabilities by DRILL_CONTRAST nats
-# on average: 2.5 times the most that rounding is allowed. A trained model needs little, a new one much. The last one is
-# also taken if that is 2.5 times what the rounding of this run is allowed: adapters do not reach the head, whose size
-# bounds what they can move.
+# Noise in root mean squares of each tensor. The drill uses the first scale that moves the log-probabilities by
+# DRILL_CONTRAST nats on average: 2.5 times the most that rounding is ever allowed. A trained model needs little, a new
+# one much. For the last scale 2.5 times what this run is allowed is enough: adapters do not change the head, whose size
+# limits how far they can move the log-probabilities.
 DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
 DRILL_CONTRAST = 0.3
 DRILL_FLOOR = 0.01  # of the root mean square: a bias of zeros has to move too
@@ -62,12 +62,11 @@ class Tolerance:
             return cls(1e-3, 1e-3)
         return cls(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
 
-    def allows(self, difference: Tensor, logprobs: Tensor) -> bool:
-        """Whether these absolute differences from the trainer's log-probabilities, both [tokens], are rounding."""
+    def limits(self, logprobs: Tensor) -> tuple[float, Tensor]:
+        """What is still rounding: the mean, and for each of the trainer's log-probabilities [tokens] the difference."""
         # Twice the mean at most: a policy that knows nothing yet finds every token unlikely.
         mean = min(self.mean + self.relative_mean * float(logprobs.abs().mean()), 2 * self.mean)
-        limits = self.max + self.relative_max * logprobs.abs()
-        return bool(difference.mean() <= mean) and bool((difference <= limits).all())
+        return mean, self.max + self.relative_max * logprobs.abs()
 
 
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:
@@ -83,10 +82,12 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
     logprobs = torch.tensor(trainer, dtype=torch.float64)
     difference = (logprobs - torch.tensor(engine, dtype=torch.float64)).abs()
     mean, maximum = float(difference.mean()), float(difference.max())
-    if not tolerance.allows(difference, logprobs):
+    allowed, limits = tolerance.limits(logprobs)
+    if not (mean <= allowed and (difference <= limits).all()):
         from trinity_lightning.sync.mismatch import different_logprobs
 
-        raise different_logprobs(trainer, engine, (mean, maximum), (tolerance.mean, tolerance.max), what)
+        worst = max(zip(difference.tolist(), limits.tolist(), strict=True), key=lambda each: each[0] - each[1])
+        raise different_logprobs(trainer, engine, (mean, allowed), worst, what)
     return mean, maximum
 
 
