@@ -156,7 +156,7 @@ def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
             return {"success": False} if path.startswith("/reset_prefix_cache") else None
 
     engine._dtype, engine._client = torch.float32, Client()
-    with pytest.raises(WeightSyncError, match="kept its cache"):
+    with pytest.raises(WeightSyncError, match="did not clear its prefix cache"):
         asyncio.run(engine._take(weight_stream(tiny_model()), 1))
     assert engine.model_version == 0
 

@@ -75,7 +75,7 @@ def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 
 
 def _layers(names: Iterable[str]) -> list[list[str]]:
-    """Names by the layer they are of (`model.layers.3`); of those without a number, each is by itself."""
+    """Names by the layer that they belong to (`model.layers.3`); a name without a number is a group of its own."""
     groups: dict[str, list[str]] = {}
     for name in names:
         layer = _LAYER.match(name)

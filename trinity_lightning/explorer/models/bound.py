@@ -61,7 +61,9 @@ class BoundModel:
 
     @property
     def used_version(self) -> int:
-        """The oldest version that a call began with, for no lag to be understated; before any call, the present one."""
+        """The oldest version at the start of any call, so that lag is never understated; before the first call, the
+        present one.
+        """
         return self.model_version if self._oldest_version is None else self._oldest_version
 
     @property

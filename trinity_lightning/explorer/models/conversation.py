@@ -35,7 +35,7 @@ def continued(
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content that is none (a tool call says it all), or in parts, as OpenAI's API has them.
+    """The text of a message whose content is null (it only calls tools) or a list of parts, as in OpenAI's API.
 
     Raises:
         ConfigError: a part is no text.
@@ -51,7 +51,7 @@ def text_of(content: object) -> str:
 
 
 def too_long(prompt: int, context: int) -> PromptTooLongError:
-    """That a prompt of so many tokens leaves nothing."""
+    """The error for a prompt of so many tokens, which fills the context."""
     return PromptTooLongError(
         f"the prompt has {prompt} tokens, and the model's context of {context} leaves no room for a response. Raise "
         "engine.max_model_len, or drop such tasks."
@@ -59,7 +59,7 @@ def too_long(prompt: int, context: int) -> PromptTooLongError:
 
 
 def warn_of_room(prompt: int, max_tokens: int, context: int) -> None:
-    """That it leaves less than was asked for."""
+    """Log that a prompt leaves room for fewer tokens than were asked for."""
     logger.warning(
         "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
         "engine.max_model_len (%d), or lower max_tokens.",

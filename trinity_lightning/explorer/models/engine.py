@@ -40,8 +40,8 @@ class Engine(ABC):
 
     The coroutines run on one event loop, in a thread of its own, on which many requests wait at once: long computations
     belong in a thread, or in an `InProcessEngine`. `bind`, `attach`, `detach`, `pump` and `run_commands` are called by
-    the main thread, which trains, too, but never while it pumps. It does not change modes: the model that `bind` gave
-    is in training mode and gradients are on. An engine that computes with it sets evaluation mode and `torch.no_grad`
+    the main thread, which also trains, but never while it pumps. The caller does not switch modes: the bound model is
+    in training mode, with gradients enabled. An engine that computes with it sets evaluation mode and `torch.no_grad`
     itself, and puts back what it found.
 
     Whether weights arrive is proven with `logprobs` of a fixed text. The drill, once a run, sends perturbed weights;

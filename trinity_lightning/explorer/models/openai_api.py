@@ -338,7 +338,7 @@ class OpenAIModel:
     Args:
         url: of the endpoint, such as https://api.openai.com/v1.
         model: the name that requests carry.
-        api_key_env: environment variable that holds the key; None sends none, for servers of one's own. There is no
+        api_key_env: environment variable that holds the key; None sends none, for your own servers. There is no
             default: a key goes only where it was meant for.
 
     Raises:

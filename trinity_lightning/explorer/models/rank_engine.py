@@ -24,7 +24,7 @@ from trinity_lightning.sync.stream import Shape, WeightStream
 
 CANCEL = "cancel"
 LENGTH_BYTES = 4
-LOST_SECONDS = SILENT_SECONDS + 10  # rank 0 knows of a rank that has ended before
+LOST_SECONDS = SILENT_SECONDS + 10  # by then rank 0 has noticed that the rank ended
 # What goes over as it is; any other error of an engine ends the request as a RolloutError.
 ERRORS = {
     each.__name__: each
@@ -34,7 +34,7 @@ FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")
 
 
 def _encoded(frame: list[Any]) -> bytes:
-    """A frame; TypeError or ValueError: JSON cannot have it."""
+    """A frame; TypeError or ValueError: it cannot be written as JSON."""
     data = json.dumps(frame).encode()
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
@@ -46,7 +46,7 @@ async def _read(reader: StreamReader) -> list[Any]:
 
 
 def _refuse_unsendable(sampling: dict[str, Any]) -> None:
-    """RolloutError: JSON cannot have one of these settings."""
+    """RolloutError: one of these settings cannot be written as JSON."""
     for name, value in sampling.items():
         try:
             json.dumps(value)
@@ -187,8 +187,8 @@ class RankEngine(Engine):
                 else:
                     answer.set_exception(self._error(*error))
         except (EOFError, OSError):
-            # What that rank failed by ends the run, as soon as rank 0 looks. Were its requests to fail before, the step
-            # might be taken as done, without its tasks.
+            # The run will end with that rank's own error once rank 0 checks for it. If the requests failed earlier, the
+            # step could count as complete without their tasks.
             await asyncio.sleep(LOST_SECONDS)
             self._end(f"rank {self.rank} has ended, and its engine with it")
         except Exception as error:
@@ -282,7 +282,7 @@ class EngineAnswers:
         return [str(engine.dtype).removeprefix("torch."), engine.weight_shapes, engine.quantized]
 
     async def _generate(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[list[Any]]:
-        if bias := sampling.get("logit_bias"):  # JSON makes strings of keys
+        if bias := sampling.get("logit_bias"):  # JSON has turned its keys into strings
             sampling["logit_bias"] = {int(token): value for token, value in bias.items()}
         found = await self._engine.generate(token_ids, n, **sampling)
         return [[getattr(each, name) for name in FIELDS] for each in found]

@@ -1,8 +1,8 @@
 """vLLM that computes with low-rank adapters itself, next to the weights that it has loaded.
 
-vLLM's CPU build computes with wrong adapters once its weights were loaded again. vLLM is given the names of the adapted
-layers: it would prepare the head for an adapter too, and with such a head its CPU build cannot compute the
-log-probabilities of prompts, which probes ask for.
+Its weights are never sent: once weights were loaded again, vLLM's CPU build computes with wrong adapters. It is told
+which layers are adapted, because it would prepare the head for an adapter too, and with such a head its CPU build
+cannot compute the log-probabilities of prompts, which probes ask for.
 """
 
 import json

@@ -40,7 +40,7 @@ class PackedWeights:
         # One of them is the head if the model has no other.
         self._heads = [layer for layer in embeddings if isinstance(layer, ParallelLMHead)] or embeddings
         for layer in embeddings:
-            if layer not in self._heads:  # vLLM packed it too, for nothing: a fifth of a small model's memory
+            if layer not in self._heads:  # vLLM has packed it for nothing: a fifth of a small model's memory
                 layer.cpu_linear = torch.nn.functional.linear
 
     def _expect(self, layer: Any) -> None:
@@ -68,7 +68,7 @@ class PackedWeights:
             return
         layer.weight = weight
         _pack(layer)
-        if layer.weight is not weight:  # vLLM has packed it, and put an empty one in its place
+        if layer.weight is not weight:  # vLLM has packed it, and put an empty weight in its place
             layer.weight = empty
 
     @torch.no_grad()
@@ -87,15 +87,16 @@ class PackedWeights:
 
 
 def _pack(layer: Any) -> None:
-    layer.cpu_linear = None  # the packed weights of before: their memory is what the new ones take
+    layer.cpu_linear = None  # frees the packed weights of before, whose memory the new ones take
     layer.quant_method.process_weights_after_loading(layer)
 
 
 def is_packable(model: Any) -> bool:
-    """Whether this model of vLLM's CPU build has no weights that it changes when they are loaded but by packing.
+    """Whether packing is the only thing that vLLM's CPU build does to this model's weights after loading them.
 
     Quantised layers, experts, convolutions, and attention with compressed keys are left to vLLM. So is a model with a
-    linear layer that vLLM did not pack, for want of oneDNN or of support: it computes with the weight itself.
+    linear layer that vLLM did not pack, because oneDNN is missing or does not support it: it computes with the weight
+    itself.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -161,7 +162,7 @@ def check_experts(config: TrainConfig) -> None:
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-FREE_SHARE = 0.95  # of what is free on a GPU, for vLLM to find it free
+FREE_SHARE = 0.95  # of the free memory is asked for, so that vLLM's check at its start passes
 
 
 def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
@@ -170,13 +171,13 @@ def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
         # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
         free, total = torch.cuda.mem_get_info()
         arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
-    # Of a rank other than 0 (engine.per_rank) it is another than the first.
+    # On ranks other than 0 (engine.per_rank) this is not the first GPU.
     gpu = torch.cuda.current_device()
     return (_for_gpu(kind, gpu) if gpu else kind)(**arguments)
 
 
 def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
-    """vLLM's EngineArgs, but for that GPU; they are for the first that this process sees."""
+    """vLLM's EngineArgs for that GPU: its own are always for the first one that this process sees."""
 
     class Args(kind):  # type: ignore[misc]
         def create_engine_config(self, *arguments: Any, **settings: Any) -> Any:

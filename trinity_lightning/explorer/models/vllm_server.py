@@ -67,8 +67,8 @@ class VLLMServerEngine(Engine):
 
     Without a `url` the server is started by the first use, on this machine and for this user only, and ends with this
     process. Weights reach it as a folder that it reads (`VLLM_SERVER_DEV_MODE=1`, which a server elsewhere needs too,
-    together with `--logprobs-mode processed_logprobs` and a folder that both machines see: let only the run reach
-    such a server, its requests that change weights ask for no password).
+    together with `--logprobs-mode processed_logprobs` and a folder that both machines see: make such a server reachable
+    by this run only, since requests that change its weights need no password).
 
     A server started here that dies is started again by the next request, and answers once it has the weights that it
     had: a request is never answered with others than `model_version` says. One of a `url` that stops answering is given
@@ -453,11 +453,11 @@ class VLLMServerEngine(Engine):
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
 
     async def _changed(self, version: int) -> None:
-        """They are those of a version: end what the old ones have computed."""
+        """The weights are now those of that version: forget what the old ones computed."""
         reset = await self._change("/reset_prefix_cache?reset_running_requests=true", {})
         if not (isinstance(reset, dict) and reset.get("success")):
             raise WeightSyncError(
-                f"the vLLM server kept its cache of prompts, which the old weights have computed: it answered {reset}. "
+                f"the vLLM server did not clear its prefix cache, which the old weights computed: it answered {reset}. "
                 "Versions of vLLM before 0.32 do not answer as this package needs it."
             )
         self._model_version = version
