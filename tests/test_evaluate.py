@@ -118,8 +118,8 @@ def test_engines_are_sent_the_parameters_of_a_checkpoint_without_the_models_buff
 ) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "head_dim": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 1}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes, **heads, **experts))
+    settings: dict[str, Any] = sizes | heads | {"n_routed_experts": 4, "moe_intermediate_size": 8}
+    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**settings, num_experts_per_tok=2))
     model.config.save_pretrained(tmp_path)
     saved = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     assert "model.model.layers.1.mlp.gate.e_score_correction_bias" in saved

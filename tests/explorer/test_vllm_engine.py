@@ -146,15 +146,15 @@ def test_the_text_is_vllms_also_with_stop_tokens_and_with_special_tokens_kept(
     engine: VLLMEngine, driver: Driver
 ) -> None:
     never = ["\x00"]  # with which vLLM makes the text itself
-    tokens = ask(engine, driver, max_tokens=30).token_ids
+    tokens, pad = ask(engine, driver, max_tokens=30).token_ids, engine.tokenizer.pad_token_id
+    special = {"skip_special_tokens": False, "allowed_token_ids": [pad, 40, 50], "max_tokens": 20}
     for settings in (
         *({"stop_token_ids": [tokens[5]]}, {"stop_token_ids": [tokens[0]]}),
-        {"stop_token_ids": [tokens[5]], "include_stop_str_in_output": True},
-        {"skip_special_tokens": False, "allowed_token_ids": [engine.tokenizer.pad_token_id, 40, 50], "max_tokens": 20},
+        *({"stop_token_ids": [tokens[5]], "include_stop_str_in_output": True}, special),
     ):
         plain, looked_at = (ask(engine, driver, stop=stop, **settings) for stop in (None, never))
         assert plain == looked_at, settings
-    assert engine.tokenizer.pad_token in plain.text
+    assert engine.tokenizer.pad_token in ask(engine, driver, **special).text
 
 
 def test_samples_of_a_prompt_share_its_blocks(
