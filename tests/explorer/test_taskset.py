@@ -1,9 +1,13 @@
 import json
+import os
 import random
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import datasets
 import datasets.config
+import numpy as np
 import pytest
 import reasoning_gym
 from hypothesis import given
@@ -14,6 +18,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks.selection import TasksetMixture
 from trinity_lightning.explorer.tasks.sources import (
+    BY_HASH_SEED,
     Formatter,
     dataset_entries,
     dataset_taskset,
@@ -336,6 +341,57 @@ def test_reasoning_gym_entries_are_generated_when_asked_for():
     assert len(taskset) == 10**9
     assert indices(taskset.next_batch(2)) == [0, 1]
     assert taskset[10**9 - 1] == taskset[10**9 - 1]
+
+
+def test_reasoning_gym_entries_depend_on_no_global_generator_and_leave_them_alone():
+    taskset = reasoning_gym_taskset("list_functions", size=20, seed=1)  # some draw from Python's own generator
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    first = list(taskset)
+    reasoning_gym_taskset("pool_matrix", size=1, seed=1)  # which seeds NumPy's own
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+    random.seed(5)
+    assert list(taskset) == first
+
+
+def test_a_reasoning_gym_taskset_is_known_by_its_arguments_since_its_entries_may_be_others(monkeypatch):
+    state = reasoning_gym_taskset("chain_sum", size=3, max_terms=3).state_dict()
+    create = reasoning_gym.create_dataset
+    monkeypatch.setattr(reasoning_gym, "create_dataset", lambda name, seed, **args: create(name, seed=seed + 1, **args))
+    others = reasoning_gym_taskset("chain_sum", size=3, max_terms=3)
+    others.load_state_dict(state | {"position": 2})
+    assert others.state_dict()["position"] == 2
+    for name, arguments in (("chain_sum", {"max_terms": 4}), ("basic_arithmetic", {})):
+        with pytest.raises(ConfigError, match="entries have changed"):
+            reasoning_gym_taskset(name, size=3, taskset_name="chain_sum", **arguments).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("seed", "warned"), [(None, True), ("random", True), ("0", False), ("7", False)])
+def test_entries_that_no_other_process_makes_are_warned_of(monkeypatch, caplog, seed, warned):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    reasoning_gym_taskset("chain_sum", size=1)
+    assert caplog.messages == []
+    reasoning_gym_taskset("ransom_note", size=1)
+    assert ["'ransom_note' makes other entries in every process" in each for each in caplog.messages] == [True] * warned
+
+
+@pytest.mark.slow
+def test_entries_by_hash_seed_are_the_same_in_processes_that_have_one():
+    code = (
+        "from trinity_lightning.explorer.tasks.sources import BY_HASH_SEED, reasoning_gym_taskset as taskset\n"
+        "for name in BY_HASH_SEED: print([taskset(name, size=30, seed=1)[index] for index in (1, 24)])"
+    )
+
+    def entries(seed: str) -> list[str]:
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        return done.stdout.splitlines()
+
+    first, second, other = entries("0"), entries("0"), entries("1")
+    assert first == second
+    assert len(first) == len(BY_HASH_SEED)
+    assert all(one != another for one, another in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ class TasksetConfig(Section, key="taskset"):
         path: name of the reasoning-gym dataset; or JSONL, parquet or CSV file, folder or hub name of the dataset.
         split: split of a dataset, or `train` and `heldout` of the sums.
         size: number of reasoning-gym entries.
-        seed: seed of generated entries and of the order.
+        seed: seed of generated entries and of the order. Entries of some reasoning-gym datasets (such as `ransom_note`
+            and `word_ladder`; a warning names them) depend on Python's hash seed as well, which each process draws: a
+            run on them is resumed with the same tasks only if PYTHONHASHSEED is set in its environment, to 0 say.
         order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (a dataset's entries by
             difficulty_field), or `by_difficulty` (those that are solved half of the time).
         difficulty_field: an entry's field with a number, for `easy_to_hard`.

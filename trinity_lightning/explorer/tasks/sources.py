@@ -2,11 +2,18 @@
 
 import dataclasses
 import itertools
+import json
 import logging
-from collections.abc import Iterable, Mapping
+import os
+import random
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
 
 from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
 from trinity_lightning.config.values import unknown_name
@@ -24,10 +31,22 @@ FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 
 # What reasoning-gym raises for arguments that do not fit: its validation is made of assert statements.
 _REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
+# Its datasets whose entries follow from the order of a set of texts, which is another in every process.
+BY_HASH_SEED = (
+    "intermediate_integration",
+    "isomorphic_strings",
+    "knight_swap",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
 
 
 class ReasoningGymEntries:
     """Entries of a reasoning-gym dataset, each generated when it is asked for: entry i depends on seed + i only.
+
+    Those of the datasets in BY_HASH_SEED depend on the seed of Python's hashes too, which is drawn for each process
+    unless PYTHONHASHSEED is set.
 
     Each is {"prompt", "answer", "metadata", "reasoning_gym": {"name", "config", "entry"}}: name and config make the
     dataset whose `score_answer(answer, entry)` is the verifier.
@@ -50,16 +69,30 @@ class ReasoningGymEntries:
             self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **config)
         except _REFUSALS as error:
             raise ConfigError(f"reasoning-gym dataset '{name}' refuses its arguments: {error}") from error
+        if name in BY_HASH_SEED and os.environ.get("PYTHONHASHSEED", "random") in ("", "random"):
+            logger.warning(
+                "reasoning-gym dataset '%s' makes other entries in every process: a resumed run would train and "
+                "evaluate on other tasks than before. Start and resume it with PYTHONHASHSEED=0 in the environment, "
+                "and they stay the same.",
+                name,
+            )
         self._name = name
         self._size = size
+        self._seed = seed
         self._config = config
+
+    @property
+    def checksum(self) -> int:
+        """Of what the entries are made from; they themselves may be others in the process that resumes a run."""
+        return zlib.crc32(json.dumps([self._name, self._config], sort_keys=True, default=str).encode())
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         try:
-            entry = self._dataset[index]
+            with _drawing_from(self._seed + index):
+                entry = self._dataset[index]
         except _REFUSALS as error:  # arguments that contradict each other pass its validation and fail here
             raise ConfigError(f"reasoning-gym dataset '{self._name}' cannot make this entry: {error}") from error
         return {
@@ -68,6 +101,19 @@ class ReasoningGymEntries:
             "metadata": entry["metadata"],
             "reasoning_gym": {"name": self._name, "config": self._config, "entry": entry},
         }
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's global generators, which some datasets draw from; afterwards they go on as before."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = False) -> "Entries":
