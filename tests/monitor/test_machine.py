@@ -1,5 +1,6 @@
 """Peaks of memory, and what other programs take of the CPU."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -106,10 +107,13 @@ def counted_while(process: psutil.Process, seconds: float) -> tuple[float, float
         times = process.cpu_times()
         return times.user + times.system
 
-    (_, busy, own), enough = machine._read(), computed() + seconds
+    before, enough = machine._read(), computed() + seconds
     while computed() < enough:
         time.sleep(0.02)
-    _, busy_now, own_now = machine._read()
+    now = machine._read()
+    assert before is not None
+    assert now is not None
+    (_, busy, own), (_, busy_now, own_now) = before, now
     return own_now - own, busy_now - busy - (own_now - own)
 
 
@@ -140,6 +144,35 @@ def test_a_span_that_is_too_short_gives_no_number(monkeypatch: pytest.MonkeyPatc
     load.stop()  # without a span
     assert load.take() == pytest.approx(1.5)  # 4 s on the cores, of which 1 s its own, in 2 s
     assert load.take() is None
+
+
+CORES = """cpu  900 9 90 9000 9 9 9 9 0 0
+cpu0 100 1 10 1000 5 2 3 4 50 0
+cpu2 300 0 20 2000 5 0 0 0 0 0
+cpu4 500 8 60 6000 5 0 0 0 0 0
+intr 12345 0 9
+"""
+
+
+def test_cores_are_found_by_their_numbers_though_some_are_offline(monkeypatch, tmp_path) -> None:
+    (tmp_path / "stat").write_text(CORES)
+    monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 4})
+    found = machine._read()
+    assert found is not None
+    assert found[1] == pytest.approx((120 + 568) / os.sysconf("SC_CLK_TCK"))
+
+
+@pytest.mark.parametrize("cores", [{12, 45}, {0, 1}])
+def test_where_cores_cannot_be_read_there_is_no_number(monkeypatch, tmp_path, cores) -> None:
+    (tmp_path / "stat").write_text(CORES)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: cores)
+    for file in ("stat", "none"):
+        monkeypatch.setattr(machine, "STAT", tmp_path / file)
+        load = CPULoad()
+        load.start()
+        load.stop()
+        assert load.take() is None
 
 
 @pytest.mark.parametrize(

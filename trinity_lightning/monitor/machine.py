@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from trinity_lightning import __version__
+from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.hardware import SHAPE, timed_product
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -115,10 +116,8 @@ def describe_environment() -> dict[str, str]:
     """Versions and machine by name; nothing that says whose machine it is."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "trinity-lightning": __version__,
@@ -126,7 +125,7 @@ def describe_environment() -> dict[str, str]:
         **versions,
         "system": f"{platform.system()} {platform.machine()}",
         "CPU": f"{_processor()}, {len(os.sched_getaffinity(0))} cores usable",
-        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+        "memory": f"{psutil.virtual_memory().total / GB:.0f} GB",
         "GPU": ", ".join(devices) or "none",
         "matrix product": _product(),
     }
@@ -136,7 +135,7 @@ def write_environment(folder: str | Path) -> None:
     """Write `environment.json` into a run's folder, in place of what an earlier part of the run wrote."""
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
+    write_atomically(path, (json.dumps(describe_environment(), indent=2) + "\n").encode())
 
 
 def _product() -> str:
@@ -148,10 +147,9 @@ def _product() -> str:
 
 def _processor() -> str:
     """The CPU's name, which Python does not know on Linux."""
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "unknown")
 
@@ -159,16 +157,23 @@ def _processor() -> str:
 # -- what other programs take of the CPU while the trainer trains on it ------------------------------------------------
 
 
-BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # of /proc/stat; `user` has `guest` in it
+STAT = Path("/proc/stat")
+BUSY = (0, 1, 2, 5, 6, 7)  # of a core there: user, which has guests' time in it, nice, system, irq, softirq, steal
 ENOUGH_SECONDS = 1.0  # the kernel counts in hundredths of a second
 NOTABLE = 0.5  # cores
 
 
-def _read() -> tuple[float, float, float]:
-    """Seconds since some moment: of the clock, of all that ran on the usable cores, and of this run's own processes."""
-    by_core = psutil.cpu_times(percpu=True)
-    usable = [by_core[core] for core in os.sched_getaffinity(0)]
-    busy = sum(getattr(times, name, 0.0) for times in usable for name in BUSY)
+def _read() -> tuple[float, float, float] | None:
+    """Seconds since some moment: of the clock, of all that ran on the usable cores, and of this run's own processes.
+
+    None if the system does not list all of these cores: a container may number them otherwise.
+    """
+    try:
+        listed = dict(line.partition(" ")[::2] for line in STAT.read_text().splitlines())
+        cores = [listed[f"cpu{core}"].split() for core in os.sched_getaffinity(0)]
+    except (OSError, KeyError):
+        return None
+    busy = sum(int(core[column]) for core in cores for column in BUSY) / os.sysconf("SC_CLK_TCK")
     # User and system, its own and of its children that ended: what one leaves that ends meanwhile is with its parent's.
     own = _of_all_processes(lambda process: sum(process.cpu_times()[:4]))
     return time.perf_counter(), busy, own
@@ -182,14 +187,14 @@ class CPULoad:
         self._seconds = self._others = 0.0
 
     def start(self) -> None:
-        """Begin a span."""
+        """Begin a span; where the cores cannot be read there is none."""
         self._started = _read()
 
     def stop(self) -> None:
         """End the span; without one, nothing happens."""
-        if self._started is not None:
-            seconds, busy, own = (now - before for now, before in zip(_read(), self._started, strict=True))
-            self._started = None
+        before, self._started = self._started, None
+        if before is not None and (now := _read()) is not None:
+            seconds, busy, own = (late - early for late, early in zip(now, before, strict=True))
             self._seconds += seconds
             self._others += busy - own
 
