@@ -69,6 +69,16 @@ def test_a_step_that_raises_ends_the_profile_and_leaves_nothing(tmp_path: Path) 
     assert not (tmp_path / "profile").exists()
 
 
+def test_rank_0_alone_profiles_for_the_others_would_write_the_same_files(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, step=1)
+    trainer: Any = SimpleNamespace(is_global_zero=False)
+    batch = batch_of(make_experiences())
+    profiler.on_train_batch_start(trainer, make_policy(), batch, 0)
+    assert not is_profiling()
+    profiler.on_train_batch_end(trainer, make_policy(), None, batch, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_steps_are_counted_from_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="profiler"):
         StepProfiler(tmp_path, step=0)

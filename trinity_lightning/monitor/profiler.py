@@ -55,8 +55,8 @@ class StepProfiler(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start, if this is the step."""
-        if batch.explore_step == self._step and not self._done:
+        """Start, if this is the step; of several processes on rank 0 alone, for each would write the same files."""
+        if trainer.is_global_zero and batch.explore_step == self._step and not self._done:
             self._profile = profile(record_shapes=True)
             self._profile.start()
 
