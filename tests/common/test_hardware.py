@@ -20,24 +20,46 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=range(2), ids=["version 2", "version 1"])
-def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the limit of a container that uses 100 MiB, 60 of them for files that it read."""
-    _, _, cache = devices._CONTAINER[request.param]
-    limit, used = tmp_path / "limit", tmp_path / "used"
-    used.write_text(f"{100 * MIB}\n")
-    (tmp_path / "memory.stat").write_text(f"anon {40 * MIB}\n{cache} {60 * MIB}\nactive_file 0\n")
-    monkeypatch.setattr(devices, "_CONTAINER", [(str(limit), str(used), cache)])
-    return limit
+def version(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Control groups of this version in `tmp_path`, of which this process is in /job/step; the names of their files."""
+    controller, _, *names = devices._VERSIONS[request.param]
+    monkeypatch.setattr(devices, "_VERSIONS", [(controller, tmp_path, *names)])
+    own = tmp_path / "own groups"
+    own.write_text("5:cpu,memory:/job/step\n1:name=systemd:/a:b\n" if controller else "1:cpu:/other\n0::/job/step\n")
+    monkeypatch.setattr(devices, "_OWN_GROUPS", own)
+    return tuple(names)
 
 
-def test_a_container_has_less_memory_than_its_machine_and_files_that_it_read_take_none(limit: Path) -> None:
+def set_limit(group: Path, limit: str, version: tuple[str, ...]) -> None:
+    """A group that uses 100 MiB, 60 of them for files that it read."""
+    group.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(version[:2], (limit, str(100 * MIB)), strict=True):
+        (group / name).write_text(f"{content}\n")
+    (group / "memory.stat").write_text(f"anon {40 * MIB}\n{version[2]} {60 * MIB}\nactive_file 0\n")
+
+
+# A job of Slurm, say, has its limit in a group around that of the process, and a container shows its own as the root.
+@pytest.mark.parametrize("group", ["job/step", "job", "."])
+def test_a_job_or_a_container_has_less_memory_than_its_machine_and_files_that_it_read_take_none(
+    group: str, tmp_path: Path, version: tuple[str, ...]
+) -> None:
     whole = free_memory()
-    limit.write_text(f"{300 * MIB}\n")
+    for limit, free in ((str(300 * MIB), 260 * MIB), ("1", 0), ("max", None)):
+        set_limit(tmp_path / group, limit, version)
+        assert free_memory() == free if free is not None else free_memory() > min(whole, 260 * MIB)
+
+
+def test_the_least_of_the_groups_around_a_process_counts(tmp_path: Path, version: tuple[str, ...]) -> None:
+    for group, limit in (("job/step", 800), ("job", 500), (".", 900), ("other", 100), ("job/next", 100)):
+        set_limit(tmp_path / group, str(limit * MIB), version)
+    assert free_memory() == 460 * MIB
+
+
+def test_without_control_groups_the_machine_counts(tmp_path: Path, version: tuple[str, ...]) -> None:
+    (tmp_path / "own groups").unlink()
+    assert free_memory() > 0
+    set_limit(tmp_path, str(300 * MIB), version)
     assert free_memory() == 260 * MIB
-    limit.write_text("max\n")
-    assert free_memory() > min(whole, 260 * MIB)
-    limit.write_text("1\n")
-    assert free_memory() == 0
 
 
 # -- memory of a process that computes on a CPU ------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """What the devices of a run have: free memory of this machine, and GPUs by their data sheets."""
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import psutil
@@ -14,29 +15,46 @@ from trinity_lightning.errors import ConfigError
 
 # -- the memory of this machine: what is free, what does not fit, and giving back a tensor's ---------------------------
 
-# The container that a process runs in, by control groups version 2 and version 1: limit, use, and what `memory.stat`
-# next to them calls the files in that use that were read before: they are given back when memory is needed.
-_CONTAINER = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
+_OWN_GROUPS = Path("/proc/self/cgroup")  # the control group of this process, for each controller
+# By versions 2 and 1 of control groups the controller, where its groups are, and in each of them the limit, the usage,
+# and the key in memory.stat for page cache, which the kernel reclaims when memory is needed.
+_VERSIONS = (
+    ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "memory",
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
         "total_inactive_file",
     ),
 )
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has free, or its container, whichever is less."""
+    """Bytes that this process may still take: what is free of the machine, its container or its job, the least."""
     free = psutil.virtual_memory().available
-    for limit, used, files in _CONTAINER:
+    for group, limit, used, cache in _groups():
         try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-            statistics = dict(line.split() for line in Path(limit).with_name("memory.stat").read_text().splitlines())
-            free = min(free, left + int(statistics[files]))
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, left + int(statistics[cache]))
         except (OSError, ValueError, KeyError):  # no such file, or "max": no limit
             continue
     return max(free, 0)
+
+
+def _groups() -> Iterator[tuple[Path, str, str, str]]:
+    """The control groups that this process is in, each with the names of `_VERSIONS`: its own, and all around it.
+
+    A container shows its own group as the root, and may call it by another path, which is not there then.
+    """
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = _OWN_GROUPS.read_text().splitlines()
+    paths = {each: path for _, several, path in (line.split(":", 2) for line in lines) for each in several.split(",")}
+    for controller, root, limit, used, cache in _VERSIONS:
+        own = PurePath(paths.get(controller, "/").lstrip("/"))
+        yield from ((root / group, limit, used, cache) for group in (own, *own.parents))
 
 
 def check_caches(caches: Mapping[str, float]) -> None:
