@@ -12,7 +12,7 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import UNTRAINED
-from trinity_lightning.common.untrained import REASONS, judged, what_helps
+from trinity_lightning.common.untrained import REASONS, Criterion, what_helps
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import OperatorError
@@ -162,8 +162,8 @@ def test_experiences_that_share_their_metrics_keep_their_own_reward():
     for exp in exps:
         exp.metrics = shared
     fill(exps, "grpo", [shaped([])])
-    assert [judged([exp]) for exp in exps] == [0.0, 1.0]
-    assert judged([Experience.deserialize(exps[1].serialize())]) == 1.0
+    assert Criterion().values({"0": exps}) == {"0": [0.0, 1.0]}
+    assert Criterion().values({"0": [Experience.deserialize(exps[1].serialize())]}) == {"0": [1.0]}
 
 
 def test_every_reason():
@@ -336,6 +336,27 @@ def test_a_filter_lets_runs_through_whose_last_step_alone_has_a_reward():
     exps = [Experience(eid=EID(1, 0, run, step), tokens=[1, 2], reward=reward) for run, step, reward in steps]
     data, _ = fill(exps, (("dapo", {}), ("step_wise_grpo", {})))
     assert len(data.experiences) == 4
+
+
+@pytest.mark.parametrize("by", ["strategy", "operator"])
+def test_a_resumed_run_goes_on_past_a_step_without_the_metric_as_it_would_have(by):
+    def data():
+        if by == "strategy":
+            return ExperienceDataModule((("dapo", {"metric": "accuracy"}), ("grpo", {})))
+        return ExperienceDataModule("grpo", operators=[OperatorConfig("reward_std_filter", {"metric": "accuracy"})])
+
+    run = data()
+    asyncio.run(run.fill(answers(0, [0.0, 1.0], [1, 1], "accuracy"), 1))
+    run.advance(1)
+    state, without = run.state_dict(), make_group(1, 2, rewards=[0.0, 1.0])
+    resumed, of_an_earlier_version = data(), data()
+    resumed.load_state_dict(state)
+    for each in (run, resumed):
+        assert asyncio.run(each.fill(without, 2))["experience_pipeline/trained"] == 0
+    del state["judged_by"]
+    of_an_earlier_version.load_state_dict(state)
+    with pytest.raises((ExperienceError, OperatorError), match="no experience has 'accuracy'"):
+        asyncio.run(of_an_earlier_version.fill(without, 2))
 
 
 def test_the_few_tasks_of_a_refill_may_all_lack_the_metric():

@@ -314,10 +314,13 @@ class ExperienceDataModule(UnmovedDataModule):
     def state_dict(self) -> dict[str, Any]:
         """The buffer, and where the expert data stand."""
         state = self.storage.state_dict()
+        state["judged_by"] = [each.metric for each in self.pipeline.criteria if each.seen]
         return state if self._experts is None else state | {"experts": self._experts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the buffer, and go on with the expert data; new ones begin at their beginning."""
         self.storage.load_state_dict(state_dict)
+        for each in self.pipeline.criteria:
+            each.seen = each.metric in state_dict.get("judged_by", ())  # which older checkpoints lack
         if self._experts is not None and "experts" in state_dict:
             self._experts.load_state_dict(state_dict["experts"])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.operators.experience_operator import OperatorChain
     from trinity_lightning.buffer.refill import MoreRollouts
+    from trinity_lightning.common.untrained import Criterion
     from trinity_lightning.config.parts import OperatorConfig
 
 StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
@@ -61,6 +62,14 @@ class ExperiencePipeline:
         For selectors of your own: tasksets of this library are updated by the explorer, by rewards before operators.
         """
         return {} if self.chain is None else self.chain.selector_metric
+
+    @property
+    def criteria(self) -> "list[Criterion]":
+        """What its filters judge by."""
+        from trinity_lightning.common.untrained import Criterion
+
+        parts = [*self._strategy.strategies, *(self.chain.operators if self.chain is not None else ())]
+        return [found for part in parts if isinstance(found := getattr(part, "criterion", None), Criterion)]
 
     async def prepare(self) -> None:
         """Prepare the operators; see `OperatorChain.prepare`."""

@@ -161,7 +161,7 @@ class Untrained:
 def _equal(group: Sequence[Experience]) -> bool:
     """Whether several runs of a task have equal rewards."""
     rewards = [last_step(run).reward for run in runs_of(group)]
-    valid = [reward for reward in rewards if reward is not None and is_valid_reward(reward)]
+    valid = [reward for reward in rewards if is_valid_reward(reward)]
     return len(valid) == len(rewards) > 1 and equal_rewards(valid)
 
 

@@ -17,7 +17,12 @@ class Criterion:
     """What a filter judges runs by, in all steps.
 
     Args:
-        metric: as `judged`.
+        metric: a metric of the experiences (`metrics[metric]`, or a reward function's `metrics["reward/<metric>"]`) or
+            an entry of their info; of several steps the last that has it counts. None: the last step's reward before
+            operators shaped it, as `raw_reward`. Whether the steps before may have others is up to what weighs them.
+
+    Attributes:
+        seen: whether an experience of this run had the metric.
 
     Raises:
         ConfigError: the metric is no text.
@@ -25,18 +30,18 @@ class Criterion:
 
     def __init__(self, metric: str | None = None) -> None:
         self.metric = None if metric is None else text("metric", metric)
-        self._seen = False
+        self.seen = False
 
     def values(self, groups: Mapping[str, Sequence[Experience]]) -> dict[str, list[float | None]]:
         """The number of each run of every group; None for a run without one.
 
         Raises:
-            ExperienceError: as `judged`; or no experience, of these and those of earlier calls, has the metric. (What
-                one step has, the few tasks of a refill may lack.)
+            ExperienceError: as `metric_of`; or no experience, of these and those of earlier calls, has the metric.
+                (What one step has, the few tasks of a refill may lack.)
         """
-        values = {id_: [judged(run, self.metric) for run in runs_of(group)] for id_, group in groups.items()}
-        self._seen |= any(value is not None for group in values.values() for value in group)
-        if self.metric is not None and values and not self._seen:
+        values = {id_: [self._value(run) for run in runs_of(group)] for id_, group in groups.items()}
+        self.seen |= any(value is not None for group in values.values() for value in group)
+        if self.metric is not None and values and not self.seen:
             first = next(experience for group in groups.values() for experience in group)
             names = sorted(map(str, first.metrics.keys() | first.info.keys()))
             has = ", ".join(name for name in names if not name.startswith(RESERVED)) or "nothing"
@@ -46,24 +51,12 @@ class Criterion:
             )
         return values
 
-
-def judged(run: Run, metric: str | None = None) -> float | None:
-    """The number by which a filter judges a run; None without one.
-
-    Args:
-        run: its experiences.
-        metric: a metric of the experiences (`metrics[metric]`, or a reward function's `metrics["reward/<metric>"]`) or
-            an entry of their info; of several steps the last that has it counts. None: the last step's reward before
-            operators shaped it, as `raw_reward`. Whether the steps before may have others is up to what weighs them.
-
-    Raises:
-        ExperienceError: the metric is no number.
-    """
-    return raw_reward(last_step(run)) if metric is None else metric_of(run, metric)
+    def _value(self, run: Run) -> float | None:
+        return raw_reward(last_step(run)) if self.metric is None else metric_of(run, self.metric)
 
 
 def metric_of(run: Run, metric: str) -> float | None:
-    """The metric or entry of info of that name, of the run's last step that has it; see `judged`.
+    """The metric or entry of info of that name, of the run's last step that has it; see `Criterion`.
 
     Raises:
         ExperienceError: it is no number.

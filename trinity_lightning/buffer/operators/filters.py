@@ -6,8 +6,8 @@ from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.runs import Run, equal_rewards, is_valid_reward, runs_of
-from trinity_lightning.common.untrained import Criterion, judged, metric_of
+from trinity_lightning.common.runs import Run, equal_rewards, is_valid_reward, last_step, raw_reward, runs_of
+from trinity_lightning.common.untrained import Criterion, metric_of
 from trinity_lightning.config.values import number, text
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class DAPODynamicSampling(ExperienceOperatorV1):
 
     def _value(self, run: Run) -> float:
         metric = metric_of(run, self.metric_key)
-        value = judged(run) if metric is None else metric
+        value = raw_reward(last_step(run)) if metric is None else metric
         if value is None:
             raise ExperienceError(
                 f"experience {run[-1].eid} has neither metrics['{self.metric_key}'] nor a reward that says whether it "
