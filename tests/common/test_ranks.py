@@ -265,6 +265,30 @@ def test_a_rank_of_which_nothing_is_heard_while_rank_0_rolls_out_ends_the_run(mo
     assert str(error) == "rank 1 did not answer for 1 s: killed, or cut off."
 
 
+def test_ranks_that_were_stopped_together_with_rank_0_have_as_long_as_ever_to_be_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, beats = [100.0], {"beats/1": b"1 100.0"}
+    store = SimpleNamespace(check=lambda keys: keys[0] in beats, get=lambda key: beats[key])
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ranks = Ranks(0, 2, store=store)
+
+    def failure_after(seconds: float) -> RankError | None:
+        end = now[0] + seconds
+        while (found := ranks.failure()) is None and now[0] < end:
+            now[0] += 0.5
+        return found
+
+    assert failure_after(20) is None
+    now[0] += 3600  # both are stopped, and rank 0 is the first to go on
+    assert failure_after(20) is None
+    beats["beats/1"] = b"1 3750.0"
+    assert failure_after(25) is None
+    found = failure_after(15)  # nothing more of it
+    assert found is not None
+    assert "rank 1 did not answer for 30 s" in str(found)
+
+
 def test_what_another_rank_fails_by_while_it_serves_the_last_call_ends_both() -> None:
     """Rank 0 saves a run that an error of rank 1 ended, which has no room for its share either."""
 

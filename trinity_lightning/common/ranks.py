@@ -22,7 +22,7 @@ CALL = "a call"
 PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its connections end, and with them the wait
 LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits for others
 CAUSE_SECONDS = 1.0
-LEAST_SECONDS = 3.0  # that a round waits, however late it begins `within` a limit: the others are not to blame for that
+LEAST_SECONDS = 3.0  # a round waits at least so long, even if it begins just before the limit set by `within`
 BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
 BEAT_SECONDS = 5.0  # between two beats of a rank that waits for rank 0
 SILENT_SECONDS = 30.0  # without a beat, and rank 0, which rolls out, ends the run
@@ -221,6 +221,8 @@ class Ranks(Alone):
         now = time.monotonic()
         if self.rank > 0 or now < self._looked + BEAT_SECONDS:
             return None
+        if now > self._looked + SILENT_SECONDS / 2:  # it was stopped (SIGSTOP), and so perhaps were they: count anew
+            self._heard.clear()
         self._looked, silent = now, []
         for rank in range(1, self.size):
             key = f"{BEATS}/{rank}"
@@ -261,7 +263,7 @@ class Ranks(Alone):
             if patient and self.meanwhile is not None:
                 self.meanwhile()
             else:
-                with contextlib.suppress(RuntimeError):  # of LOOK: what became of the work says its own wait
+                with contextlib.suppress(RuntimeError):  # LOOK has passed; how the work ended, `wait` learns at the end
                     work.wait(LOOK)
             if not work.is_completed():
                 self.beat()
