@@ -5,10 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
+from datasets.packaged_modules.json.json import JsonConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hub import hub_of
@@ -135,6 +138,53 @@ def test_a_folder_says_itself_which_of_several_formats_are_its_splits(tmp_path):
     (tmp_path / "b.csv").write_text("a\n2\n")
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: all\n  data_files: a.jsonl\n---\n")
     assert [row["a"] for row in dataset_entries(str(tmp_path), "train", None)] == ["1.50", 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "option"),
+    [
+        ("a.csv", "prompt\tanswer\nwhat, is 1+1?\t2\n", 'sep: "\\t"'),
+        ("a.csv", '# of mine\nprompt,answer\n"what, is 1+1?",2\n', "skiprows: 1"),
+        ("a.json", '{"rows": [{"prompt": "what, is 1+1?", "answer": 2}]}', "field: rows"),
+    ],
+)
+def test_options_of_a_folders_readme_are_for_datasets_which_knows_them(name, text, option, tmp_path):
+    (tmp_path / name).write_text(text)
+    readme = f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n  {option}\n---\n"
+    (tmp_path / "README.md").write_text(readme)
+    assert list(dataset_entries(str(tmp_path), "train", None)) == [{"prompt": "what, is 1+1?", "answer": 2}]  # type: ignore[call-overload]
+
+
+def test_what_was_downloaded_in_part_is_not_trained_on(tmp_path, monkeypatch):
+    urls = [f"hf://datasets/me/two@{'a' * 40}/{name}.jsonl" for name in ("a", "b")]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n')
+    reached = [True, False]  # the hub, and all of its files
+
+    def builder(path: str, subset: str | None) -> SimpleNamespace:
+        if not reached[0]:
+            raise ConnectionError("no network")
+        config = JsonConfig()
+        config.data_files = {"train": urls}  # type: ignore[assignment]
+        return SimpleNamespace(config=config)
+
+    def download(urls: dict[str, list[str]]) -> dict[str, list[str]]:
+        if not reached[1]:
+            raise ConnectionError("the line is cut")
+        return {"train": [str(tmp_path / url.rpartition("/")[2]) for url in urls["train"]]}
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "DownloadManager", lambda: SimpleNamespace(download=download))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda path, **_: str(tmp_path))
+    with pytest.raises(ConfigError, match="the line is cut"):
+        dataset_entries("me/two", "train", None)
+    reached[:] = [False, False]
+    with pytest.raises(ConfigError, match=r"'me/two' was downloaded in part only: start once with a connection"):
+        dataset_entries("me/two", "train", None)
+    reached[:] = [True, True]
+    assert [row["prompt"] for row in dataset_entries("me/two", "train", None)] == ["a", "b"]  # type: ignore[attr-defined]
+    assert not list((tmp_path / "hub").rglob("*.unfinished"))
 
 
 READ_FROM_HUB = """

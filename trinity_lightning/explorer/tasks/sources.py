@@ -160,7 +160,7 @@ def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = F
 
 
 def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
-    """The files of each split that are read here, since `datasets` guesses the types of their values; nothing if none.
+    """The files of each split, if they are read here; empty: `datasets` reads them, and guesses the types of values.
 
     Which files of a folder, or of a repository of the hub, are of which split is what `datasets` says.
     """
@@ -172,29 +172,59 @@ def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
     if local.is_dir():
         _check_one_format(local)
     try:
-        files: Any = load_dataset_builder(str(local) if local.is_dir() else path, subset).config.data_files
+        config: Any = load_dataset_builder(str(local) if local.is_dir() else path, subset).config
     except OSError:  # the hub is not reached
         if not (folder := _copy_of_hub(path)):
             raise
         return _files_of(folder, subset)
+    files = config.data_files
     if files is None:  # neither, and `datasets` has rows of it that were read before
         return _files_of(folder, subset) if (folder := _copy_of_hub(path)) else {}
-    if not all(Path(each).suffix in SUFFIXES for paths in files.values() for each in paths):
+    if _has_options(config) or not all(Path(each).suffix in SUFFIXES for paths in files.values() for each in paths):
         return {}
     found = {str(split): list(map(str, paths)) for split, paths in files.items()}
-    copies: Any = found if local.is_dir() else DownloadManager().download(found)
+    if local.is_dir():
+        copies: Any = found
+    else:
+        unfinished = _unfinished(path)
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+        copies = DownloadManager().download(found)
+        unfinished.unlink(missing_ok=True)
     return {split: list(map(Path, each)) for split, each in copies.items()}
 
 
+def _has_options(config: Any) -> bool:
+    """Whether the data's README.md has options for how `datasets` reads them (`sep`, say), which are not known here."""
+    from datasets import BuilderConfig
+
+    usual, names = type(config)(), {field.name for field in dataclasses.fields(config)}
+    own = names - {field.name for field in dataclasses.fields(BuilderConfig)} - {"features"}
+    return any(getattr(config, name) != getattr(usual, name) for name in own)
+
+
 def _copy_of_hub(path: str) -> str | None:
-    """The folder with what was downloaded of a repository of the hub; None if nothing was."""
+    """The folder with what was downloaded of a repository of the hub; None if nothing was.
+
+    Raises:
+        ConfigError: the download did not come to its end.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    if _unfinished(path).exists():
+        raise ConfigError(f"dataset '{path}' was downloaded in part only: start once with a connection to the hub.")
     try:
         return snapshot_download(path, repo_type="dataset", local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def _unfinished(path: str) -> Path:
+    """The file that is there until all files of a repository of the hub are downloaded."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}" / "trinity_lightning.unfinished"
 
 
 def _check_one_format(folder: Path) -> None:
