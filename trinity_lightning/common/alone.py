@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Alone:
-    """The only process that trains, with the methods of one of several (`common.ranks.Ranks`), which do more there."""
+    """The only process that trains; `common.ranks.Ranks`, one of several, overrides these methods."""
 
     rank = 0
     size = 1

@@ -101,7 +101,7 @@ class Training:
         value_model: of a critic that is a model of its own; None: there is none.
         on_host: processes of a machine that keep masters and moments in its memory (optimizer.name=adamw_offload);
             0: they are on the devices.
-        offloadable: how many these would be; 0: the optimizer is one's own, and adamw_offload would be another.
+        offloadable: how many these would be with adamw_offload; 0: it would replace an optimizer of the user's own.
     """
 
     width: int

@@ -30,14 +30,13 @@ class Criterion:
 
     def __init__(self, metric: str | None = None) -> None:
         self.metric = None if metric is None else text("metric", metric)
-        self.seen = False
+        self.seen = False  # a later step, or the few tasks of a refill, may lack it
 
     def values(self, groups: Mapping[str, Sequence[Experience]]) -> dict[str, list[float | None]]:
         """The number of each run of every group; None for a run without one.
 
         Raises:
-            ExperienceError: as `metric_of`; or no experience, of these and those of earlier calls, has the metric.
-                (What one step has, the few tasks of a refill may lack.)
+            ExperienceError: as `metric_of`; or no experience of this run has had the metric, these included.
         """
         values = {id_: [self._value(run) for run in runs_of(group)] for id_, group in groups.items()}
         self.seen |= any(value is not None for group in values.values() for value in group)
@@ -91,7 +90,7 @@ REASONS = {
         "`add_strategy=[dapo,grpo] explorer.max_refills=3`.",
     ),
     "zero advantage": (
-        "The reward is just the baseline; the task's other runs are trained on.",
+        "The run's reward is that of the baseline, so its advantage is 0; the task's other runs are trained on.",
         "Nothing is wrong.",
     ),
     "filtered by NAME": (

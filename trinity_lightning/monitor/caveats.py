@@ -1,4 +1,4 @@
-"""What is said once of a run that something slows down or misleads."""
+"""Warnings, once in a run, of what slows it down or misleads it."""
 
 import logging
 import math
@@ -42,5 +42,5 @@ def advice(others: float, threads: int, cores: int) -> str | None:
         return None
     return (
         f"other programs use {others:.1f} of {cores} cores while {threads} threads train, which wait for each other at "
-        f"every operation: if that lasts, OMP_NUM_THREADS={fitting} is faster (ckpt_path=last goes on with it)."
+        f"every operation: if that lasts, restart with OMP_NUM_THREADS={fitting} and ckpt_path=last, which is faster."
     )

@@ -74,10 +74,10 @@ _MOST_LINES = 2000
 
 @dataclass
 class RunRecord:
-    """A run's folder.
+    """What is in a run's folder.
 
     Attributes:
-        folder: it.
+        folder: its path.
         config: the resolved configuration, as text.
         environment: versions and machine by name.
         rows: of metrics.csv, numbers by name.

@@ -196,7 +196,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, unhandled, ends the process
         result = find(**request) if "text" in request else same(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        # Where memory runs out, math-verify finds no answer: what caches keep must not make that of the next one's.
+        # Out of memory, math-verify finds no answer: a process whose caches have grown is not used for the next one.
         replies.write(json.dumps([result, process.memory_info().rss > memory / 2]) + "\n")
         replies.flush()
 

@@ -74,7 +74,7 @@ class FileEntries:
                 file.seek(start)
                 content = file.read(size)
         if zlib.crc32(content) != checksum:
-            raise ConfigError(f"{self.place(index)} has changed since it was first read: leave it, or start again.")
+            raise ConfigError(f"{self.place(index)} has changed since the run read it: restore it, or start a new run.")
         row = self._parsed(content, number, line)
         if self._headers[number] is not None:
             row = {name: cell if name in self._text else _value(cell) for name, cell in row.items()}
