@@ -185,6 +185,8 @@ def test_what_was_downloaded_in_part_is_not_trained_on(tmp_path, monkeypatch):
     reached[:] = [True, True]
     assert [row["prompt"] for row in dataset_entries("me/two", "train", None)] == ["a", "b"]  # type: ignore[attr-defined]
     assert not list((tmp_path / "hub").rglob("*.unfinished"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "a.jsonl"))  # nothing can be written
+    assert len(dataset_entries("me/two", "train", None)) == 2
 
 
 READ_FROM_HUB = """

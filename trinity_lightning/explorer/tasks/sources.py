@@ -1,14 +1,15 @@
 """Entries other than the built-in sums: where they come from (reasoning-gym, files, the hub), and their tasks."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
 import os
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -33,21 +34,15 @@ FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
 _REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
 # Its datasets whose entries follow from the order of a set of texts, which is another in every process.
 BY_HASH_SEED = (
-    "intermediate_integration",
-    "isomorphic_strings",
-    "knight_swap",
-    "polynomial_multiplication",
-    "ransom_note",
+    "intermediate_integration", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note",
     "word_ladder",
-)
+)  # fmt: skip
 
 
 class ReasoningGymEntries:
     """Entries of a reasoning-gym dataset, each generated when it is asked for: entry i depends on seed + i only.
 
-    Those of the datasets in BY_HASH_SEED depend on the seed of Python's hashes too, which is drawn for each process
-    unless PYTHONHASHSEED is set.
-
+    Those of BY_HASH_SEED also depend on Python's hash seed, which each process draws unless PYTHONHASHSEED is set.
     Each is {"prompt", "answer", "metadata", "reasoning_gym": {"name", "config", "entry"}}: name and config make the
     dataset whose `score_answer(answer, entry)` is the verifier.
 
@@ -187,10 +182,12 @@ def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
         copies: Any = found
     else:
         unfinished = _unfinished(path)
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
+        with suppress(OSError):  # nothing is downloaded to a folder that is not to be written to
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.touch()
         copies = DownloadManager().download(found)
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
     return {split: list(map(Path, each)) for split, each in copies.items()}
 
 
@@ -270,12 +267,13 @@ def _split_of(splits: Any, split: str) -> "Entries":
 
 def warn_of_trained_entries(trained: Iterable["TasksetConfig"], evaluated: Iterable["TasksetConfig"]) -> None:
     """Warn of entries of datasets that are both trained on and evaluated on, as of overlapping slices of one split."""
+    size = functools.cache(lambda path, split, subset: len(dataset_entries(path, split, subset)))
     for own, other in itertools.product(evaluated, trained):
         if own.source == other.source == "dataset" and _place(own) == _place(other):
-            rows = _rows(own)
-            if both := len(rows & _rows(other)):
+            rows, others = _rows(own, size), _rows(other, size)
+            if both := sum(int((mine & others[name]).sum()) for name, mine in rows.items() if name in others):
                 logger.warning("%d of %d tasks of eval_tasksets '%s' (split %s) are trained on, too (split %s).",
-                               both, len(rows), own.name, own.split, other.split)  # fmt: skip
+                               both, sum(map(np.sum, rows.values())), own.name, own.split, other.split)  # fmt: skip
 
 
 def _place(taskset: "TasksetConfig") -> tuple[str, str | None]:
@@ -283,14 +281,15 @@ def _place(taskset: "TasksetConfig") -> tuple[str, str | None]:
     return str(local.resolve() if local.exists() else taskset.path), taskset.args.get("subset")
 
 
-def _rows(taskset: "TasksetConfig") -> set[tuple[str, int]]:
-    """The entries of a dataset's split or slices of it, each by the split's name and its place there."""
+def _rows(taskset: "TasksetConfig", size: Callable[[str, str, str | None], int]) -> dict[str, np.ndarray]:
+    """Which entries of each split, whose size is asked for, a taskset has: all of them, or slices."""
     from datasets import ReadInstruction
 
-    path, subset = str(taskset.path), taskset.args.get("subset")
-    sizes = {name: len(dataset_entries(path, name, subset)) for name in _names(taskset.split)}
-    slices = ReadInstruction.from_spec(taskset.split).to_absolute(sizes)
-    return {(each.splitname, row) for each in slices for row in range(each.from_, each.to)}
+    sizes = {name: size(str(taskset.path), name, taskset.args.get("subset")) for name in _names(taskset.split)}
+    rows = {name: np.zeros(count, bool) for name, count in sizes.items()}
+    for each in ReadInstruction.from_spec(taskset.split).to_absolute(sizes):
+        rows[each.splitname][each.from_ : each.to] = True
+    return rows
 
 
 def reasoning_gym_taskset(
