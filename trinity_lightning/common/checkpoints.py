@@ -41,9 +41,7 @@ def whole(path: str | Path, part: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: its shards are damaged.
     """
-    if Path(path).is_file():
-        return part
-    return filled(Path(path), part)
+    return part if Path(path).is_file() else filled(Path(path), part)
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

@@ -19,14 +19,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")  # the control group of this process, fo
 # By versions 2 and 1 of control groups the controller, where its groups are, and in each of them the limit, the usage,
 # and the key in memory.stat for page cache, which the kernel reclaims when memory is needed.
 _VERSIONS = (
-    ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (
-        "memory",
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    ("", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -44,17 +38,14 @@ def free_memory() -> int:
 
 
 def _groups() -> Iterator[tuple[Path, str, str, str]]:
-    """The control groups that this process is in, each with the names of `_VERSIONS`: its own, and all around it.
-
-    A container shows its own group as the root, and may call it by another path, which is not there then.
-    """
+    """The control groups around this process, with the names of `_VERSIONS`; a container may show the last one only."""
     lines: list[str] = []
     with suppress(OSError):
         lines = _OWN_GROUPS.read_text().splitlines()
     paths = {each: path for _, several, path in (line.split(":", 2) for line in lines) for each in several.split(",")}
     for controller, root, limit, used, cache in _VERSIONS:
         own = PurePath(paths.get(controller, "/").lstrip("/"))
-        yield from ((root / group, limit, used, cache) for group in (own, *own.parents))
+        yield from ((Path(root, group), limit, used, cache) for group in (own, *own.parents))
 
 
 def check_caches(caches: Mapping[str, float]) -> None:

@@ -30,7 +30,7 @@ BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
 FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
 ENOUGH = 0.5  # of the cache that all requests would need were each as long as it may be
 CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes with torch and vLLM
-WORKSPACES = CUDA_CONTEXT // 2  # of these, what a process still takes whose context is there: the trainer's
+WORKSPACES = CUDA_CONTEXT // 2  # of these, what the trainer allocates besides the context that it has
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
 FIRST_SHARDS = 8  # devices that a trainer of one device is advised to have
@@ -251,7 +251,7 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
 
 
 def beside_others(found: MemoryPlan, others: int) -> MemoryPlan:
-    """The same plan, of a device of which servers of auxiliary models take so many bytes more."""
+    """The same plan for a device on which servers of auxiliary models take `others` more bytes."""
     if not others:
         return found
     training, generating = ({**parts, BESIDE: others} for parts in (found.training, found.generating))
@@ -310,26 +310,18 @@ def _way(
     working = {WORKING: engines * _working(shape, rollouts)}
     rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
     if rollouts.servers:  # they compute while the trainer does
-        trains, rest = (
-            {**trains, **working},
-            {**rest, CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)},
-        )
+        trains = {**trains, **working}
+        rest = {**rest, CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)}
     training_phase = {**trains, **({} if sleep else weights), **rest}
     generating = {**kept, **weights, **working, **rest}
     cache_stays = not sleep and (not training.on_cpu or rollouts.servers > 0)
     fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
     cache = _room(shape, rollouts, (device - fullest) // engines)
-    return MemoryPlan(
-        device,
-        {**training_phase, **({CACHE: engines * cache} if cache_stays else {})},
-        {**generating, CACHE: engines * cache},
-        tokens,
-        cache,
-        _engine(shape, rollouts, cache),
-        rollouts.at_once,
-        sleep,
-        offload,
-    )
+    generating[CACHE] = engines * cache
+    if cache_stays:
+        training_phase[CACHE] = engines * cache
+    engine = _engine(shape, rollouts, cache)
+    return MemoryPlan(device, training_phase, generating, tokens, cache, engine, rollouts.at_once, sleep, offload)
 
 
 def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
@@ -394,12 +386,8 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
     Raises:
         ConfigError: there is no room for one request.
     """
-    parts = {
-        ENGINE_WEIGHTS: engine_weights(shape, rollouts),
-        WORKING: _working(shape, rollouts),
-        GRAPHS: CUDA_GRAPHS,
-        RESERVE: CUDA_CONTEXT,
-    }
+    parts = {ENGINE_WEIGHTS: engine_weights(shape, rollouts), WORKING: _working(shape, rollouts)}
+    parts |= {GRAPHS: CUDA_GRAPHS, RESERVE: CUDA_CONTEXT}
     cache, one = rollouts.kv_cache, cache_bytes(shape, rollouts, 1)
     if cache is None:
         cache = max(int(SERVER_SHARE * device) - sum(parts.values()), 0)
@@ -476,9 +464,8 @@ def _knobs(
         apart = "GPUs of their own (auxiliary_models.NAME.engine.gpus) free {}"
         options.append((apart, training, replace(rollouts, beside=0), tokens))
     if rollouts is not None and not training.on_cpu:
-        options.append(
-            ("GPUs of its own for the engine (engine=vllm_server engine.gpus) free {}", training, None, tokens)
-        )
+        alone = "GPUs of its own for the engine (engine=vllm_server engine.gpus) free {}"
+        options.append((alone, training, None, tokens))
     needed = _needed(shape, rollouts, way)
     for said, trains, generates, size in options:
         other = _way(shape, trains, generates, way.device, size, way.sleep, way.offload)

@@ -25,15 +25,13 @@ def equal_rewards(rewards: Sequence[float]) -> bool:
 
     A range, not a variance of floating-point numbers: [0.1 + 0.2, 0.3] are equal.
     """
-    if not rewards:
-        return True
-    low, high = min(rewards), max(rewards)
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     return high - low <= EQUAL_TOLERANCE * max(abs(low), abs(high))
 
 
 Run = list[Experience]
 
-# Metrics and entries of info whose names begin so are this package's notes; all other names belong to workflows.
+# What the names of this package's own metrics and entries of info begin with; workflows may use all other names.
 RESERVED = "trinity_lightning/"
 # Metric of an experience: its first valid reward, before operators shaped it.
 RAW_REWARD = f"{RESERVED}raw_reward"
@@ -181,5 +179,5 @@ def spread_of_each(metrics: Iterable[Mapping[str, float]], prefix: str) -> dict[
     for each in metrics:
         for name, value in each.items():
             columns.setdefault(name, []).append(float(value))
-    spreads = [spread(f"{prefix}/{name}", values) for name, values in columns.items()]
-    return {name: value for each in spreads for name, value in each.items()}
+    spreads = (spread(f"{prefix}/{name}", values) for name, values in columns.items())
+    return dict(pair for each in spreads for pair in each.items())

@@ -22,13 +22,11 @@ async def run_in_thread(function: Callable[[], T]) -> T:
         if not outcome.set_running_or_notify_cancel():
             return
         try:
-            result = function()
+            outcome.set_result(function())
         except StopIteration as error:  # a future refuses to carry it
             outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:
             outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
 
     threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
     return await asyncio.wrap_future(outcome)

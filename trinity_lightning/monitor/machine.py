@@ -47,21 +47,19 @@ class MemoryMeter:
 
     Args:
         interval: seconds between samples.
+
+    Attributes:
+        peak_gb: highest sample so far in GB; 0 before the first.
     """
 
     def __init__(self, interval: float = 0.2) -> None:
+        self.peak_gb = 0.0
         self._interval = interval
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._part: str | None = None
-        self._peak_gb = 0.0
         self._by_part: dict[str, float] = {}
-
-    @property
-    def peak_gb(self) -> float:
-        """Highest sample so far in GB; 0 before the first."""
-        return self._peak_gb
 
     @property
     def by_part(self) -> dict[str, float]:
@@ -79,7 +77,7 @@ class MemoryMeter:
         """Take a sample at once; returns it in GB."""
         now = resident_gb()
         with self._lock:
-            self._peak_gb = max(self._peak_gb, now)
+            self.peak_gb = max(self.peak_gb, now)
             if self._part is not None:
                 self._by_part[self._part] = max(self._by_part.get(self._part, 0.0), now)
         return now
@@ -169,7 +167,7 @@ def _read() -> tuple[float, float, float] | None:
     None if the system does not list all of these cores: a container may number them otherwise.
     """
     try:
-        listed = dict(line.partition(" ")[::2] for line in STAT.read_text().splitlines())
+        listed = {name: cells for name, _, cells in (line.partition(" ") for line in STAT.read_text().splitlines())}
         cores = [listed[f"cpu{core}"].split() for core in os.sched_getaffinity(0)]
     except (OSError, KeyError):
         return None

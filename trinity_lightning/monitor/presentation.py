@@ -143,9 +143,7 @@ def format_seconds(seconds: float) -> str:
 
 def summary_table(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values in two columns, with colour if standard output is a terminal, plain text elsewhere."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
+    console = Console(width=None if Console().is_terminal else _PLAIN_WIDTH)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -227,11 +227,7 @@ def _number(value: Any) -> float | None:
 
 
 def define_metrics(run: wandb.Run) -> None:
-    """Draw all metrics over `explore_step`, whatever the optimizer's step is.
-
-    Args:
-        run: `WandbLogger.experiment`.
-    """
+    """Draw all metrics of a run over `explore_step`, whatever the optimizer's step is."""
     run.define_metric(STEP_METRIC)
     # WandbLogger has put "*" on trainer/global_step, and if several globs match, W&B takes any one of them.
     for glob in ("*", *metric_globs()):
@@ -241,14 +237,7 @@ def define_metrics(run: wandb.Run) -> None:
 def log_completions(
     run: wandb.Run, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions"
 ) -> None:
-    """Log the rows that `write_completions` returned as the table `name`; no rows, no table.
-
-    Args:
-        run: `WandbLogger.experiment`.
-        rows: dicts with one set of keys, the table's columns.
-        explore_step: the step the rows belong to.
-        name: the table, another for each evaluation.
-    """
+    """Log the rows that `write_completions` returned as a table, of another name for each evaluation; unless empty."""
     if rows:
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         run.log({name: table, STEP_METRIC: explore_step})

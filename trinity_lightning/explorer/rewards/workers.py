@@ -10,7 +10,7 @@ import multiprocessing
 import pickle
 import signal
 import sys
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -51,7 +51,7 @@ class RewardWorkers:
         """Start the processes; nothing happens when they run already.
 
         Raises:
-            ConfigError: they end at once: a script of one's own starts a run when it is imported.
+            ConfigError: they end at once, because the user's script starts a run when they import it.
         """
         if self._started:
             return
@@ -198,7 +198,7 @@ def _call(name: str, path: str, response: str, task: bytes) -> tuple[float, dict
         function: Any = import_object(path)
         returned = function(response, pickle.loads(task))  # noqa: S301 - from the process that started this one
         if inspect.isawaitable(returned):
-            returned = _loop().run_until_complete(_result(returned))
+            returned = _loop().run_until_complete(returned)
     except BaseException as error:  # nothing that a reward raises, exit() included, may end the run
         raise raised(name, error) from None
     return worth(Reward(name, function), returned)
@@ -208,7 +208,3 @@ def _call(name: str, path: str, response: str, task: bytes) -> tuple[float, dict
 def _loop() -> asyncio.AbstractEventLoop:
     """One for all calls: what a reward keeps between them (an HTTP client) belongs to it."""
     return asyncio.new_event_loop()
-
-
-async def _result(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

@@ -69,7 +69,7 @@ class DifficultySelector(Order):
         self._fails = np.zeros(size)
 
     def indices(self, begin: int, end: int) -> list[int]:
-        """So many tasks, each once if there are as many; those picked before make the draws these ones' own."""
+        """`end - begin` tasks, each once if there are enough; `begin` seeds the draws, so each pick has its own."""
         rates = np.random.default_rng([self._draws, begin]).beta(1 + self._passes, 1 + self._fails)
         nearest = np.argsort(np.abs(rates - TARGET_PASS_RATE), kind="stable").tolist()
         return [nearest[i % len(nearest)] for i in range(end - begin)]
@@ -203,9 +203,8 @@ def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> 
         for key in own
         if key not in ("position", "difficulty") and state[key] != own[key]
     ]
-    if not different:
-        return
-    raise ConfigError(
-        f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
-        "at other tasks. Resume with the saved taskset, or start a new run."
-    )
+    if different:
+        raise ConfigError(
+            f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
+            "at other tasks. Resume with the saved taskset, or start a new run."
+        )
