@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -112,7 +113,7 @@ def test_a_database_is_read_by_its_path_or_url_in_three_orders(tmp_path, order):
     path = tmp_path / "buffer.db"
     with SqlStorage(path) as storage:
         storage.write(make_group(0, 3))
-    again = {} if order == "fifo" else {"reuse_limit": None}
+    again: dict[str, Any] = {} if order == "fifo" else {"reuse_limit": None}
     for place, url in ((str(path), None), (None, f"sqlite:///{path}")):
         section = BufferConfig(storage="sql", path=place, url=url, order=order, repeat=False, **again)
         with create_reader(section) as reader:

@@ -163,8 +163,8 @@ def test_one_layout_serves_models_with_other_numbers_of_key_heads():
     inputs = states(layout.starts()[-1], torch.float64)
     attention, truth = CpuSharedPrefix.of(layout), with_gradients(dense(layout, inputs), inputs)
     for times in (1, HEADS // KEY_HEADS, 1):
-        query, *others = inputs
-        result = attention(query, *(each.repeat_interleave(times, 1) for each in others), SCALE)
+        query, key, value = inputs
+        result = attention(query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), SCALE)
         for found, expected in zip(with_gradients(result, inputs), truth, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
