@@ -223,8 +223,8 @@ def test_two_processes_train_the_jobs_of_a_sweep_that_submitit_submits(one: Path
 def test_machines_with_a_folder_of_their_own_each_are_refused(machines: Machines, tmp_path: Path) -> None:
     for code, printed in machines(by_srun, *RUN):
         assert code == 2, printed[-4000:]
-        assert f"rank 1 has {tmp_path}/1/outputs/run/" in printed
-        assert "give all the same, which all machines share, such as hydra.run.dir=/shared" in printed
+        assert f"another one, {tmp_path}/1/outputs/run/" in printed
+        assert "give every process the same folder, which all machines share, such as hydra.run.dir=/shared" in printed
 
 
 # -- what ends a run ---------------------------------------------------------------------------------------------------

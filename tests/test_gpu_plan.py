@@ -19,6 +19,7 @@ from trinity_lightning.config.training import (
     AlgorithmConfig,
     DatasetConfig,
     KLConfig,
+    LoRAConfig,
     ModelConfig,
     OptimizerConfig,
     WeightDtype,
@@ -26,6 +27,13 @@ from trinity_lightning.config.training import (
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.gpu_plan import planned_engine, rollouts_of, training_of, with_memory_plan
+
+
+def test_counting_adapters_draws_no_random_numbers_of_the_run() -> None:
+    run = TrainConfig(model=ModelConfig(name="tiny", lora=LoRAConfig(r=4)))
+    before = torch.get_rng_state()
+    assert gpu_plan.adapters_of(run)[0] > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def config(**engine: Any) -> TrainConfig:

@@ -11,6 +11,7 @@ from support.buffer import make_group
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import create_reader
 from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig
 from trinity_lightning.errors import ConfigError, StorageError
@@ -40,6 +41,14 @@ def test_a_checkpoint_of_another_model_is_refused_without_the_record_of_its_run(
     assert resume(checkpoint) == checkpoint
     with pytest.raises(ConfigError, match=r"model\.name is smollm2, and the run to resume trains tiny: choose that"):
         resume(checkpoint, name="smollm2")
+
+
+def test_a_model_that_has_been_moved_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "trinity_lightning.resume.resolve_model", lambda name: resolve_model(name.replace("tiny", "/no"))
+    )
+    with pytest.raises(ConfigError, match=r"trains tiny, which is not here to compare: put it back"):
+        resume(written(tmp_path), name="smollm2")
 
 
 @pytest.mark.parametrize(

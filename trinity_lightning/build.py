@@ -397,14 +397,14 @@ def loggers_of(config: DictConfig) -> list[Logger]:
 
 @contextmanager
 def given(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
-    """Give the loggers the configuration; an error within finishes them, as a run that failed."""
+    """Give the loggers the configuration; an error within finishes them, as a run that failed, and so does a stop."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     try:
         for each in loggers:
             each.log_hyperparams(settings)
         yield
-    except Exception:
-        finish(loggers, failed=True)
+    except BaseException as error:
+        finish(loggers, failed=isinstance(error, Exception))  # not if it was interrupted
         raise
 
 

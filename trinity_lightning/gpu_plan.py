@@ -223,7 +223,8 @@ def adapters_of(config: TrainConfig) -> tuple[int, int]:
     from trinity_lightning.trainer.adapter import Adapter  # peft, an extra
 
     model = skeleton(str(resolve_model(config.model.name)))
-    Adapter(model, lora, config.model.name)
+    with torch.random.fork_rng(devices=[]):  # they are drawn: the policy's own must not depend on it
+        Adapter(model, lora, config.model.name)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     down = [each for name, each in trained.items() if ".lora_A." in name]  # [rank, input]
     kept = sum(len(each) + (2 * each.shape[1] if lora.dropout else 0) for each in down)

@@ -63,7 +63,16 @@ def _check_record(config: TrainConfig | DictConfig, before: DictConfig) -> None:
 
 def _check_model(asked: str, before: str) -> None:
     """Refuse another model, even if the weights fit it: the tokenizer and the reference would be another's."""
-    if asked != before and resolve_model(asked) != resolve_model(before):
+    if asked == before:
+        return
+    try:
+        is_same = resolve_model(asked) == resolve_model(before)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.name is {asked}, and the run to resume trains {before}, which is not here to compare: put it back "
+            "there, or link it."
+        ) from error
+    if not is_same:
         raise ConfigError(f"model.name is {asked}, and the run to resume trains {before}: choose that one.")
 
 

@@ -323,6 +323,14 @@ def test_a_group_without_a_valid_reward_in_one_response_is_left_out_whatever_it_
     assert reasons(invalid) == ["invalid reward"] * 2
 
 
+def test_a_filter_by_a_metric_needs_no_rewards():
+    """What weighs the groups behind it may need none, such as a distillation."""
+    said = {"tokens": [1, 2], "logprobs": [-2.0], "teacher_logprobs": [-1.0]}
+    exps = [Experience(eid=EID(1, 0, run), metrics={"accuracy": float(run)}, **said) for run in (0, 1)]
+    data, _ = fill(exps, (("dapo", {"metric": "accuracy"}), ("on_policy_distill", {})))
+    assert len(data.experiences) == 2
+
+
 def test_a_reward_that_an_operator_made_invalid_leaves_its_group_out():
     spoilt, mixed = make_group(0, 2, rewards=[0.0, 1.0]), make_group(1, 2, rewards=[0.0, 1.0])
     spoils = OperatorConfig(f"{__name__}.Grades", {"rewards": [0.0, float("nan"), 0.0, 1.0]})

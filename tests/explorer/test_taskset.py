@@ -353,18 +353,37 @@ def test_reasoning_gym_entries_depend_on_no_global_generator_and_leave_them_alon
     assert list(taskset) == first
 
 
-def test_a_reasoning_gym_taskset_is_known_by_its_arguments_since_its_entries_may_be_others(monkeypatch):
-    state = reasoning_gym_taskset("chain_sum", size=3, max_terms=3).state_dict()
+@pytest.fixture
+def other_entries(monkeypatch):
+    """Called, it lets reasoning-gym make other entries of the same arguments, as its next version may."""
     create = reasoning_gym.create_dataset
-    monkeypatch.setattr(reasoning_gym, "create_dataset", lambda name, seed, **args: create(name, seed=seed + 1, **args))
-    others = reasoning_gym_taskset("chain_sum", size=3, max_terms=3)
+
+    def change():
+        changed = lambda name, seed, **args: create(name, seed=seed + 1, **args)  # noqa: E731
+        monkeypatch.setattr(reasoning_gym, "create_dataset", changed)
+
+    return change
+
+
+def test_a_dataset_whose_entries_follow_the_hash_seed_is_known_by_its_arguments(other_entries):
+    state = reasoning_gym_taskset("ransom_note", size=3, max_note_length=9).state_dict()
+    other_entries()
+    others = reasoning_gym_taskset("ransom_note", size=3, max_note_length=9)
     others.load_state_dict(state | {"position": 2})
     assert others.state_dict()["position"] == 2
-    of_other_arguments = reasoning_gym_taskset("chain_sum", size=3, max_terms=4)
-    another = reasoning_gym_taskset("basic_arithmetic", size=3, taskset_name="chain_sum")
+    of_other_arguments = reasoning_gym_taskset("ransom_note", size=3, max_note_length=8)
+    another = reasoning_gym_taskset("word_ladder", size=3, taskset_name="ransom_note")
     for each in (of_other_arguments, another):
         with pytest.raises(ConfigError, match="entries have changed"):
             each.load_state_dict(state)
+
+
+def test_any_other_dataset_is_known_by_its_entries(other_entries):
+    state = reasoning_gym_taskset("chain_sum", size=3).state_dict()
+    reasoning_gym_taskset("chain_sum", size=3).load_state_dict(state)
+    other_entries()
+    with pytest.raises(ConfigError, match="entries have changed"):
+        reasoning_gym_taskset("chain_sum", size=3).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("seed", "warned"), [(None, True), ("random", True), ("0", False), ("7", False)])

@@ -69,6 +69,11 @@ def decaying(params: Any, lr: float, **settings: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=lr, **settings)
 
 
+def signs_of(params: Any, lr: float, **settings: Any) -> Signs:
+    """A user's own, which hands on what it does not know to what has no decay."""
+    return Signs(params, lr=lr, **settings)
+
+
 @pytest.fixture
 def eager() -> Iterator[None]:
     """Without the compiler that an update in 8 bits is for: the same numbers, at once."""
@@ -122,6 +127,11 @@ def test_weight_decay_reaches_an_optimizer_that_takes_it_by_any_keyword(decay: f
     make = optimizer_factory(OptimizerConfig(name=f"{__name__}.decaying", lr=LR, weight_decay=decay))
     (group,) = make([nn.Parameter(torch.zeros(2, 2))]).param_groups
     assert group["weight_decay"] == decay
+
+
+def test_no_weight_decay_is_left_out_for_a_factory_of_what_has_none() -> None:
+    make = optimizer_factory(OptimizerConfig(name=f"{__name__}.signs_of", lr=LR))
+    assert type(make([nn.Parameter(torch.zeros(2, 2))])) is Signs
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def compute_on_one_thread() -> None:
     none of them spins at a barrier: each sleeps, and has to be woken for nearly every operation.
     """
     threads = torch.get_num_threads()  # before: at a thread's first call torch sets it to the process's number
-    # Not torch.set_num_threads, which vLLM replaces by nothing: the threads that it has bound to cores are others.
+    # Not torch.set_num_threads, which vLLM replaces by nothing while it loads.
     set_threads = torch._C.set_num_threads
     set_threads(1)  # of this thread, and of threads that start later
     others = threading.Thread(target=set_threads, args=(threads,))

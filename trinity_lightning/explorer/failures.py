@@ -34,7 +34,9 @@ def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
         errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
         more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
         raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}")
-    reasons = dict.fromkeys(str(status.message) for status in statuses) or ["They were given up."]
+    reasons = dict.fromkeys(str(status.message) for status in statuses) or [
+        "They were given up: see the errors above in the log"
+    ]
     raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
 
 

@@ -80,7 +80,7 @@ def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
 def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Layout) -> list[Part]:
     """These rows of the batch in micro-batches of at most `max_tokens` computed tokens.
 
-    A longer row, or pair of rows, has one of its own. What the layout `auto` stands for `better_layout` says.
+    A longer row, or pair of rows, has one of its own. The layout is not `auto`: `better_layout` chooses before.
     """
     if layout is Layout.shared_prefix:
         return cut_shared(batch.experiences, rows, max_tokens, batch.unit)

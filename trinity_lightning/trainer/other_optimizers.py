@@ -101,7 +101,19 @@ def own_factory(config: OptimizerConfig) -> OptimizerFactory:
         signature.bind([], **settings, **config.args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.name={config.name} cannot be made with these arguments: {error}.") from error
+    if takes_any and config.weight_decay == 0 and "weight_decay" not in signature.parameters:
+        return partial(_without_decay, make, lr=config.lr, **config.args)
     return partial(make, **settings, **config.args)
+
+
+def _without_decay(make: Callable[..., Optimizer], groups: Any, **settings: Any) -> Optimizer:
+    """Of what takes any keyword: it may decay by default if it is not told, or hand on to what has no decay."""
+    try:
+        return make(groups, weight_decay=0.0, **settings)
+    except TypeError as error:
+        if "weight_decay" not in str(error):
+            raise
+        return make(groups, **settings)
 
 
 def try_out(config: OptimizerConfig, alone: bool) -> None:

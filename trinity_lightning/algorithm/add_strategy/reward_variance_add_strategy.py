@@ -71,12 +71,17 @@ class RewardVarianceAddStrategy(AddStrategy):
         """The groups whose rewards differ; see `AddStrategy.survivors`."""
         return self._differing(experiences)[0]
 
+    def _rewarded(self, last: list[Experience]) -> bool:
+        given = last if self.criterion.metric is None else [exp for exp in last if exp.reward is not None]
+        return have_valid_rewards(given)
+
     def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
         """The groups to write, and the number of the invalid ones, which are logged; errors as `Criterion.values`."""
         groups = group_by(experiences, "task")
         values = self.criterion.values(groups)
-        # Of a run of several steps only the last must have a reward: what weighs them may need no other.
-        rewarded, without = split_valid(groups, lambda exps: have_valid_rewards(list(map(last_step, runs_of(exps)))))
+        # Of a run of several steps only the last must have a reward: what weighs them may need no other. Under another
+        # metric none must: a distillation weighs without rewards.
+        rewarded, without = split_valid(groups, lambda exps: self._rewarded(list(map(last_step, runs_of(exps)))))
         valid, invalid = split_valid(
             rewarded, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), self.criterion.metric or "reward"
         )

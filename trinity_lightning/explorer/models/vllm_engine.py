@@ -74,8 +74,9 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-# Settings with which vLLM has to make the text itself.
-TEXT_SETTINGS = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+# Settings with which vLLM has to make the text itself, if they are not these.
+_SPACED, _SPECIAL = "spaces_between_special_tokens", "skip_special_tokens"
+TEXT_SETTINGS = {"include_stop_str_in_output": False, _SPECIAL: True, _SPACED: True}
 
 
 class VLLMEngine(InProcessEngine):
@@ -211,7 +212,8 @@ class VLLMEngine(InProcessEngine):
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         # Text is made on the way only where it must be: after every token, in the thread that drives the engine.
-        detokenize = not TEXT_SETTINGS.isdisjoint(sampling)
+        differ = any(sampling.get(name, usual) != usual for name, usual in TEXT_SETTINGS.items())
+        detokenize = differ or bool(sampling.get("stop"))
         self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": detokenize} | sampling))
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:

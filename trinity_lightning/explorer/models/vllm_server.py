@@ -256,16 +256,18 @@ class VLLMServerEngine(Engine):
     async def _let_go(self) -> None:
         """Of a url that is down: what starts its server again will start it with the weights of its own folder.
 
-        The next request connects anew, with all checks, and gives it the policy's weights once more.
+        The next request connects anew, with all checks, and gives it the policy's weights once more. A copy in a Ray
+        worker, which has no weights to give, stays connected; and so does one of a server that is only slow.
         """
         client = self._client
-        if self._url is None or client is None:
+        if self._url is None or client is None or self._again is None:
             return
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(URL_SECONDS):
-                if await client.answers():
-                    return
-        if self._client is client:
+                is_there = await client.answers()
+        except TimeoutError:
+            return
+        if not is_there and self._client is client:
             logger.warning("%s does not answer. Once it does it is given its weights again.", self._url)
             await self._disconnect()
 

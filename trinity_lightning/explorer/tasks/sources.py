@@ -77,8 +77,10 @@ class ReasoningGymEntries:
         self._config = config
 
     @property
-    def checksum(self) -> int:
-        """Of what the entries are made from; they themselves may be others in the process that resumes a run."""
+    def checksum(self) -> int | None:
+        """Of what makes the entries, if they may be others in the process that resumes a run; else None."""
+        if self._name not in BY_HASH_SEED:
+            return None
         return zlib.crc32(json.dumps([self._name, self._config], sort_keys=True, default=str).encode())
 
     def __len__(self) -> int:

@@ -270,8 +270,8 @@ class Taskset(TaskSelection):
     @functools.cached_property
     def _content(self) -> int:
         """A checksum: the entries' own if they have one, or else of some 64 of them, evenly spread."""
-        if hasattr(self._entries, "checksum"):
-            return self._entries.checksum  # pyright: ignore[reportAttributeAccessIssue]
+        if (own := getattr(self._entries, "checksum", None)) is not None:
+            return own
         entries = (self._entries[index] for index in range(0, len(self), max(len(self) // 64, 1)))
         said = ([value for value in each.values() if isinstance(value, str | int | float | list)] for each in entries)
         return zlib.crc32(json.dumps([*said], default=lambda value: type(value).__name__, skipkeys=True).encode())

@@ -50,8 +50,8 @@ class Workflow(ABC):
     async def run(self) -> list[Experience]:
         """The experiences of the run (of all runs, if repeatable), in the order of its steps.
 
-        Several of a run have each its own `eid.step`; if they have not, they are numbered in their order. A run that
-        has none has failed.
+        Several of a run have each its own `eid.step`; if they have not, they are numbered in their order. Without any
+        experience the run has failed, or all runs of a repeatable workflow; of these it may leave some out.
 
         A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
         If repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...
