@@ -13,6 +13,7 @@ from typing import Any
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
+from trinity_lightning.common.experience.codec import MAGIC
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.config.schema import BufferConfig
@@ -117,6 +118,11 @@ class StepReader(CursorReader):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if self.folder.is_file():
+            if not self.folder.read_bytes().startswith((MAGIC, _FRAMES)):
+                raise StorageFormatError(
+                    f"{self.folder}: a file that holds no kept rollouts: give a run's folder of experiences. Examples "
+                    "(JSONL, CSV, parquet) are trained on by +recipe=sft or +recipe=dpo."
+                )
             _read_step(self.folder)  # what is wrong with one that is no step's says this
             raise StorageFormatError(f"{self.folder}: the file of one step: give its folder.")
         if not self.folder.is_dir():
