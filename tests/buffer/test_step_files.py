@@ -66,9 +66,7 @@ def test_a_file_that_is_no_step_is_refused_by_what_it_is(tmp_path):
             read(earlier)
     examples = tmp_path / "examples.jsonl"
     examples.write_text('{"prompt": "a", "completion": "b"}')
-    with pytest.raises(
-        StorageFormatError, match=r"no kept rollouts: give .* by \+recipe=sft or \+recipe=dpo"
-    ):
+    with pytest.raises(StorageFormatError, match=r"no kept rollouts: give .* by \+recipe=sft or \+recipe=dpo"):
         StepReader(examples)
     with pytest.raises(StorageFormatError, match=r"step_1\.trxp: the file of one step: give its folder"):
         StepReader(keep_step(tmp_path, 1, make_group(0, 1)))
