@@ -66,9 +66,14 @@ def is_for_accumulation(copy: Any) -> bool:
     return outermost.name == "aten::to" and outermost.cpu_parent is not None
 
 
+def factors(product: Any) -> list[list[int]]:
+    """The shapes of the two matrices; a bias and numbers stand beside them."""
+    return [shape for shape in product.input_shapes if len(shape) == 2][-2:]
+
+
 def shape_of(product: Any, sizes: set[int]) -> str:
     """Its rows, inner dimension and columns, T in place of what is no size of a weight."""
-    (rows, inner), (_, columns) = product.input_shapes[-2:]
+    (rows, inner), (_, columns) = factors(product)
     if any(each.name.startswith("Projection") for each in lineage(product)):
         return "head"
     return " x ".join(str(size) if size in sizes else "T" for size in (rows, inner, columns))
@@ -76,7 +81,7 @@ def shape_of(product: Any, sizes: set[int]) -> str:
 
 def operations(product: Any) -> int:
     """Floating-point operations of a product of two matrices."""
-    left, right = product.input_shapes[-2:]
+    left, right = factors(product)
     return 2 * math.prod(left) * right[-1]
 
 
