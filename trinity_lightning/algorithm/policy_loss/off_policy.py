@@ -10,8 +10,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     BatchTotals,
     aggregate,
     log_ratio,
-    measured_tokens,
-    token_share,
+    ratio_metrics,
 )
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
@@ -56,12 +55,8 @@ def topr(
     bad = advantages <= advantage_threshold
     weight = torch.where(bad, of_level.clamp(max=0.0).exp(), 1.0)
     loss = aggregate(-weight * advantages * logprobs, action_mask, loss_agg_mode, **totals)
-    n = measured_tokens(num_computed_tokens, totals)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r, action_mask, num_tokens=n),
-        "pg_clipfrac": token_share(bad & (of_level > 0), action_mask, n),
-    }
+    cut = bad & (of_level > 0)
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=cut)
 
 
 def asymre(
@@ -119,12 +114,7 @@ def sppo(
     ratio = log_r.detach().exp()
     inside = (ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)
     loss = aggregate(-advantages * log_r * inside, action_mask, loss_agg_mode, **totals)
-    n = measured_tokens(num_computed_tokens, totals)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
-        "pg_clipfrac": token_share(~inside, action_mask, n),
-    }
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=~inside)
 
 
 def rec(
@@ -197,12 +187,7 @@ def rec(
     loss_token = -_weight(weight, ratio, advantages, temp) * advantages * logprobs * counts
     loss_token = loss_token + regularizer_coef * _regularizer(regularizer, logprobs, log_r)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
-    n = measured_tokens(num_computed_tokens, totals)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
-        "pg_clipfrac": token_share(~counts, action_mask, n),
-    }
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=~counts)
 
 
 def _counts(

@@ -70,14 +70,26 @@ def aggregate(
     return mean_of_sequences(values, mask, loss_agg_mode, num_sequences, max_response_length)
 
 
-def measured_tokens(num_computed_tokens: int | None, totals: BatchTotals) -> int | None:
-    """What measurements are normalised by: the tokens that were computed, or, if that is not given, all."""
-    return num_computed_tokens or totals.get("num_tokens")
-
-
 def token_share(condition: Tensor, action_mask: Tensor, num_tokens: int | None = None) -> Tensor:
     """Share of the optimizer batch's trained tokens for which `condition` [b, r] holds; adds over micro-batches."""
     return aggregate(condition.float(), action_mask, num_tokens=num_tokens)
+
+
+def ratio_metrics(
+    loss: Tensor,
+    log_r: Tensor,
+    action_mask: Tensor,
+    num_computed_tokens: int | None,
+    totals: BatchTotals,
+    **conditions: Tensor,
+) -> dict[str, Tensor]:
+    """pg_loss and ppo_kl as in `ppo`, and the share of tokens for which each condition [b, r] holds.
+
+    They are of the tokens that were computed, or, if their number is not given, of all.
+    """
+    n = num_computed_tokens or totals.get("num_tokens")
+    metrics = {"pg_loss": loss.detach(), "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n)}
+    return metrics | {name: token_share(condition, action_mask, n) for name, condition in conditions.items()}
 
 
 def peak(values: Tensor) -> Tensor:

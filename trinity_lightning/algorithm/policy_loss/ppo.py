@@ -5,13 +5,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import (
-    BatchTotals,
-    aggregate,
-    log_ratio,
-    measured_tokens,
-    token_share,
-)
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate, log_ratio, ratio_metrics
 from trinity_lightning.config.values import number
 
 
@@ -64,14 +58,8 @@ def ppo(
         bounded = negative & (ratio > dual_clip)
         loss_token = torch.where(bounded, -advantages * dual_clip, loss_token)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
-
-    n = measured_tokens(num_computed_tokens, totals)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
-        **clipped_shares(ratio, advantages, action_mask, clip_range_low, clip_range_high, n),
-        "pg_clipfrac_dual": token_share(bounded, action_mask, n),
-    }
+    outside = out_of_range(ratio, advantages, clip_range_low, clip_range_high) | {"pg_clipfrac_dual": bounded}
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, **outside)
 
 
 def check_clip_range(low: float, high: float) -> None:
@@ -80,10 +68,7 @@ def check_clip_range(low: float, high: float) -> None:
     number("algorithm.policy_loss.args.clip_range_high", high, least=0)
 
 
-def clipped_shares(
-    ratio: Tensor, advantages: Tensor, action_mask: Tensor, low: float, high: float, num_tokens: int | None
-) -> dict[str, Tensor]:
-    """pg_clipfrac, and its parts pg_clipfrac_low and pg_clipfrac_high, as in `ppo`."""
-    below = token_share((advantages < 0) & (ratio < 1 - low), action_mask, num_tokens)
-    above = token_share((advantages > 0) & (ratio > 1 + high), action_mask, num_tokens)
-    return {"pg_clipfrac": below + above, "pg_clipfrac_low": below, "pg_clipfrac_high": above}
+def out_of_range(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """The tokens that pg_clipfrac, pg_clipfrac_low and pg_clipfrac_high of `ppo` are the shares of, bool [b, r]."""
+    below, above = (advantages < 0) & (ratio < 1 - low), (advantages > 0) & (ratio > 1 + high)
+    return {"pg_clipfrac": below | above, "pg_clipfrac_low": below, "pg_clipfrac_high": above}

@@ -10,11 +10,10 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     BatchTotals,
     aggregate,
     log_ratio,
-    measured_tokens,
     peak,
-    token_share,
+    ratio_metrics,
 )
-from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range, clipped_shares
+from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range, out_of_range
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
@@ -55,13 +54,8 @@ def gspo(
     clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
     loss_token = torch.maximum(-advantages * ratio, -advantages * clipped)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
-
-    n = measured_tokens(num_computed_tokens, totals)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r.detach(), mask, num_tokens=n),
-        **clipped_shares(ratio, advantages, mask, clip_range_low, clip_range_high, n),
-    }
+    outside = out_of_range(ratio, advantages, clip_range_low, clip_range_high)
+    return loss, ratio_metrics(loss, log_r, mask, num_computed_tokens, totals, **outside)
 
 
 def cispo(
@@ -104,12 +98,8 @@ def cispo(
     bounds = (1 - clip_range_low, 1 + clip_range_high) if absolute_cap is None else (0.0, absolute_cap)
     clipped = ratio.clamp(*bounds)
     loss = aggregate(-clipped * advantages * logprobs, action_mask, loss_agg_mode, **totals)
-    n = measured_tokens(num_computed_tokens, totals)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r, action_mask, num_tokens=n),
-        "pg_clipfrac": token_share(clipped != ratio, action_mask, n),
-    }
+    cut = clipped != ratio
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=cut)
 
 
 def sapo(
@@ -143,8 +133,7 @@ def sapo(
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
     loss = aggregate(-gate * advantages, action_mask, loss_agg_mode, **totals)
-    ppo_kl = -aggregate(log_r.detach(), action_mask, num_tokens=measured_tokens(num_computed_tokens, totals))
-    return loss, {"pg_loss": loss.detach(), "ppo_kl": ppo_kl}
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals)
 
 
 def dppo(
@@ -188,17 +177,9 @@ def dppo(
     low = far & (advantages < 0) & (log_r < 0)
     high = far & (advantages > 0) & (log_r > 0)
     loss = aggregate(-(log_r.exp() * advantages).masked_fill(low | high, 0.0), action_mask, loss_agg_mode, **totals)
-
-    n = measured_tokens(num_computed_tokens, totals)
-    below, above = token_share(low, action_mask, n), token_share(high, action_mask, n)
-    return loss, {
-        "pg_loss": loss.detach(),
-        "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n),
-        "pg_clipfrac": below + above,
-        "pg_clipfrac_low": below,
-        "pg_clipfrac_high": above,
-        "divergence/max": peak(distance),
-    }
+    left_out = {"pg_clipfrac": low | high, "pg_clipfrac_low": low, "pg_clipfrac_high": high}
+    metrics = ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, **left_out)
+    return loss, metrics | {"divergence/max": peak(distance)}
 
 
 def _distance(new: Tensor, old: Tensor, divergence: str) -> Tensor:
