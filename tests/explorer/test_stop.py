@@ -196,9 +196,9 @@ WAYS: dict[str, Callable[[Run], None]] = {
     "once the buffer has a step": lambda run: breaks(run.explorer, "_restarted", 2),
     "sync": lambda run: breaks(run.explorer, "sync_weight", 2),
     "columns": lambda run: breaks(run.policy, "prepare_step", 2),
-    "first item of the run": lambda run: breaks(run.policy, "_accumulate", 1),
-    "first item of a step": lambda run: breaks(run.policy, "_accumulate", 3),
-    "last item of a step": lambda run: breaks(run.policy, "_accumulate", 4, at_its_end=True),
+    "first item of the run": lambda run: breaks(run.policy, "accumulate", 1),
+    "first item of a step": lambda run: breaks(run.policy, "accumulate", 3),
+    "last item of a step": lambda run: breaks(run.policy, "accumulate", 4, at_its_end=True),
     "rows of a step": lambda run: breaks(run.logger, "log_metrics", 6),
     "end of a step": lambda run: breaks(run.monitor, "on_train_epoch_end", 2),
     "evaluation": lambda run: breaks(run.explorer, "eval", 1),
@@ -236,7 +236,7 @@ def test_an_error_beside_an_item_neither_skips_it_nor_trains_it_twice(
 
 AGAIN: dict[str, Callable[[Run], None]] = {
     "rollouts at once": lambda run: breaks(run.explorer, "_run", 1),
-    "second item": lambda run: breaks(run.policy, "_accumulate", 2),
+    "second item": lambda run: breaks(run.policy, "accumulate", 2),
 }
 
 
@@ -281,7 +281,7 @@ def test_evaluations_between_rare_syncs_do_not_change_what_a_resumed_run_rolls_o
     whole = rarely(tmp_path / "whole").fit()
     versions = [row["sample/model_version/mean"] for row in rows(whole.folder) if row["reward/mean"]]
     assert versions == ["0.0", "1.0", "2.0"]
-    for where, name in ((lambda run: run.policy, "_accumulate"), (lambda run: run.explorer, "_run")):
+    for where, name in ((lambda run: run.policy, "accumulate"), (lambda run: run.explorer, "_run")):
         run = rarely(tmp_path)
         breaks(where(run), name, 2)  # the second item; then, after an evaluation, the rollouts of the second step
         with pytest.raises(TornError):
@@ -349,7 +349,7 @@ def test_after_an_error_rollouts_in_flight_are_waited_for_shortly(
         return await (roll_out(*args) if run.explorer.step == 0 else asyncio.sleep(600))
 
     run.explorer._run = second_hangs  # type: ignore[method-assign]
-    breaks(run.policy, "_accumulate", 2)
+    breaks(run.policy, "accumulate", 2)
     begun = time.monotonic()
     with pytest.raises(TornError):
         run.fit()
@@ -397,7 +397,7 @@ def test_an_error_while_saving_leaves_the_one_that_ended_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
-    breaks(run.policy, "_accumulate", 2)
+    breaks(run.policy, "accumulate", 2)
     run.policy.on_save_checkpoint = lambda checkpoint: 1 / 0  # type: ignore[method-assign]
     run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     (run.checkpoint.parent / "epoch=1.ckpt").touch()

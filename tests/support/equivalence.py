@@ -72,13 +72,13 @@ def on_dataset(loss: str, way: Way, **trainer: Any) -> dict[str, Any]:
     rows: list[list[list[int]]] = []
 
     def watch(policy: PolicyModule) -> None:
-        accumulate = policy._accumulate
+        accumulate = policy.accumulate
 
-        def watched(batch: Any, parts: Any, own: Any) -> Any:
-            rows.append([list(part.rows) for part in own if part is not None])
-            return accumulate(batch, parts, own)
+        def watched(batch: Any, shares: Any) -> Any:
+            rows.append([list(part.rows) for part in policy.placement.passes(shares) if part is not None])
+            return accumulate(batch, shares)
 
-        policy._accumulate = watched
+        policy.accumulate = watched
 
     algorithm = {"policy_loss": loss, "layout": way.layout, "max_tokens_per_micro_batch": way.tokens}
     return trained(of_any_number(DATASETS[loss]), change=watch, **algorithm)(**trainer) | {"rows": rows}

@@ -41,7 +41,7 @@ def fit(folder, torn=None, resumed=False, data=read):
     """Six items, of which number `torn` (from 1) fails after its gradient; the weights at the end."""
     lightning.seed_everything(1, verbose=False)
     policy: Any = make_policy()
-    count, accumulate = 0, policy._accumulate
+    count, accumulate = 0, policy.accumulate
 
     def tearing(*args):
         nonlocal count
@@ -53,7 +53,7 @@ def fit(folder, torn=None, resumed=False, data=read):
         torch.rand(3)
         return sums
 
-    policy._accumulate = tearing
+    policy.accumulate = tearing
     stop = StopCheckpoint(folder, lambda: "trinity-lightning +recipe=offline ckpt_path=last")
     trainer = quiet_trainer(folder, stop, max_epochs=STEPS)
     checkpoint = folder / "interrupted.ckpt" if resumed else None

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
-from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
@@ -31,7 +29,6 @@ from trinity_lightning.explorer.models.chat import apply_template
 from trinity_lightning.explorer.tasks.sources import dataset_entries
 from trinity_lightning.explorer.tasks.taskset import place_of
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
-from trinity_lightning.trainer.layout import collate, trained_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -408,7 +405,7 @@ def _content_of(example: Experience) -> bytes:
 # -- examples that are not trained on ----------------------------------------------------------------------------------
 
 # What the loss measures, and what it is called of examples that are not trained on.
-NAMES = {"rewards/accuracies": "eval/accuracy", "rewards/margins": "eval/margin"}
+NAMES = {"actor/rewards/accuracies": "eval/accuracy", "actor/rewards/margins": "eval/margin"}
 
 
 def held_out_of_run(
@@ -506,28 +503,6 @@ def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
     """
     policy.policy.eval()
     with torch.no_grad(), policy.trainer.precision_plugin.forward_context():
-        if policy.objective.needs_reference and "ref_logprobs" not in batch.columns:
-            batch.columns |= policy.reference_column(batch)
-        policy.objective.add_columns(batch)
-        passes, placement = policy.passes(), policy.placement
-        shares = passes.shares(batch, passes.rows(batch), ranks_of(policy.trainer).size)
-        parts = [part for share in shares for part in share]
-        tokens = trained_tokens(batch, parts), trained_tokens(batch, parts, sampled=True)
-        losses, metrics = [], []
-        for part in placement.passes(shares):
-            if part is None:
-                from trinity_lightning.trainer.ddp import idle
-
-                idle(passes, policy.policy, placement)
-                continue
-            micro = collate(batch, part, policy.device)
-            logprobs, entropies = passes.through(policy.policy, micro, placement)
-            loss, measured = policy.objective(logprobs, entropies, micro, batch, *tokens)
-            losses.append(loss)
-            metrics.append(measured)
+        losses, metrics = policy.accumulate(batch, policy.shares(batch, policy.passes().rows(batch)))
     policy.policy.train()
-    losses, metrics = placement.from_all_ranks(losses, metrics)
-    combined = combine_metrics(metrics)
-    return {"eval/loss": sum(map(float, losses))} | {
-        NAMES[name]: float(combined[name]) for name in NAMES if name in combined
-    }
+    return {"eval/loss": math.fsum(losses.tolist())} | {NAMES[name]: metrics[name] for name in NAMES if name in metrics}

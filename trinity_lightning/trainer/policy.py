@@ -345,17 +345,14 @@ class PolicyModule(L.LightningModule):
             self.skipped_items += 1
             self._log(self._counts([]), batch)
             return None
-        if self.objective.needs_reference and "ref_logprobs" not in batch.columns:
-            batch.columns |= self.reference_column(batch)  # the reference stays the same: now is soon enough
-        self.objective.add_columns(batch)
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
-        shares = passes.shares(batch, rows, self.placement.ranks.size)
+        shares = self.shares(batch, rows)
         parts = [part for share in shares for part in share]
         if self.hparams["dropout"] == Dropout.keep.value or self.lora.dropout:
             self.placement.seed_noise()
         try:
-            losses, metrics = self._accumulate(batch, parts, self.placement.passes(shares))
+            losses, metrics = self.accumulate(batch, shares)
             norms = self._clip_gradients()
             if not math.isfinite(norm := math.hypot(*norms.values())):
                 from trinity_lightning.trainer.faults import count_bad_step
@@ -388,35 +385,42 @@ class PolicyModule(L.LightningModule):
             norms["critic"] = clip(self.critic.parameters(), limit)
         return norms
 
-    def _accumulate(
-        self, batch: OptimizerBatch, parts: list[Part], own: list[Part | None]
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Gradients of all micro-batches (`own`: this rank's), added up; losses [parts], metrics of the whole batch."""
-        computed_tokens = trained_tokens(batch, parts)
-        sampled_tokens = trained_tokens(batch, parts, sampled=True)
+    def shares(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[list[Part]]:
+        """The micro-batches of each rank, of a batch that then has the columns which the loss needs."""
+        if self.objective.needs_reference and "ref_logprobs" not in batch.columns:
+            batch.columns |= self.reference_column(batch)  # the reference stays the same: now is soon enough
+        self.objective.add_columns(batch)
+        return self.passes().shares(batch, rows, self.placement.ranks.size)
+
+    def accumulate(self, batch: OptimizerBatch, shares: list[list[Part]]) -> tuple[Tensor, dict[str, float]]:
+        """Losses of all micro-batches [parts], and metrics of the whole batch; gradients, if enabled, are added up."""
+        parts = [part for share in shares for part in share]
+        tokens = trained_tokens(batch, parts), trained_tokens(batch, parts, sampled=True)
         passes, placement, critic = self.passes(), self.placement, self.critic
+        backward: Any = self.manual_backward if torch.is_grad_enabled() else lambda loss: None
         passes = passes if critic is None else critic.with_values(passes)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
         collating = 0.0
-        for part in own:
+        for part in placement.passes(shares):
             if part is None:
                 from trinity_lightning.trainer.ddp import idle
 
-                self.manual_backward(0 * idle(passes, self.policy, placement))
+                backward(0 * idle(passes, self.policy, placement))
                 continue
             start = time.perf_counter()
             micro = collate(batch, part, self.device)
             collating += time.perf_counter() - start
             logprobs, entropies, *values = passes.through(self.policy, micro, placement)
-            part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, computed_tokens, sampled_tokens)
+            part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, *tokens)
             measured.append({f"actor/{name}": value for name, value in part_metrics.items()})
             if critic is not None:
                 part_loss, of_critic = critic.joined(part_loss, values, micro, batch)
                 measured[-1] |= of_critic
-            self.manual_backward(part_loss)
+            backward(part_loss)
             losses.append(part_loss.detach())
-        placement.add_up_gradients(self.policy if critic is None else self)
+        if torch.is_grad_enabled():
+            placement.add_up_gradients(self.policy if critic is None else self)
         losses, measured = placement.from_all_ranks(losses, measured)
         metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
