@@ -107,7 +107,11 @@ def build(config: DictConfig) -> Run:
 
         check_resumed_dtype(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
-    online, follower = typed.buffer.has_rollouts, trains_together(config.trainer) and _follows()
+    online, follower = typed.buffer.has_rollouts, False
+    if trains_together(config.trainer):
+        from trinity_lightning.trainer.ddp import follows
+
+        follower = follows()
     if torch.cuda.is_available() and not follower:  # rank 0 alone starts engines, and plans for them
         from trinity_lightning.gpu_plan import with_memory_plan
 
@@ -132,12 +136,6 @@ def build(config: DictConfig) -> Run:
         record = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
         callbacks.insert(0, record)
     return Run(typed, folder, _trainer(config, callbacks), policy, data, monitor, checkpoint, plan)
-
-
-def _follows() -> bool:
-    from trinity_lightning.trainer.ddp import follows
-
-    return follows()
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:

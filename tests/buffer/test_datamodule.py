@@ -22,16 +22,16 @@ WEIGHED = [0.0, 1.0, 1.0, 1.0]
 
 def fill(data, experiences, step):
     metrics = asyncio.run(data.fill(experiences, step))
-    data.advance(step)
+    data.storage.advance(step)
     return metrics
 
 
 def test_grpo_weighs_each_group_and_the_loader_hands_it_out():
     data = ExperienceDataModule("grpo")
-    assert data.batch == 0
+    assert data.storage.batch == 0
     rollouts = make_group(0, 4, rewards=WEIGHED) + make_group(1, 4, rewards=[2.0] * 4)
     metrics = fill(data, rollouts, 1)
-    assert data.batch == 1
+    assert data.storage.batch == 1
     assert metrics["experience_pipeline/written"] == 8
     assert metrics["time/add_strategy"] > 0
     (item,) = data.train_dataloader()
@@ -47,7 +47,7 @@ def test_several_strategies_with_arguments_follow_each_other():
     strategies = [("reward_variance", {"variance_threshold": 0.0}), ("grpo", {})]
     data = ExperienceDataModule(strategies, optimizer_steps=2)
     fill(data, make_group(0, 4, rewards=WEIGHED) + make_group(1, 4, rewards=[2.0] * 4), 1)
-    assert {e.eid.task for e in data.experiences} == {0}
+    assert {e.eid.task for e in data.storage.experiences} == {0}
     assert sorted(len(item.experiences) for item in data.train_dataloader()) == [0, 4]
 
 
@@ -65,7 +65,7 @@ def test_one_loader_follows_the_buffer_from_step_to_step():
 def test_nothing_left_is_an_empty_step():
     data = ExperienceDataModule([("reward_variance", {}), ("grpo", {})])
     fill(data, make_group(0, 4, rewards=[1.0] * 4), 3)
-    assert (data.batch, data.experiences) == (3, [])
+    assert (data.storage.batch, data.storage.experiences) == (3, [])
     (item,) = data.train_dataloader()
     assert (item.num_tokens, list(item.experiences)) == (0, [])
 
@@ -76,8 +76,8 @@ def test_state_survives_a_checkpoint_with_advantages_and_columns():
     data.storage.columns = {"old_logprobs": [torch.randn(2) for _ in range(7)]}
     other = ExperienceDataModule("grpo", optimizer_steps=2, seed=3)
     other.load_state_dict(through_a_file(data.state_dict()))
-    assert other.batch == 2
-    assert other.experiences == data.experiences
+    assert other.storage.batch == 2
+    assert other.storage.experiences == data.storage.experiences
     for mine, theirs in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
         assert names(mine) == names(theirs)
         for a, b in zip(mine.columns["old_logprobs"], theirs.columns["old_logprobs"], strict=True):

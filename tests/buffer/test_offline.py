@@ -150,13 +150,13 @@ def data_with(number=5, per_step=2, **settings):
 
 def fill(data, step):
     metrics = asyncio.run(data.fill(make_group(0, 4, batch=step), step))
-    data.advance(step)
+    data.storage.advance(step)
     return metrics
 
 
 def expert_tasks(data):
     """Which expert data the buffer holds, told by the second token."""
-    return [int(e.tokens[1]) - 10 for e in data.experiences if is_expert(e)]
+    return [int(e.tokens[1]) - 10 for e in data.storage.experiences if is_expert(e)]
 
 
 def test_they_join_behind_the_strategies():
@@ -164,7 +164,7 @@ def test_they_join_behind_the_strategies():
     metrics = fill(data, 3)
     assert metrics["experience_pipeline/written"] == 4
     assert metrics["experience_pipeline/expert"] == 2
-    rollouts, experts = data.experiences[:4], data.experiences[4:]
+    rollouts, experts = data.storage.experiences[:4], data.storage.experiences[4:]
     assert not any(map(is_expert, rollouts))
     assert all(e.advantages is not None and e.advantages.any() for e in rollouts)
     assert [is_expert(e) for e in experts] == [True, True]
@@ -191,7 +191,7 @@ def test_the_cursor_goes_through_a_checkpoint():
         fill(data, 1)
     resumed = data_with()
     resumed.load_state_dict(through_a_file(parts.state_dict()))
-    assert resumed.experiences == parts.experiences
+    assert resumed.storage.experiences == parts.storage.experiences
     for step in (2, 3, 4):
         fill(whole, step)
         fill(resumed, step)

@@ -50,12 +50,12 @@ def filled(own, more, operators=(), strategy=(("dapo", {}), ("grpo", {}))):
     data = ExperienceDataModule(strategy, operators=operators)
     own = [experience for group in own for experience in group]
     metrics = asyncio.run(data.fill(own, 1, more))
-    data.advance(1)
+    data.storage.advance(1)
     return data, metrics
 
 
 def tasks_of(data):
-    return list(dict.fromkeys(experience.eid.task for experience in data.experiences))
+    return list(dict.fromkeys(experience.eid.task for experience in data.storage.experiences))
 
 
 def test_tasks_that_were_left_out_are_replaced():
@@ -63,7 +63,7 @@ def test_tasks_that_were_left_out_are_replaced():
     data, metrics = filled(groups(MIXED, EQUAL, MIXED, EQUAL), more)
     assert tasks_of(data) == [0, 2, 11, 12]
     assert more.asked[0] == 4  # two of four survived: four are asked for, for two to survive
-    assert all(experience.advantages is not None for experience in data.experiences)
+    assert all(experience.advantages is not None for experience in data.storage.experiences)
     assert metrics["experience_pipeline/missing_groups"] == 0
     assert metrics["experience_pipeline/surplus_groups"] == 0
     assert metrics["filtered_count"] == 12
@@ -93,7 +93,7 @@ def test_operators_tidy_the_new_groups_too_and_their_counts_add_up():
     bad = make_group(10, 4, rewards=[-1.0, 0.0, 1.0, 0.0])
     data, metrics = filled(groups(MIXED, EQUAL), More(2, [bad]), operators=[drops_failures, shifts])
     assert tasks_of(data) == [0, 10]
-    assert len(data.experiences) == 7
+    assert len(data.storage.experiences) == 7
     assert metrics["experience_pipeline/reward_filter/filtered_count"] == 1
     assert metrics["experience_pipeline/reward_shaping_mapper/skipped_count"] == 12 - 1
 

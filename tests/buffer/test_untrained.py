@@ -55,7 +55,7 @@ def shaped(length_rewards):
 def fill(experiences, strategy=DAPO, operators=(), more=None, all_rows=False):
     data = ExperienceDataModule(strategy, operators=operators)
     metrics = asyncio.run(data.fill(experiences, 1, more, all_rows=all_rows))
-    data.advance(1)
+    data.storage.advance(1)
     return data, metrics
 
 
@@ -85,7 +85,7 @@ def test_a_group_of_wrong_answers_is_dropped_however_their_lengths_differ():
     mixed = answers(1, [0.0] * 4 + [1.0] * 4, [4, 8, 12, 20, 24, 28, 30, 32])
     data, metrics = fill(wrong + mixed, weighing, list(run.operators.values()))
     assert len({exp.reward for exp in wrong}) > 1  # as shaped
-    assert {exp.eid.task for exp in data.experiences} == {1}
+    assert {exp.eid.task for exp in data.storage.experiences} == {1}
     assert metrics["filtered_count"] == 8
     assert reasons(wrong) == ["filtered by dapo"] * 8
     assert reasons(mixed) == [None] * 8
@@ -98,7 +98,7 @@ def test_filters_among_operators_judge_by_the_reward_before_shaping_too(operator
     wrong, mixed = make_group(0, 2, rewards=[0.0, 0.0]), make_group(1, 2, rewards=[0.0, 1.0])
     bonus = shaped([(exp, float(exp.eid.run)) for exp in wrong + mixed])
     data, _ = fill(wrong + mixed, "grpo", [bonus, OperatorConfig(operator)])
-    assert {exp.eid.task for exp in data.experiences} == {1}
+    assert {exp.eid.task for exp in data.storage.experiences} == {1}
     assert reasons(wrong) == [f"filtered by {operator}"] * 2
 
 
@@ -110,7 +110,7 @@ def test_a_filter_may_judge_by_a_metric_or_an_entry_of_info():
         exp.info["judge_score"] = exp.metrics["reward/accuracy"]
     for metric in ("accuracy", "reward/accuracy", "judge_score"):
         data, _ = fill(same + other, (("dapo", {"metric": metric}), ("grpo", {})))
-        assert {exp.eid.task for exp in data.experiences} == {1}
+        assert {exp.eid.task for exp in data.storage.experiences} == {1}
 
 
 def test_where_the_workflow_gave_no_reward_an_operators_counts():
@@ -120,8 +120,8 @@ def test_where_the_workflow_gave_no_reward_an_operators_counts():
         exp.reward = None
     data = ExperienceDataModule(DAPO, operators=[OperatorConfig(f"{__name__}.Grades", {"rewards": raw})])
     asyncio.run(data.fill(exps, 1))
-    data.advance(1)
-    assert len(data.experiences) == 2
+    data.storage.advance(1)
+    assert len(data.storage.experiences) == 2
 
 
 class Grades(ExperienceOperatorV1):
@@ -151,7 +151,7 @@ def test_a_refill_counts_the_survivors_by_their_rewards_before_shaping():
     refills = flat(*more.left)
     bonus = shaped([(exp, float(exp.eid.run)) for exp in wrong + refills])
     data, metrics = fill(wrong, DAPO, [bonus], more)
-    assert {exp.eid.task for exp in data.experiences} == {5}
+    assert {exp.eid.task for exp in data.storage.experiences} == {5}
     assert metrics["experience_pipeline/surplus_groups"] == 1
     assert reasons(wrong + refills) == ["filtered by dapo"] * 2 + [None] * 2 + ["surplus"] * 2
 
@@ -237,7 +237,7 @@ def test_a_reward_that_a_judge_gives_is_the_one_before_shaping():
     for exp in exps:
         exp.reward = None
     data, _ = fill(exps, DAPO, [judge, shaped([(exp, -0.2 * exp.eid.run) for exp in exps])])
-    assert {exp.eid.task for exp in data.experiences} == {1}
+    assert {exp.eid.task for exp in data.storage.experiences} == {1}
     assert reasons(wrong) == ["filtered by dapo"] * 4
 
 
@@ -248,7 +248,7 @@ def test_a_workflow_may_have_a_metric_of_any_name(value, operators):
     for exp in exps:
         exp.metrics["raw_reward"] = value
     data, _ = fill(exps, DAPO, operators)
-    assert len(data.experiences) == 2
+    assert len(data.storage.experiences) == 2
     assert all(exp.metrics["raw_reward"] == value for exp in exps)
 
 
@@ -277,7 +277,7 @@ def test_a_reward_noted_by_an_earlier_pipeline_does_not_count():
     for exp in exps:
         exp.reward = float(exp.eid.run)
     data, _ = fill(exps)
-    assert len(data.experiences) == 2
+    assert len(data.storage.experiences) == 2
 
 
 @pytest.mark.parametrize("filtered_by", ["dapo", "reward_std_filter"])
@@ -293,7 +293,7 @@ def test_a_group_without_the_metric_in_one_response_is_left_out(filtered_by):
         return fill(partly + mixed, "grpo", [OperatorConfig("reward_std_filter", {"metric": metric})])
 
     data, metrics = run("accuracy")
-    assert {exp.eid.task for exp in data.experiences} == {1}
+    assert {exp.eid.task for exp in data.storage.experiences} == {1}
     if filtered_by == "dapo":
         assert metrics["group_advantages/invalid_group_count"] == 1
         assert reasons(partly) == ["invalid accuracy"] * 2
@@ -317,7 +317,7 @@ def test_a_group_without_a_valid_reward_in_one_response_is_left_out_whatever_it_
     for exp in [*invalid, *mixed, *more.left[0]]:
         exp.metrics["reward/accuracy"] = float(exp.eid.run)
     data, metrics = fill(invalid + mixed, (("dapo", {"metric": "accuracy"}), ("grpo", {})), more=more)
-    assert {exp.eid.task for exp in data.experiences} == {1, 5}
+    assert {exp.eid.task for exp in data.storage.experiences} == {1, 5}
     assert metrics["group_advantages/invalid_group_count"] == 1
     assert metrics["experience_pipeline/missing_groups"] == 0
     assert reasons(invalid) == ["invalid reward"] * 2
@@ -328,7 +328,7 @@ def test_a_filter_by_a_metric_needs_no_rewards():
     said = {"tokens": [1, 2], "logprobs": [-2.0], "teacher_logprobs": [-1.0]}
     exps = [Experience(eid=EID(1, 0, run), metrics={"accuracy": float(run)}, **said) for run in (0, 1)]
     data, _ = fill(exps, (("dapo", {"metric": "accuracy"}), ("on_policy_distill", {})))
-    assert len(data.experiences) == 2
+    assert len(data.storage.experiences) == 2
 
 
 def test_a_reward_that_an_operator_made_invalid_leaves_its_group_out():
@@ -343,7 +343,7 @@ def test_a_filter_lets_runs_through_whose_last_step_alone_has_a_reward():
     steps = [(0, 0, None), (0, 1, 1.0), (1, 0, None), (1, 1, 0.0)]
     exps = [Experience(eid=EID(1, 0, run, step), tokens=[1, 2], reward=reward) for run, step, reward in steps]
     data, _ = fill(exps, (("dapo", {}), ("step_wise_grpo", {})))
-    assert len(data.experiences) == 4
+    assert len(data.storage.experiences) == 4
 
 
 @pytest.mark.parametrize("by", ["strategy", "operator"])
@@ -355,7 +355,7 @@ def test_a_resumed_run_goes_on_past_a_step_without_the_metric_as_it_would_have(b
 
     run = data()
     asyncio.run(run.fill(answers(0, [0.0, 1.0], [1, 1], "accuracy"), 1))
-    run.advance(1)
+    run.storage.advance(1)
     state, without = run.state_dict(), make_group(1, 2, rewards=[0.0, 1.0])
     resumed, of_an_earlier_version = data(), data()
     resumed.load_state_dict(state)
@@ -381,7 +381,7 @@ def test_the_few_tasks_of_a_refill_may_all_lack_the_metric():
     for exp in exps:
         exp.metrics["reward/accuracy"] = float(exp.eid.run)
     data, _ = fill(exps, (("dapo", {"metric": "accuracy"}), ("grpo", {})), more=More())
-    assert {exp.eid.task for exp in data.experiences} == {0}
+    assert {exp.eid.task for exp in data.storage.experiences} == {0}
 
 
 @pytest.mark.parametrize("strategy", ["grpo", "step_wise_grpo"])
@@ -389,7 +389,7 @@ def test_a_threshold_of_the_standard_deviation_is_of_the_rewards_before_shaping(
     wrong, mixed = make_group(0, 2, rewards=[0.0, 0.0]), make_group(1, 2, rewards=[0.0, 1.0])
     bonus = shaped([(exp, float(exp.eid.run)) for exp in wrong + mixed])
     data, _ = fill(wrong + mixed, ((strategy, {"std_threshold": 0.1}),), [bonus])
-    assert {exp.eid.task for exp in data.experiences} == {1}
+    assert {exp.eid.task for exp in data.storage.experiences} == {1}
 
 
 def test_what_helps_against_a_filter_says_that_it_judged_the_rewards_before_operators(caplog):
@@ -400,7 +400,7 @@ def test_what_helps_against_a_filter_says_that_it_judged_the_rewards_before_oper
     assert "rewards as they were before operators" in caplog.text
     assert "`std_threshold` has none: take `reward_variance`" in caplog.text
     data, _ = fill(exps, (("reward_variance", {"metric": "bonus"}), ("grpo", {})), [shaped([])])
-    assert len(data.experiences) == 2  # as advised
+    assert len(data.storage.experiences) == 2  # as advised
 
 
 def test_where_the_loss_needs_no_advantage_equal_rewards_are_trained_on(caplog):

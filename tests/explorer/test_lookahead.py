@@ -11,8 +11,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.lookahead import Interval, RolloutsAhead
-from trinity_lightning.explorer.rollouts import PendingSteps
+from trinity_lightning.explorer.rollouts import PendingSteps, overlap
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 
@@ -41,7 +40,7 @@ class Ahead:
         self.explorer = Explorer(ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0), [model], source)
         self.pending = PendingSteps()
         self.rollouts = training_rollouts(
-            RolloutsAhead, self.explorer, self.pending, lambda: self.reasons[0] if self.reasons else None
+            self.explorer, self.pending, lambda: self.reasons[0] if self.reasons else None
         )
         self.rollouts.prepare(self.sink)
 
@@ -150,12 +149,12 @@ async def until(condition: Any) -> None:
 @pytest.mark.parametrize(
     ("one", "other", "share"),
     [
-        (Interval(0, 10), Interval(2, 4), 1.0),
-        (Interval(0, 10), Interval(8, 12), 0.5),
-        (Interval(0, 10), Interval(10, 20), 0.0),
-        (Interval(5, 50), Interval(0, 10), 0.5),
-        (Interval(0, 0), Interval(0, 10), 0.0),
+        ((0, 10), (2, 4), 1.0),
+        ((0, 10), (8, 12), 0.5),
+        ((0, 10), (10, 20), 0.0),
+        ((5, 50), (0, 10), 0.5),
+        ((0, 0), (0, 10), 0.0),
     ],
 )
-def test_overlap_is_a_share_of_the_shorter(one: Interval, other: Interval, share: float) -> None:
-    assert one.overlap(other) == other.overlap(one) == share
+def test_overlap_is_a_share_of_the_shorter(one: tuple[float, float], other: tuple[float, float], share: float) -> None:
+    assert overlap(one, other) == overlap(other, one) == share

@@ -14,7 +14,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.rollouts import PendingSteps, SyncPolicy, TrainingRollouts
+from trinity_lightning.explorer.rollouts import PendingSteps, SyncPolicy
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.stream import WeightStream
 
@@ -42,7 +42,7 @@ class TakesSigterm(FakeModel):
 def test_sigterm_is_heard_while_engines_and_trainer_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     explorer = Explorer(ExplorerConfig(), [TakesSigterm()], TaskSource(Taskset.addition(), "simple", "math"))
-    rollouts = training_rollouts(TrainingRollouts, explorer, PendingSteps())
+    rollouts = training_rollouts(explorer, PendingSteps())
     monkeypatch.setattr(SyncPolicy, "join", lambda _: signal.raise_signal(signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
     try:
@@ -64,7 +64,7 @@ def test_an_engine_that_does_not_end_leaves_the_trained_model_or_the_error_of_th
 ) -> None:
     explorer = Explorer(ExplorerConfig(), [Hangs()], TaskSource(Taskset.addition(), "simple", "math"))
     callback: Any = ExplorerCallback(explorer)
-    callback._running = training_rollouts(TrainingRollouts, explorer, PendingSteps())
+    callback._running = training_rollouts(explorer, PendingSteps())
     getattr(callback, hook)(None, None, argument)
     assert "the engines did not end as they should: OSError: the server hangs on" in caplog.text
 
@@ -86,7 +86,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, state: Any, pending: PendingSteps
     explorer = Explorer(config, [FakeModel()], source, [heldout])
     if state is not None:
         explorer.load_state_dict(state)
-    rollouts = training_rollouts(TrainingRollouts, explorer, pending)
+    rollouts = training_rollouts(explorer, pending)
     sync: Any = rollouts.sync
     sync.policy = SimpleNamespace(policy=None)
     sync._synchronizer = SimpleNamespace(
@@ -116,7 +116,7 @@ def test_a_step_that_the_buffer_holds_without_its_metrics_is_rolled_out_again() 
     source = TaskSource(Taskset(SUMS), "simple", "contains_digits")
     explorer = Explorer(ExplorerConfig(batch_size=1, repeat_times=1), [FakeModel()], source)
     pending = PendingSteps()
-    rollouts = training_rollouts(TrainingRollouts, explorer, pending)
+    rollouts = training_rollouts(explorer, pending)
     rollouts.sync.sync_if_due = lambda global_step: {}  # type: ignore[method-assign]
     held: set[int] = set()
 

@@ -27,8 +27,8 @@ from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer import callback as callback_module
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
-from trinity_lightning.explorer.lookahead import RolloutsAhead
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.rollouts import TrainingRollouts
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.monitor.run_monitor import RunMonitor
@@ -311,9 +311,9 @@ def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(
 ) -> None:
     whole = Run(tmp_path / "whole", offset=1).fit()
     run = Run(tmp_path, offset=1)
-    settle = RolloutsAhead.settle
+    settle = TrainingRollouts.settle
 
-    def terminated(rollouts: RolloutsAhead) -> None:
+    def terminated(rollouts: TrainingRollouts) -> None:
         if rollouts.under_way:
             sigterm(run)
         settle(rollouts)
@@ -327,7 +327,7 @@ def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(
         return await (roll_out(*args) if run.explorer.step == 0 else endless())
 
     run.explorer._run = second_hangs  # type: ignore[method-assign]
-    monkeypatch.setattr(RolloutsAhead, "settle", terminated)
+    monkeypatch.setattr(TrainingRollouts, "settle", terminated)
     callbacks = [SaveInStep()] if where == "checkpoint" else []
     begun = time.monotonic()
     with pytest.raises(SIGTERMException):
@@ -370,11 +370,11 @@ def test_a_second_fit_is_rolled_out_and_evaluated_as_the_first_one(steps: int, t
 
     run.explorer.eval = counting  # type: ignore[method-assign]
     run.fit()
-    first = run.data.experiences
+    first = run.data.storage.experiences
     run.logger = MetricsCSVLogger(tmp_path / "second")
     run.fit()
     assert evaluated == 2 * ([0, 1] if steps == 1 else [0, 2, 3])
-    assert [exp.prompt_text for exp in run.data.experiences] != [exp.prompt_text for exp in first]
+    assert [exp.prompt_text for exp in run.data.storage.experiences] != [exp.prompt_text for exp in first]
     assert [float(row["sample/lag/mean"]) for row in rows(tmp_path / "second") if row["sample/lag/mean"]] == [0] * steps
 
 

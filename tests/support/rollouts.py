@@ -1,23 +1,20 @@
 """Rollouts of a training run without a trainer: nothing is synced, and nothing is shown."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.explorer.explorer import NOBODY, Explorer
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, WeightVersions
 
-T = TypeVar("T", bound=TrainingRollouts)
-
 
 def training_rollouts(
-    kind: type[T],
     explorer: Explorer,
     pending: PendingSteps,
     interrupted: Callable[[], BaseException | None] = lambda: None,
-) -> T:
+) -> TrainingRollouts:
     policy: Any = None
-    return kind(
+    return TrainingRollouts(
         explorer,
         pending,
         SynchronizerConfig(),

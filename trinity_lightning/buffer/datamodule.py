@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,7 @@ class MemoryStorage(BufferWriter):
 # -- optimizer batches, dealt out of it --------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ExperienceLoader:
     """Yields the optimizer batches of the explore step that the storage holds.
 
@@ -105,7 +107,7 @@ class ExperienceLoader:
     after the explorer has filled it; stateful, so that a run stopped in the middle of a step goes on with the next
     item.
 
-    Args:
+    Attributes:
         storage: the buffer.
         optimizer_steps: batches that the step's experiences are dealt into, by whole groups.
         inner_epochs: passes over them, each dealt again.
@@ -116,54 +118,48 @@ class ExperienceLoader:
         ConfigError: a number of steps or passes below 1.
     """
 
-    def __init__(
-        self,
-        storage: MemoryStorage,
-        optimizer_steps: int = 1,
-        inner_epochs: int = 1,
-        seed: int = 0,
-        max_response_length: int | None = None,
-    ) -> None:
-        for name, value in (("optimizer_steps", optimizer_steps), ("inner_epochs", inner_epochs)):
-            whole_number(name, value, least=1)
-        self._storage = storage
-        self._optimizer_steps = optimizer_steps
-        self._inner_epochs = inner_epochs
-        self._seed = seed
-        self._max_response_length = max_response_length
-        self._explore_step = 0
-        self._position = 0
+    storage: MemoryStorage
+    optimizer_steps: int = 1
+    inner_epochs: int = 1
+    seed: int = 0
+    max_response_length: int | None = None
+    _explore_step: int = field(default=0, init=False)
+    _position: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        whole_number("optimizer_steps", self.optimizer_steps, least=1)
+        whole_number("inner_epochs", self.inner_epochs, least=1)
 
     def __len__(self) -> int:
         """Optimizer batches an epoch: constant."""
-        return self._optimizer_steps * self._inner_epochs
+        return self.optimizer_steps * self.inner_epochs
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
-        if self._explore_step != self._storage.batch or self._position >= len(self):
-            self._explore_step, self._position = self._storage.batch, 0
+        if self._explore_step != self.storage.batch or self._position >= len(self):
+            self._explore_step, self._position = self.storage.batch, 0
         for index in range(self._position, len(self)):
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
             yield self._batch(index)
 
     def _batch(self, index: int) -> OptimizerBatch:
-        inner_epoch, part = divmod(index, self._optimizer_steps)
+        inner_epoch, part = divmod(index, self.optimizer_steps)
         rows = self._deal(inner_epoch)[part]
-        experiences = [self._storage.experiences[row] for row in rows]
-        batch = OptimizerBatch.of(experiences, self._storage.batch, self._max_response_length)
-        batch.columns = {name: [column[row] for row in rows] for name, column in self._storage.columns.items()}
-        batch.step = self._storage.experiences if self._optimizer_steps > 1 else None
+        experiences = [self.storage.experiences[row] for row in rows]
+        batch = OptimizerBatch.of(experiences, self.storage.batch, self.max_response_length)
+        batch.columns = {name: [column[row] for row in rows] for name, column in self.storage.columns.items()}
+        batch.step = self.storage.experiences if self.optimizer_steps > 1 else None
         return batch
 
     def _deal(self, inner_epoch: int) -> list[list[int]]:
         """Row numbers of each batch of one pass: whole groups, in a seeded order, evened out by size."""
         groups: dict[str, list[int]] = {}
-        for row, experience in enumerate(self._storage.experiences):
+        for row, experience in enumerate(self.storage.experiences):
             groups.setdefault(experience.eid.tid, []).append(row)
-        generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._storage.batch + inner_epoch)
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.storage.batch + inner_epoch)
         order = torch.randperm(len(groups), generator=generator).tolist()
         members = list(groups.values())
-        parts: list[list[int]] = [[] for _ in range(self._optimizer_steps)]
+        parts: list[list[int]] = [[] for _ in range(self.optimizer_steps)]
         for index in order:
             min(parts, key=len).extend(members[index])
         return parts
@@ -211,6 +207,9 @@ class ExperienceDataModule(UnmovedDataModule):
         keep: keeps the experiences of every step, as the trainer is given them; None: nothing does.
         experts: expert data that join every step behind the strategies; None: none.
 
+    Attributes:
+        storage: the buffer: what is ready, and what is trained on.
+
     Raises:
         ConfigError: a number below 1.
         ValueError, TypeError: an unknown strategy or operator, or arguments it does not have.
@@ -240,15 +239,6 @@ class ExperienceDataModule(UnmovedDataModule):
         self._keep = keep
         self._experts = experts
 
-    @property
-    def batch(self) -> int:
-        """The explore step that is trained on; 0 before the first."""
-        return self.storage.batch
-
-    def advance(self, step: int, columns: dict[str, list[Tensor]] | None = None) -> None:
-        """Hand the trainer explore step `step`, which has been filled in, with the columns computed for it."""
-        self.storage.advance(step, columns)
-
     def share(self, step: int) -> list[Experience]:
         """The experiences of explore step `step`, which is ready on rank 0, and then on every rank."""
         experiences = self.everywhere(lambda: self.storage.ready(step))
@@ -258,18 +248,13 @@ class ExperienceDataModule(UnmovedDataModule):
             self.storage.commit(step)
         return experiences
 
-    @property
-    def experiences(self) -> list[Experience]:
-        """What the trainer will be given."""
-        return self.storage.experiences
-
     async def fill(
         self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
     ) -> dict[str, float]:
         """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
 
-        They wait there for `advance`, while another step may be trained on. A step of which the strategies leave
-        nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks if a
+        They wait there for `storage.advance`, while another step may be trained on. A step of which the strategies
+        leave nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks if a
         strategy wants the step full; `all_rows` as `ExperiencePipeline.process`.
 
         Raises:

@@ -13,23 +13,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning as L
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.config.engines import SynchronizerConfig
-from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainablePolicy, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
-
-if TYPE_CHECKING:
-    from trinity_lightning.trainer.host import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +112,14 @@ class ExplorerCallback(StopCheckpoint):
             engine.bind(policy.policy)
         self._step = 0
         super().on_fit_start(trainer, pl_module)
-        memory, interrupted = _host_memory(trainer) if self._offload else None, partial(self.reason, trainer)
-        self._running = rollouts = _rollouts_class(self.explorer.config)(
-            self.explorer, self._pending, self._synchronizer, policy, self._versions, memory, interrupted, self._watcher
+        memory = None
+        if self._offload:
+            from trinity_lightning.trainer.host import HostMemory
+
+            memory = HostMemory(trainer.optimizers[0])
+        stops = partial(self.reason, trainer)
+        self._running = rollouts = TrainingRollouts(
+            self.explorer, self._pending, self._synchronizer, policy, self._versions, memory, stops, self._watcher
         )
         rollouts.driver.run(data.prepare())
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
@@ -196,7 +197,7 @@ class ExplorerCallback(StopCheckpoint):
         if self._step == step:
             return
         self._step_began = time.perf_counter()
-        handed_over = data_of(trainer).batch == step  # of a run that is resumed within a step
+        handed_over = data_of(trainer).storage.batch == step  # of a run that is resumed within a step
         if not handed_over:
             self.metrics = rollouts.obtain(step, trainer.global_step, data_of(trainer).storage.is_ready)
         rollouts.trainers_turn()
@@ -220,7 +221,7 @@ class ExplorerCallback(StopCheckpoint):
         self.metrics |= self._pending.metrics.pop(step) | {"time/prepare": time.perf_counter() - start}
         lag = self._versions.at(trainer.global_step) - self.metrics["sample/model_version/mean"]
         self.metrics["sample/lag/mean"] = lag
-        data.advance(step, columns)  # last: an error before it finds the step still ready
+        data.storage.advance(step, columns)  # last: an error before it finds the step still ready
 
     def _end_step(self, trainer: L.Trainer) -> None:
         """Evaluate at a step's end, if that is due and not done yet."""
@@ -276,20 +277,6 @@ class ExplorerCallback(StopCheckpoint):
         self._ended = state_dict["ended"]
         self.metrics = dict(state_dict["metrics"])
         self._pending = PendingSteps(**copy.deepcopy(state_dict["ahead"]))
-
-
-def _host_memory(trainer: L.Trainer) -> "HostMemory":
-    from trinity_lightning.trainer.host import HostMemory
-
-    return HostMemory(trainer.optimizers[0])
-
-
-def _rollouts_class(config: ExplorerConfig) -> type[TrainingRollouts]:
-    if config.sync_offset == 0:
-        return TrainingRollouts
-    from trinity_lightning.explorer.lookahead import RolloutsAhead
-
-    return RolloutsAhead
 
 
 def let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:

@@ -55,8 +55,8 @@ class ExplorerFollower(L.Callback):
         data, step = data_of(trainer), step_of(trainer)
         if self._step == step:
             return
-        if data.batch != step:
-            data.advance(step, policy_of(pl_module).prepare_step(data.share(step)))
+        if data.storage.batch != step:
+            data.storage.advance(step, policy_of(pl_module).prepare_step(data.share(step)))
         trainer.strategy.barrier()
         self._step = step
 

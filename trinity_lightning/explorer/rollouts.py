@@ -1,6 +1,8 @@
 """What the main thread of a training run asks for: explore steps, evaluations, and weight syncs before them."""
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, perturbed
@@ -21,6 +23,8 @@ from trinity_lightning.sync.stream import WeightStream, parameter_stream, shares
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.host import HostMemory
+
+logger = logging.getLogger(__name__)
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +224,7 @@ class PendingSteps:
 
 @dataclass(eq=False)
 class TrainingRollouts(Watcher):
-    """The rollouts of one `Trainer.fit`: a step is rolled out when the trainer needs it.
+    """The rollouts of one `Trainer.fit`: a step is rolled out when the trainer needs it, or `sync_offset` steps before.
 
     Attributes:
         explorer: what rolls out.
@@ -241,6 +245,9 @@ class TrainingRollouts(Watcher):
     host_memory: "HostMemory | None"
     interrupted: Callable[[], BaseException | None]
     watcher: Watcher
+    _begun: LoopTask[tuple[float, float]] | None = field(default=None, init=False)
+    _begun_at: float = field(default=0.0, init=False)
+    _error: Exception | None = field(default=None, init=False)  # of what was begun and has ended
 
     def __post_init__(self) -> None:
         self.driver = Driver(self.explorer.engines.models, self.interrupted)
@@ -255,7 +262,11 @@ class TrainingRollouts(Watcher):
         self.sync.join()
 
     def close(self) -> None:
-        """Stop the runners and free the engines."""
+        """Give up what is under way, and free everything; an error that nobody has waited for is logged."""
+        if self._begun is not None:
+            self.driver.cancel(self._begun)
+        if self._error is not None:
+            logger.warning("the rollouts that were begun ahead failed: %s: %s", type(self._error).__name__, self._error)
         try:
             self.driver.end(self.explorer.shutdown())
         finally:
@@ -319,28 +330,77 @@ class TrainingRollouts(Watcher):
         if not self.under_way:
             self.watcher.show_tasks(batch, done, total)
 
-    # -- what goes on while the trainer trains: nothing, but see `RolloutsAhead` ---------------------------------------
+    # -- what goes on while the trainer trains (explorer.sync_offset) --------------------------------------------------
 
     @property
     def under_way(self) -> bool:
         """Whether rollouts were begun and not waited for."""
-        return False
+        return self._begun is not None
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
-        """Begin the rollouts that go on while `step` is trained on; metrics.
+        """Begin the rollouts that go on while `step` is trained on, unless they are done or begun already; metrics.
 
         Args:
             step: the step that is ready.
             global_step: the trainer's.
             last: the step that ends the run.
         """
-        return {}
+        offset = self.explorer.config.sync_offset
+        target = min(step + offset, last)
+        if self.explorer.step >= target or self.under_way:
+            return {}
+        if self.explorer.step < (before := min(step - 1 + offset, last)):
+            self._roll_out(int(before), global_step)  # those before have weights of their own
+        metrics = self.sync.sync_if_due(global_step)
+        self._begin(int(target))
+        return metrics
+
+    def _begin(self, target: int) -> None:
+        self._begun_at = time.perf_counter()  # first: the rollouts begin within the call
+        self._begun = self.driver.start(self._timed(target))
+
+    async def _timed(self, target: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        await self._explore(target)
+        return start, time.perf_counter()
 
     def wait(self) -> None:
-        """Wait for what is under way; an error of it is raised."""
+        """Wait for what is under way; an error of it is raised.
 
-    def settle(self) -> None:
-        """Wait for the end of what is under way; an error of it is raised by `wait`."""
+        Ctrl-C and SIGTERM cancel it, and are raised: a resumed run does it again.
+        """
+        self.settle()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def settle(self, limit: float = math.inf) -> None:
+        """Wait, for `limit` seconds, for the end of what is under way; an error of it is raised by `wait`.
+
+        With a limit the run is ending: only a second Ctrl-C ends the wait early, else Ctrl-C and SIGTERM do as above.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        training = self._begun_at, time.perf_counter()
+        try:
+            rollouts = self.driver.wait(begun, interruptible=limit == math.inf, limit=limit)
+        except Exception as error:
+            self._error = error
+        else:
+            self.pending.metrics[self.explorer.step]["rollout/overlap"] = overlap(rollouts, training)
 
     def settle_shortly(self, seconds: float) -> None:
-        """The run is ending: give up what is under way if it does not end within so many seconds."""
+        """The run is ending: rollouts finished by then go into the checkpoint, a resumed run does the others again."""
+        logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", seconds)
+        self.driver.hurry()
+        self.settle(seconds)
+        if self.explorer.step < self.pending.target:
+            logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
+
+
+def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """The time that two intervals, each from its begin to its end, have in common, as a share of the shorter one."""
+    common = min(one[1], other[1]) - max(one[0], other[0])
+    shorter = min(one[1] - one[0], other[1] - other[0])
+    return max(common, 0.0) / shorter if shorter > 0 else 0.0

@@ -72,7 +72,12 @@ class RunnerWrapper:
         self.runner_id = runner_id
         self.config = config
         self.model = rollout_model
-        self.runner = _runner_class(config)(config, rollout_model, auxiliary_models, runner_id)
+        kind = WorkflowRunner
+        if config.runner == "ray":
+            from trinity_lightning.explorer.ray import RayRunner
+
+            kind = RayRunner
+        self.runner = kind(config, rollout_model, auxiliary_models, runner_id)
 
     async def run_with_retry(
         self,
@@ -117,14 +122,6 @@ class RunnerWrapper:
         if not status.ok:
             logger.warning("task %s: %s", name, status.message)
         return status, experiences, self.runner_id
-
-
-def _runner_class(config: ExplorerConfig) -> type[WorkflowRunner]:
-    if config.runner == "ray":
-        from trinity_lightning.explorer.ray import RayRunner
-
-        return RayRunner
-    return WorkflowRunner
 
 
 # -- what is scheduled ------------------------------------------------------------------------------------------------
@@ -429,7 +426,8 @@ class Scheduler:
             self._idle.remove(runner)
             tokens = _tokens(chunk, runner.model)
             self._load[id(runner.model)] += tokens
-            work = asyncio.create_task(self._run(runner, chunk, self._time_limit(scheduled)))
+            limit = self._times.limit() if self._times is not None and scheduled.is_train else self.config.max_timeout
+            work = asyncio.create_task(self._run(runner, chunk, limit))
             scheduled.running.add(work)
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
             work.add_done_callback(partial(self._finish, runner, tokens, chunk, scheduled))
@@ -499,10 +497,6 @@ class Scheduler:
         """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _time_limit(self, scheduled: ScheduledTask) -> float:
-        """Seconds that an attempt at the task may take."""
-        return self._times.limit() if self._times is not None and scheduled.is_train else self.config.max_timeout
 
     def _limit(self, timeout: float | None) -> float:
         return self.config.max_timeout * (self.config.max_retry_times + 1) if timeout is None else timeout

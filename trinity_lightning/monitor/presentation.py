@@ -46,11 +46,8 @@ def _part_regex(part: str) -> str:
     return r".+" if part.startswith("<") else re.escape(part)
 
 
-def _table(text: str) -> tuple[Metric, ...]:
-    return tuple(Metric(*line.split(" | ")) for line in text.splitlines() if not line.startswith("#"))
-
-
-METRICS = _table(Path(__file__).with_name("metric_names.txt").read_text(encoding="utf-8"))
+_LINES = Path(__file__).with_name("metric_names.txt").read_text(encoding="utf-8").splitlines()
+METRICS = tuple(Metric(*line.split(" | ")) for line in _LINES if not line.startswith("#"))
 
 
 def find_metric(name: str) -> Metric | None:

@@ -43,7 +43,7 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
-from trinity_lightning.trainer.model import LogprobFn, lean_embeddings, load_model, logprob_function, usable_layout
+from trinity_lightning.trainer.model import lean_embeddings, load_model, logprob_function, usable_layout
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
@@ -291,7 +291,7 @@ class PolicyModule(L.LightningModule):
             ModelLoadError, ConfigError: as `check_trainable` says.
         """
         if self._passes is None:
-            function = self._logprob_fn
+            function = logprob_function(self.policy)
             layout = usable_layout(self.algorithm.layout, self.policy, function)
             if self.critic is not None:
                 layout = self.critic.usable_layout(layout)
@@ -308,17 +308,6 @@ class PolicyModule(L.LightningModule):
                 self.critic.check(passes, self.policy)
             self._passes = passes
         return self._passes
-
-    def _agreed(self, passes: Passes) -> Passes:
-        """What all ranks cut by, since each knows the micro-batches of all: the budget that fits everywhere."""
-        # Patiently: rank 0 has loaded engines.
-        found = self.placement.ranks.exchange((passes.max_tokens, passes.layout), patient=True)
-        return replace(passes, max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
-
-    @cached_property
-    def _logprob_fn(self) -> LogprobFn:
-        """How log-probabilities of this architecture are computed."""
-        return logprob_function(self.policy)
 
     @cached_property
     def _size(self) -> ModelSize:
@@ -547,7 +536,9 @@ class PolicyModule(L.LightningModule):
             reuse_large_buffers()
         self._peak = peak_flops(self.device, products_dtype(self.policy, self.device, self.trainer.precision_plugin))
         self.check_trainable()
-        self._passes = self._agreed(self.passes())
+        # What all ranks cut by, since each knows the micro-batches of all; patiently, since rank 0 has loaded engines.
+        found = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
+        self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             from trinity_lightning.trainer.other_models import compile_layers_of
 

@@ -51,8 +51,8 @@ def test_operators_tidy_what_fills_the_buffer():
     operators = [OperatorConfig("reward_filter", {"threshold": 1.0}), OperatorConfig("reward_filter")]
     data = ExperienceDataModule("reinforce", operators=operators)
     metrics = asyncio.run(data.fill(step_of([0, 1], [2]), 1))
-    data.advance(1)
-    assert rewards(data.experiences) == [1, 2]
+    data.storage.advance(1)
+    assert rewards(data.storage.experiences) == [1, 2]
     assert metrics["experience_pipeline/reward_filter/filtered_count"] == 1
     assert metrics["experience_pipeline/reward_filter_2/filtered_count"] == 0
 
@@ -61,7 +61,7 @@ def test_a_failing_operator_leaves_the_buffer_as_it_was_and_the_step_on_disk(tmp
     data = ExperienceDataModule("reinforce", operators=[OperatorConfig(f"{HERE}.Fails")], folder=tmp_path)
     with pytest.raises(OperatorError):
         asyncio.run(data.fill(step_of([0, 1]), 3))
-    assert (data.batch, data.storage.is_ready(3)) == (0, False)
+    assert (data.storage.batch, data.storage.is_ready(3)) == (0, False)
     assert (tmp_path / "rejected" / "step_3.trxp").is_file()
 
 

@@ -76,18 +76,13 @@ def token_share(condition: Tensor, action_mask: Tensor, num_tokens: int | None =
 
 
 def ratio_metrics(
-    loss: Tensor,
-    log_r: Tensor,
-    action_mask: Tensor,
-    num_computed_tokens: int | None,
-    totals: BatchTotals,
-    **conditions: Tensor,
+    loss: Tensor, log_r: Tensor, action_mask: Tensor, computed: int | None, totals: BatchTotals, **conditions: Tensor
 ) -> dict[str, Tensor]:
     """pg_loss and ppo_kl as in `ppo`, and the share of tokens for which each condition [b, r] holds.
 
-    They are of the tokens that were computed, or, if their number is not given, of all.
+    They are of the tokens that were computed; of all if `computed`, the number of those, is not given.
     """
-    n = num_computed_tokens or totals.get("num_tokens")
+    n = computed or totals.get("num_tokens")
     metrics = {"pg_loss": loss.detach(), "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n)}
     return metrics | {name: token_share(condition, action_mask, n) for name, condition in conditions.items()}
 
